@@ -1,0 +1,62 @@
+"""Every error a user of ds_hetero can cause.
+
+    HeteroError (ValueError)
+      ConfigError       the "heterogeneity" section: unknown key, wrong type, impossible combination
+      ScheduleError     a schedule that is not consistent in itself, or does not fit the model or the world
+      ClusterError      a cluster file or device catalogue entry
+      PlanError         no schedule exists for this cluster, model and length
+      ModelError        a model, layer or attention feature that cannot be split over the sequence
+      BatchError        a batch that cannot be sharded, or that differs between ranks
+      VersionError      an installed framework outside the range that works
+    PeerError (RuntimeError)   another rank failed or stopped answering
+
+Messages name the rule, the values seen and what to change, in the user's field names.
+"""
+
+__all__ = [
+    "BatchError",
+    "ClusterError",
+    "ConfigError",
+    "HeteroError",
+    "ModelError",
+    "PeerError",
+    "PlanError",
+    "ScheduleError",
+    "VersionError",
+]
+
+
+class HeteroError(ValueError):
+    """Base of all errors that a user can cause and mend."""
+
+
+class ConfigError(HeteroError):
+    """The "heterogeneity" section of ds_config.json is wrong."""
+
+
+class ScheduleError(HeteroError):
+    """A schedule is inconsistent, or does not fit the model, the world or the batch."""
+
+
+class ClusterError(HeteroError):
+    """A cluster description is wrong: unknown device or key, a link to nowhere, a bad number."""
+
+
+class PlanError(HeteroError):
+    """No schedule satisfies the limits; the message says by how much and on which rank."""
+
+
+class ModelError(HeteroError):
+    """The model has a layer or a feature that cannot be split over the sequence."""
+
+
+class BatchError(HeteroError):
+    """A batch cannot be sharded, or the ranks do not hold the same one."""
+
+
+class VersionError(HeteroError):
+    """An installed framework is outside the range of versions that work."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed or stopped answering while this one waited for it."""

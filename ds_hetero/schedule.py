@@ -1,0 +1,419 @@
+"""The schedule: who holds which tokens and which heads.
+
+A schedule is data. It is found by the planner, written by hand or made by one of the strategies below;
+the runtime executes it and does not ask how it came about. HexiSeq calls it T (arXiv:2605.07569, section
+3.1): A2A groups, their ring order, per-rank tokens and per-rank heads.
+
+    tokens are weights: `Schedule.tokens` turns them into whole tokens for a length, the same on every rank
+    heads are exact:    they sum to num_heads in every group
+
+Plain integers; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import gcd, isfinite
+from typing import Any
+
+from ds_hetero.errors import ScheduleError
+from ds_hetero.splits import Piece, Split, refine, share
+
+__all__ = [
+    "LAYOUTS",
+    "STRATEGIES",
+    "Group",
+    "Schedule",
+    "even",
+    "proportional",
+    "ring",
+    "schedules_for_world",
+    "ulysses",
+    "usp",
+    "usp_meshes",
+]
+
+LAYOUTS = ("contiguous", "zigzag")
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that exchange by all-to-all: HexiSeq's G_k.
+
+    Args:
+        ranks: global ranks; heads are cut in this order, tokens are laid out by ascending rank.
+        tokens: token weight of each rank, >= 0; only the ratio over the whole schedule matters.
+        heads: query heads of each rank after the all-to-all; zero is allowed.
+    """
+
+    ranks: tuple[int, ...]
+    tokens: tuple[float, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def weight(self) -> float:
+        """The group's token weight, L_k up to scale."""
+        return sum(self.tokens)
+
+    @property
+    def head_split(self) -> Split:
+        """Heads in the order of ``ranks``."""
+        return Split(self.heads)
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        """Query heads ``[start, stop)`` of ``rank``."""
+        return self.head_split.ranges[self.ranks.index(rank)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Groups, ring order, tokens and heads of one sequence-parallel replica.
+
+    Args:
+        num_heads: query heads of the model.
+        num_kv_heads: key/value heads; divides ``num_heads``.
+        groups: the all-to-all groups; together they hold every rank ``first_rank .. first_rank + sp_size - 1`` once.
+        ring: order in which KV travels, a permutation of the indices of ``groups``; left out, the order given.
+        layout: which positions a group holds. ``"contiguous"``: one interval. ``"zigzag"``: a mirrored pair of
+            intervals, so that causal work is in proportion to tokens.
+
+    Raises:
+        ScheduleError: anything above does not hold. The message names the field and its values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    groups: tuple[Group, ...]
+    ring: tuple[int, ...] = ()
+    layout: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if not self.ring:
+            object.__setattr__(self, "ring", tuple(range(len(self.groups))))
+        _check(self)
+
+    # --- the shape ---------------------------------------------------------------------------------
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks of the replica."""
+        return sum(len(group.ranks) for group in self.groups)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for group in self.groups for rank in group.ranks))
+
+    @property
+    def ring_size(self) -> int:
+        """Number of groups K."""
+        return len(self.groups)
+
+    @cached_property
+    def ring_groups(self) -> tuple[Group, ...]:
+        """The groups in ring order; position in this tuple is the ring position used everywhere below."""
+        return tuple(self.groups[i] for i in self.ring)
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def ring_position(self, rank: int) -> int:
+        """Ring position of the group that holds ``rank``.
+
+        Raises:
+            ScheduleError: ``rank`` is not in the schedule.
+        """
+        for position, group in enumerate(self.ring_groups):
+            if rank in group.ranks:
+                return position
+        raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.ranks}.")
+
+    def kv_heads(self, start: int, stop: int) -> tuple[int, int]:
+        """KV heads ``[start, stop)`` that serve query heads ``[start, stop)``; a KV head on a cut is on both sides."""
+        per_kv = self.queries_per_kv_head
+        return (start // per_kv, -(-stop // per_kv)) if stop > start else (start // per_kv, start // per_kv)
+
+    @cached_property
+    def sub_rings(self) -> tuple[Piece, ...]:
+        """Sub-ring tasks: head ranges held by exactly one rank per group (HexiSeq section 3.3).
+
+        ``owners[k]`` is the *global rank* that holds the range in the group at ring position k.
+        """
+        pieces = refine([group.head_split for group in self.ring_groups])
+        return tuple(
+            Piece(p.start, p.stop, tuple(g.ranks[i] for g, i in zip(self.ring_groups, p.owners, strict=True)))
+            for p in pieces
+        )
+
+    # --- for a length ------------------------------------------------------------------------------
+
+    def tokens(self, length: int) -> dict[int, int]:
+        """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
+
+        Raises:
+            ScheduleError: fewer tokens than ranks that are to hold some.
+        """
+        return dict(_tokens(self, length))
+
+    def group_tokens(self, length: int) -> tuple[int, ...]:
+        """Tokens L_k of the groups in ring order."""
+        tokens = self.tokens(length)
+        return tuple(sum(tokens[rank] for rank in group.ranks) for group in self.ring_groups)
+
+    def chunks(self, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Position intervals ``(start, stop)`` that each group holds, in ring order; ascending inside a group."""
+        return _chunks(self.group_tokens(length), self.layout)
+
+    def intervals(self, length: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """Position intervals that ``rank`` holds, ascending: its share of its group's chunks."""
+        return dict(_intervals(self, length))[rank]
+
+    def positions(self, length: int, rank: int) -> list[int]:
+        """Every position that ``rank`` holds, ascending."""
+        return [p for start, stop in self.intervals(length, rank) for p in range(start, stop)]
+
+    # --- identity ----------------------------------------------------------------------------------
+
+    def shifted(self, first_rank: int) -> Schedule:
+        """The same schedule for a replica whose lowest rank is ``first_rank``."""
+        offset = first_rank - self.ranks[0]
+        if not offset:
+            return self
+        groups = tuple(replace(g, ranks=tuple(r + offset for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schedule file format, version 1 (see README, Schedule file)."""
+        return {
+            "version": VERSION,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "layout": self.layout,
+            "ring": list(self.ring),
+            "groups": [{"ranks": list(g.ranks), "tokens": list(g.tokens), "heads": list(g.heads)} for g in self.groups],
+        }
+
+    def to_json(self) -> str:
+        """Canonical JSON, one line."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63-bit hash of the canonical JSON, compared between ranks before the first collective."""
+        return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+        """Read the schedule file format.
+
+        Raises:
+            ScheduleError: unknown or missing keys, wrong types, or an inconsistent schedule.
+        """
+        known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
+        _expect_keys("schedule", data, required=known - {"layout", "ring"}, allowed=known)
+        if data["version"] != VERSION:
+            raise ScheduleError(f"schedule version {data['version']!r} is unknown; this release reads version {VERSION}.")
+        if not isinstance(data["groups"], Sequence) or isinstance(data["groups"], str):
+            raise ScheduleError(f"groups must be a list, got {data['groups']!r}.")
+        groups = []
+        for i, group in enumerate(data["groups"]):
+            keys = {"ranks", "tokens", "heads"}
+            _expect_keys(f"groups[{i}]", group, required=keys, allowed=keys)
+            for key in sorted(keys):
+                if not isinstance(group[key], Sequence) or isinstance(group[key], str):
+                    raise ScheduleError(f"groups[{i}].{key} must be a list with one entry per rank, got {group[key]!r}.")
+            groups.append(Group(ranks=tuple(group["ranks"]), tokens=tuple(group["tokens"]), heads=tuple(group["heads"])))
+        return cls(
+            num_heads=data["num_heads"],
+            num_kv_heads=data["num_kv_heads"],
+            groups=tuple(groups),
+            ring=tuple(data.get("ring", ())),
+            layout=data.get("layout", "zigzag"),
+        )
+
+
+def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, ...]:
+    """One schedule per replica: ``schedule`` repeated over consecutive blocks of ranks.
+
+    Raises:
+        ScheduleError: ``world_size`` is not a multiple of the schedule's ranks, or the schedule does not begin at rank 0.
+    """
+    if schedule.ranks[0] != 0:
+        raise ScheduleError(f"the schedule's ranks {schedule.ranks} must begin at 0.")
+    if world_size % schedule.sp_size:
+        raise ScheduleError(
+            f"the schedule has {schedule.sp_size} ranks, the job has {world_size}, which is not a multiple of it. "
+            f"Launch a multiple of {schedule.sp_size} processes or plan for {world_size}: ds-hetero plan."
+        )
+    return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
+
+
+# --- strategies: the uniform baselines, and proportional shares -------------------------------------
+
+
+def ulysses(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
+    """DeepSpeed-Ulysses (arXiv:2309.14509): one group, equal tokens, heads as equal as whole heads allow.
+
+    The layout is contiguous: inside one group it does not matter, and shards stay contiguous.
+    """
+    return _even_groups([range(num_ranks)], num_heads, num_kv_heads, "contiguous")
+
+
+def ring(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
+    """Ring attention (arXiv:2310.01889): every rank a group of its own, equal tokens, zigzag."""
+    return _even_groups([[rank] for rank in range(num_ranks)], num_heads, num_kv_heads, "zigzag")
+
+
+def usp(num_ranks: int, num_heads: int, num_kv_heads: int, ulysses_size: int | None = None) -> Schedule:
+    """USP (arXiv:2405.07719): equal groups of ``ulysses_size`` neighbours, joined by a ring.
+
+    Left out, ``ulysses_size`` is the largest divisor of ``num_ranks`` that also divides the KV heads.
+
+    Raises:
+        ScheduleError: ``ulysses_size`` does not divide ``num_ranks``.
+    """
+    size = ulysses_size or gcd(num_ranks, num_kv_heads)
+    if num_ranks % size:
+        raise ScheduleError(f"ulysses_size {size} does not divide {num_ranks} ranks.")
+    groups = [range(first, first + size) for first in range(0, num_ranks, size)]
+    return _even_groups(groups, num_heads, num_kv_heads, "contiguous" if size == num_ranks else "zigzag")
+
+
+def usp_meshes(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[Schedule, ...]:
+    """Every USP mesh that other systems accept: ``ulysses_size`` divides the ranks and the query heads."""
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and num_heads % size == 0]
+    return tuple(usp(num_ranks, num_heads, num_kv_heads, size) for size in sizes)
+
+
+def even(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
+    """The hetero-ring paper's even split: `ring` by another name, the counterpart of `proportional`."""
+    return ring(num_ranks, num_heads, num_kv_heads)
+
+
+def proportional(speeds: Sequence[float], num_heads: int, num_kv_heads: int) -> Schedule:
+    """The hetero-ring paper's proportional split: a zigzag ring with tokens in proportion to ``speeds``.
+
+    Queries and KV are both cut; with the zigzag layout causal work follows tokens exactly.
+    """
+    groups = tuple(Group(ranks=(r,), tokens=(speed,), heads=(num_heads,)) for r, speed in enumerate(speeds))
+    return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=groups, layout="zigzag")
+
+
+STRATEGIES = {"ulysses": ulysses, "ring": ring, "usp": usp, "even": even}
+
+
+def _even_groups(groups: Sequence[Sequence[int]], num_heads: int, num_kv_heads: int, layout: str) -> Schedule:
+    return Schedule(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        layout=layout,
+        groups=tuple(
+            Group(ranks=tuple(ranks), tokens=(1,) * len(ranks), heads=share(num_heads, (1,) * len(ranks)))
+            for ranks in groups
+        ),
+    )
+
+
+# --- derived tables, cached per length --------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
+    weights = {rank: w for group in schedule.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
+    ranks = schedule.ranks
+    busy = sum(1 for rank in ranks if weights[rank])
+    if length < busy:
+        raise ScheduleError(
+            f"a sequence of {length} tokens is shorter than the {busy} ranks that are to hold some of it. "
+            "Use longer sequences, fewer sequence-parallel ranks, or a schedule that gives some ranks weight 0."
+        )
+    return tuple(zip(ranks, share(length, [weights[rank] for rank in ranks]), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _chunks(sizes: tuple[int, ...], layout: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    if layout == "contiguous":
+        return tuple((part,) for part in Split(sizes).ranges)
+    front = Split(tuple(-(-size // 2) for size in sizes)).ranges
+    back = Split(tuple(size // 2 for size in reversed(sizes))).ranges
+    middle = sum(-(-size // 2) for size in sizes)
+    return tuple(
+        (first, (middle + start, middle + stop))
+        for first, (start, stop) in zip(front, reversed(back), strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _intervals(schedule: Schedule, length: int) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    tokens = schedule.tokens(length)
+    out = []
+    for group, chunks in zip(schedule.ring_groups, schedule.chunks(length), strict=True):
+        starts = list(accumulate((stop - start for start, stop in chunks), initial=0))
+        ranks = sorted(group.ranks)
+        for rank, (low, high) in zip(ranks, Split(tuple(tokens[r] for r in ranks)).ranges, strict=True):
+            held = []
+            for (start, stop), local in zip(chunks, starts, strict=False):
+                a = start + max(low - local, 0)
+                b = min(start + high - local, stop)
+                if a < b:
+                    held.append((a, b))
+            out.append((rank, tuple(held)))
+    return tuple(out)
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _check(s: Schedule) -> None:
+    for name in ("num_heads", "num_kv_heads"):
+        value = getattr(s, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{name} must be a whole number >= 1, got {value!r}.")
+    if s.num_heads % s.num_kv_heads:
+        raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
+    if s.layout not in LAYOUTS:
+        raise ScheduleError(f"layout {s.layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
+    if not s.groups:
+        raise ScheduleError("groups is empty; a schedule has at least one group.")
+    if sorted(s.ring) != list(range(len(s.groups))):
+        raise ScheduleError(f"ring {list(s.ring)} must name each of the {len(s.groups)} groups once, by index.")
+    for i, group in enumerate(s.groups):
+        if not group.ranks or not len(group.ranks) == len(group.tokens) == len(group.heads):
+            raise ScheduleError(
+                f"groups[{i}] needs one entry of tokens and heads per rank, "
+                f"got ranks={list(group.ranks)}, tokens={list(group.tokens)}, heads={list(group.heads)}."
+            )
+        if any(not isinstance(r, int) or isinstance(r, bool) or r < 0 for r in group.ranks):
+            raise ScheduleError(f"groups[{i}].ranks must be whole numbers >= 0, got {list(group.ranks)}.")
+        if any(not isinstance(h, int) or isinstance(h, bool) or h < 0 for h in group.heads):
+            raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {list(group.heads)}.")
+        if any(not isinstance(w, (int, float)) or isinstance(w, bool) or not isfinite(w) or w < 0 for w in group.tokens):
+            raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {list(group.tokens)}.")
+        if sum(group.heads) != s.num_heads:
+            raise ScheduleError(
+                f"groups[{i}].heads {list(group.heads)} sum to {sum(group.heads)}, "
+                f"but the model has num_heads={s.num_heads}. Every group computes every head of its tokens."
+            )
+    ranks = [rank for group in s.groups for rank in group.ranks]
+    if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
+        raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {sorted(ranks)}.")
+    if not any(group.weight for group in s.groups):
+        raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")
+
+
+def _expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
+    if not isinstance(data, Mapping):
+        raise ScheduleError(f"{where} must be an object, got {data!r}.")
+    unknown, missing = sorted(set(data) - allowed), sorted(required - set(data))
+    if unknown or missing:
+        raise ScheduleError(
+            f"{where}: unknown keys {unknown}, missing keys {missing}; it takes {', '.join(sorted(allowed))}."
+        )
