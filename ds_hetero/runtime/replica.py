@@ -1,0 +1,110 @@
+"""A replica: the ranks that hold one sequence between them, and their process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ds_hetero.errors import ScheduleError
+from ds_hetero.schedule import Group, Schedule
+
+__all__ = ["Replica", "make_replica"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replica:
+    """This rank's place in its sequence-parallel replica.
+
+    Args:
+        schedule: the replica's schedule, in global ranks.
+        rank: this process's global rank.
+        replica_id: index of the replica in the job.
+        num_replicas: replicas in the job; data parallelism runs over them.
+        sp_group: process group of all ranks of the replica; the ring's point-to-point traffic runs on it.
+        a2a_group: process group of this rank's all-to-all group; None where the rank is alone in it.
+    """
+
+    schedule: Schedule
+    rank: int
+    replica_id: int
+    num_replicas: int
+    sp_group: ProcessGroup
+    a2a_group: ProcessGroup | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the replica, ascending; the order of ``sp_group``."""
+        return self.schedule.ranks
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks of the replica."""
+        return self.schedule.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        """This rank's index in the replica."""
+        return self.rank - self.ranks[0]
+
+    @property
+    def ring_position(self) -> int:
+        """Position in the ring of the group that holds this rank."""
+        return self.schedule.ring_position(self.rank)
+
+    @property
+    def group(self) -> Group:
+        """The all-to-all group that holds this rank."""
+        return self.schedule.ring_groups[self.ring_position]
+
+
+def make_replica(schedules: Sequence[Schedule]) -> Replica:
+    """Compare the schedules of all ranks, then make every process group that they need.
+
+    Args:
+        schedules: one per replica, together holding every rank of the world once (see
+            `ds_hetero.schedule.schedules_for_world`); the same on every rank.
+
+    Caller: every rank of the world, once at start.
+    Collectives: one all_gather of a fingerprint; one new_group per replica and per all-to-all group, in the
+    same order on every rank.
+
+    Raises:
+        ScheduleError: on every rank, when the schedules differ between ranks or do not fit the world.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = sorted(r for schedule in schedules for r in schedule.ranks)
+    _agree_on_schedules(schedules)
+    if ranks != list(range(world_size)):
+        raise ScheduleError(f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place.")
+    mine: Replica | None = None
+    for replica_id, schedule in enumerate(schedules):
+        sp_group = dist.new_group(list(schedule.ranks))
+        a2a_groups = [dist.new_group(sorted(g.ranks)) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
+        if rank in schedule.ranks:
+            mine = Replica(
+                schedule=schedule,
+                rank=rank,
+                replica_id=replica_id,
+                num_replicas=len(schedules),
+                sp_group=sp_group,
+                a2a_group=a2a_groups[schedule.ring_position(rank)],
+            )
+    assert mine is not None
+    return mine
+
+
+def _agree_on_schedules(schedules: Sequence[Schedule]) -> None:
+    device = torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor([hash(tuple(s.fingerprint for s in schedules))], dtype=torch.int64, device=device)
+    seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(seen, mine)
+    prints = [int(x) for x in seen]
+    if len(set(prints)) > 1:
+        raise ScheduleError(
+            f"the ranks do not hold the same schedule: fingerprints by rank are {[f'{p & 0xFFFFFFFF:08x}' for p in prints]}. "
+            "Give every node the same ds_config.json, schedule and cluster files, and the same version of ds_hetero."
+        )
