@@ -1,0 +1,241 @@
+"""Ranks for tests: ``run_ranks`` (torch.distributed on gloo) and ``run_deepspeed`` (an environment like a launcher's).
+
+    def test_sum():
+        assert run_ranks(_sum, 3, 10) == [33, 33, 33]
+
+    def _sum(rank, base):                    # module level, so that a child can import it by name
+        x = torch.tensor(base + rank)
+        dist.all_reduce(x)
+        return x.item()
+
+Ranks are forked from a server that has torch loaded already, one per test session, so a call costs tenths of a second and
+not an import of torch per rank. Call `preload_deepspeed` before the first one to have DeepSpeed and transformers in
+it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN. What a rank prints is
+shown as the test's own output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "free_port", "preload_deepspeed", "run_deepspeed", "run_ranks"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a rank says when another one failed first.
+_SECONDARY = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "wait timeout", "killed by run_ranks")
+_GRACE_S = 10  # for the other ranks to report, once one has failed
+
+_server = multiprocessing.get_context("forkserver")
+# What a rank would import anyway, down to what torch imports late: deterministic mode (inductor), the first backward (sympy).
+_preload = ["tests.support", "torch", "torch.distributed", "torch._inductor.config", "sympy"]
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` on gloo ranks of their own and return what each returned, in rank order.
+
+    Args:
+        fn: a module-level function; the default process group exists when it is called.
+        world_size: number of ranks; each is a process.
+        args: passed to every rank; they and the result must pickle.
+        timeout_s: a rank that is still running then is killed and its Python stack shown; a collective gives up at half of it.
+        env: environment variables of the ranks.
+
+    Raises:
+        AssertionError: a rank raised, died or hung. Shows every failed rank, the cause before its consequences.
+    """
+    return _run(_in_process_group, fn, world_size, args, timeout_s, dict(env or {}))
+
+
+def run_deepspeed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Like `run_ranks`, in the environment that DeepSpeed's launcher makes, and with no process group yet.
+
+    ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator.
+    DeepSpeed's shared-memory extension is compiled once and kept in .cache/.
+    """
+    launcher_env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        **_deepspeed_env(),
+    }
+    return _run(_in_launcher_env, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
+
+
+def preload_deepspeed() -> None:
+    """Have DeepSpeed and transformers imported once, in the server, and not by every rank. Before the first call only."""
+    os.environ.update(_deepspeed_env())
+    _preload.extend(["deepspeed", "transformers", "accelerate"])
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+# --- the parent's side ------------------------------------------------------------------------------
+
+
+def _run(
+    body: Callable[..., Any],
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    env: dict[str, str],
+) -> list[Any]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
+    _server.set_forkserver_preload(_preload)
+    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+        ranks = []
+        for rank in range(world_size):
+            receiver, sender = _server.Pipe(duplex=False)
+            process = _server.Process(
+                target=_rank_main, args=(body, fn, rank, world_size, args, timeout_s, env, folder, sender), daemon=True
+            )
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        try:
+            outcomes = _collect(ranks, timeout_s)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+        outputs = [Path(folder, f"output{rank}").read_text(errors="replace") for rank in range(world_size)]
+    failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+    if failures:
+        raise AssertionError(_report(fn, world_size, failures, outputs))
+    for rank, output in enumerate(outputs):
+        print("".join(f"[rank {rank}] {line}" for line in output.splitlines(keepends=True)), end="")
+    return [pickle.loads(outcomes[rank][1]) for rank in range(world_size)]
+
+
+def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> dict[int, tuple[bool, Any]]:
+    """Outcomes by rank, in the order in which they came: ``(True, pickled result)`` or ``(False, what went wrong)``."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    running = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    deadline = time.monotonic() + timeout_s
+    reason = f"still running after timeout_s={timeout_s}"
+    while running and (left := deadline - time.monotonic()) > 0:
+        for receiver in wait(list(running), timeout=left):
+            rank = running.pop(receiver)
+            try:
+                outcomes[rank] = receiver.recv()
+            except EOFError:
+                outcomes[rank] = (False, _cause_of_death(ranks[rank][0]))
+            if not outcomes[rank][0] and deadline - time.monotonic() > _GRACE_S:
+                deadline = time.monotonic() + _GRACE_S
+                reason = f"still running {_GRACE_S} s after rank {rank} failed, killed by run_ranks"
+    for rank in running.values():
+        os.kill(ranks[rank][0].pid, signal.SIGUSR1)
+    time.sleep(0.5 if running else 0)  # the ranks write their stacks
+    outcomes |= {rank: (False, f"{reason}; its stack is in its output") for rank in running.values()}
+    return outcomes
+
+
+def _cause_of_death(process: BaseProcess) -> str:
+    process.join(_GRACE_S)
+    code = process.exitcode
+    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return f"died of {how} without an exception"
+
+
+def _report(fn: Callable[..., Any], world_size: int, failures: dict[int, str], outputs: list[str]) -> str:
+    cause_first = sorted(failures, key=lambda rank: any(sign in failures[rank] for sign in _SECONDARY))
+    parts = [f"{fn.__qualname__} failed on {len(failures)} of {world_size} ranks"]
+    for rank in cause_first:
+        parts.append(f"--- rank {rank} ---\n{failures[rank].rstrip()}")
+        if outputs[rank]:
+            parts.append(f"--- rank {rank}, end of its output ---\n{outputs[rank][-4000:].rstrip()}")
+    return "\n".join(parts)
+
+
+def _deepspeed_env() -> dict[str, str]:
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions")}
+
+
+# --- the rank's side --------------------------------------------------------------------------------
+
+
+def _rank_main(
+    body: Callable[..., Any],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    env: dict[str, str],
+    folder: str,
+    sender: Connection,
+) -> None:
+    output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        result = pickle.dumps(body(fn, rank, world_size, args, timeout_s, folder))
+        sender.send((True, result))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own way out takes longer than most tests
+
+
+def _in_process_group(
+    fn: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], timeout_s: float, folder: str
+) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s / 2),
+    )
+    return fn(rank, *args)
+
+
+def _in_launcher_env(
+    fn: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], timeout_s: float, folder: str
+) -> Any:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(folder)
+    return fn(rank, *args)
