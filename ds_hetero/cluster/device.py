@@ -1,0 +1,53 @@
+"""One accelerator as the cost model sees it: datasheet numbers, and how far below them it really runs.
+
+Peaks come from the catalogue or from the user; efficiencies come from a profile, or are the catalogue's
+assumption until there is one. The two are kept apart so that `published` can ignore the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["DeviceSpec", "Efficiency"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """Achieved share of the peak for large shapes, and the sizes at which half of that is left.
+
+    Time of a product of ``m`` tokens with a weight: ``flops / (peak * matmul) * (1 + matmul_half_tokens / m)``.
+    Time of attention between ``r`` query rows (tokens x heads x batch) and ``t`` keys:
+    ``flops / (peak * attention) * (1 + attention_half_rows / r) * (1 + attention_half_kv / t)``: few heads or short
+    shards leave parts of the device idle, short keys leave the kernel's prologue and epilogue uncovered.
+    """
+
+    matmul: float = 1.0
+    attention_forward: float = 1.0
+    attention_backward: float = 1.0
+    memory: float = 1.0
+    matmul_half_tokens: float = 0.0
+    attention_half_rows: float = 0.0
+    attention_half_kv: float = 0.0
+    kernel_overhead_s: float = 0.0  # host and launch time of one layer's forward outside attention
+    attention_overhead_s: float = 0.0  # host and launch time of one attention block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """One accelerator.
+
+    Args:
+        name: catalogue name such as ``H100-SXM-80GB``, or the user's.
+        peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; c_d of HexiSeq (arXiv:2605.07569, table 1).
+        memory_bytes: device memory, m_d.
+        memory_bytes_per_s: bandwidth of that memory, b_d.
+        source: where the numbers come from.
+        efficiency: achieved shares of the peaks.
+    """
+
+    name: str
+    peak_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    source: str = "given by the user"
+    efficiency: Efficiency = field(default_factory=Efficiency)

@@ -1,0 +1,151 @@
+"""Nodes, links and the cluster they form.
+
+Links come in classes: every pair of ranks inside a node shares one `Link`, every pair of ranks of two given
+nodes shares another. So 4,096 ranks on 512 nodes need a 512 x 512 table of class numbers and a handful of
+classes, never a table over pairs of ranks.
+
+Ranks are numbered in the order of the nodes. SI base units; the unit is in the name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cluster.device import DeviceSpec
+
+__all__ = ["Cluster", "Link", "Node"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A class of links: every pair of ranks that it joins sees the same latency and bandwidth.
+
+    Args:
+        name: for messages, such as ``inside h100`` or ``h100 - a100``.
+        latency_s: start-up time of a transfer, alpha of HexiSeq.
+        bytes_per_s: nominal bandwidth of one pair in one direction, B of HexiSeq.
+        p2p_efficiency: achieved share of ``bytes_per_s`` by point-to-point transfers (ring steps).
+        all_to_all_efficiency: achieved share by a ragged all-to-all.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    p2p_efficiency: float = 1.0
+    all_to_all_efficiency: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One machine: its devices in rank order, the link inside it, and what its ranks share.
+
+    Args:
+        nic_bytes_per_s: what all ranks of the node together can send to other nodes (and receive); None when every
+            rank has a port of its own that runs at the network link's rate.
+        switch_bytes_per_s: what all ranks together can move inside the node, such as a PCIe root; None when pairs do
+            not disturb each other (NVSwitch).
+        group: name of the entry in the cluster file, the same for all copies made by ``repeat``.
+    """
+
+    name: str
+    devices: tuple[DeviceSpec, ...]
+    link: Link
+    nic_bytes_per_s: float | None = None
+    switch_bytes_per_s: float | None = None
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices by rank and links by pair of nodes.
+
+    Args:
+        nodes: in rank order.
+        network: link between nodes for which ``links`` has no entry.
+        links: overrides, ``((lower node index, higher node index), link)``.
+    """
+
+    nodes: tuple[Node, ...]
+    network: Link
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+
+    @cached_property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """Device of every rank."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks, one per device."""
+        return len(self.devices)
+
+    @cached_property
+    def node_of_rank(self) -> Ints:
+        """Node index of every rank, ``[ranks]``."""
+        return np.repeat(np.arange(len(self.nodes)), [len(node.devices) for node in self.nodes])
+
+    @cached_property
+    def peak_flops_per_s(self) -> Floats:
+        """Datasheet rate of every rank, ``[ranks]``."""
+        return np.array([device.peak_flops_per_s for device in self.devices])
+
+    @cached_property
+    def memory_bytes(self) -> Floats:
+        """Memory of every rank, ``[ranks]``."""
+        return np.array([device.memory_bytes for device in self.devices], dtype=np.float64)
+
+    @cached_property
+    def memory_bytes_per_s(self) -> Floats:
+        """Memory bandwidth of every rank, ``[ranks]``."""
+        return np.array([device.memory_bytes_per_s for device in self.devices])
+
+    # --- links by class -----------------------------------------------------------------------------
+
+    @cached_property
+    def link_classes(self) -> tuple[Link, ...]:
+        """The distinct links, in order of first use: inside the nodes, the network, overrides."""
+        return tuple(dict.fromkeys([node.link for node in self.nodes] + [self.network] + [k for _, k in self.links]))
+
+    @cached_property
+    def link_class(self) -> Ints:
+        """Index into `link_classes` for every pair of nodes, ``[nodes, nodes]``; the diagonal is inside the node."""
+        number = {link: i for i, link in enumerate(self.link_classes)}
+        table = np.full((len(self.nodes), len(self.nodes)), number[self.network], dtype=np.int64)
+        np.fill_diagonal(table, [number[node.link] for node in self.nodes])
+        for (a, b), link in self.links:
+            table[a, b] = table[b, a] = number[link]
+        return table
+
+    @cached_property
+    def node_latency_s(self) -> Floats:
+        """Latency for every pair of nodes, ``[nodes, nodes]``."""
+        return np.array([link.latency_s for link in self.link_classes])[self.link_class]
+
+    @cached_property
+    def node_bytes_per_s(self) -> Floats:
+        """Nominal bandwidth of a pair of ranks for every pair of their nodes, ``[nodes, nodes]``."""
+        return np.array([link.bytes_per_s for link in self.link_classes])[self.link_class]
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between ranks ``a`` and ``b``."""
+        return self.link_classes[self.link_class[self.node_of_rank[a], self.node_of_rank[b]]]
+
+    # --- identity -----------------------------------------------------------------------------------
+
+    def rank_name(self, rank: int) -> str:
+        """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""
+        return f"rank {rank} ({self.devices[rank].name} on {self.nodes[self.node_of_rank[rank]].name})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cluster file, every device written out, so that it can be read back without a catalogue."""
+        from ds_hetero.cluster.files import cluster_to_dict
+
+        return cluster_to_dict(self)

@@ -1,0 +1,193 @@
+"""What goes into a cost model and what comes out of it.
+
+A search works on `Flat`, a schedule as arrays; people and files work on `Schedule`. Both cost models have the
+methods of `CostModel`, so the search does not know which one it minimises.
+
+Dimension key: D ranks, K groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.models import ModelSpec
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Bottleneck", "CostModel", "Flat", "Prediction", "Span", "Terms", "Workload"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is trained: one replica's batch and how DeepSpeed trains it.
+
+    Args:
+        seq_len: tokens of a sequence, over all ranks.
+        micro_batch: sequences per micro-batch, B; micro_batches: of them per iteration (gradient accumulation).
+        causal: causal attention; HexiSeq's published model counts full attention whatever this says.
+        zero_stage: 0 to 3. zero_weights: share of the optimizer state per rank, None for uniform.
+        activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
+        tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
+        element_bytes: of parameters and activations (P); gradient_bytes, optimizer_bytes: per parameter (12: master
+            weight and two Adam moments in fp32).
+        data_parallel: replicas that share the ZeRO partition with this one.
+    """
+
+    seq_len: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    causal: bool = True
+    zero_stage: int = 3
+    zero_weights: tuple[float, ...] | None = None
+    activation_checkpointing: bool = True
+    tiled_logits: bool = True
+    element_bytes: int = 2
+    gradient_bytes: int = 2
+    optimizer_bytes: int = 12
+    data_parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A schedule as arrays, groups already in ring order.
+
+    Args:
+        order: ranks, group after group in ring order, inside a group in the order of the head cut, ``[D]``.
+        offsets: group at ring position k is ``order[offsets[k]:offsets[k + 1]]``, ``[K + 1]``; no group is empty.
+        tokens: tokens before the all-to-all, **indexed by rank**, ``[D]``; s_d. Fractions of tokens are allowed.
+        heads: query heads after it, **indexed by rank**, ``[D]``; n_d. They sum to num_heads in every group.
+        zigzag: layout of the positions; only causal attention depends on it.
+    """
+
+    order: Ints
+    offsets: Ints
+    tokens: Floats
+    heads: Ints
+    zigzag: bool = True
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule, seq_len: int) -> Flat:
+        """The arrays of a schedule whose ranks begin at 0, with whole tokens."""
+        groups = schedule.ring_groups
+        tokens = schedule.tokens(seq_len)
+        heads = np.zeros(schedule.sp_size, dtype=np.int64)
+        for group in groups:
+            heads[list(group.ranks)] = group.heads
+        return cls(
+            order=np.array([rank for group in groups for rank in group.ranks], dtype=np.int64),
+            offsets=np.cumsum([0] + [len(group.ranks) for group in groups]),
+            tokens=np.array([tokens[rank] for rank in range(schedule.sp_size)], dtype=np.float64),
+            heads=heads,
+            zigzag=schedule.layout == "zigzag",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """Parts of the time of one transformer block, forward and backward; they add up to it."""
+
+    non_attention_s: float
+    all_to_all_s: float
+    ring_steps_s: float
+
+    @property
+    def block_s(self) -> float:
+        """Time of the block."""
+        return self.non_attention_s + self.all_to_all_s + self.ring_steps_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bottleneck:
+    """What decides the block time: the largest term, and the rank or the link behind it."""
+
+    term: str  # a field name of Terms
+    cause: str  # "compute", "memory bandwidth", "link", "zero traffic"
+    rank: int
+    peer: int | None  # the other end where the cause is a link
+    text: str  # a sentence for people
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a cost model says of one schedule.
+
+    Args:
+        memory_bytes: peak of every rank. reason: None when every rank fits, else which rank by how many GiB.
+        bound_s: block time if all work were spread over all devices in proportion to speed, with free communication.
+        busy_s: compute time of every rank in one block.
+        parts_s: finer times by name for ``--json`` and for calibration, such as ``forward_s`` or ``loss_s``.
+    """
+
+    cost_model: str
+    block_s: float
+    iteration_s: float
+    tokens_per_s: float
+    terms: Terms
+    memory_bytes: tuple[int, ...]
+    feasible: bool
+    reason: str | None
+    bottleneck: Bottleneck
+    bound_s: float
+    busy_s: tuple[float, ...]
+    parts_s: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One bar of the timeline of a block."""
+
+    rank: int
+    stream: str  # "compute" or "network"
+    kind: str  # "non_attention", "all_to_all", "attention", "ring"
+    phase: str  # "forward" or "backward"
+    step: int  # ring step, 0 elsewhere
+    start_s: float
+    stop_s: float
+
+
+class CostModel(Protocol):
+    """A cost model bound to a cluster, a model and a workload; everything that does not depend on the schedule is
+    computed once, when it is made.
+    """
+
+    name: str
+    cluster: Cluster
+    model: ModelSpec
+    workload: Workload
+    attention_flops_per_s: Floats  # [D] speed of every rank at attention, for closed-form starts (c_d)
+    non_attention_s_per_token: Floats  # [D] forward and backward of one block for one token of one rank
+    capacity_bytes: Floats  # [D]
+
+    def block_s(self, flat: Flat) -> float:
+        """Time of one block, forward and backward; the fast path, which does not look at memory."""
+
+    def terms(self, flat: Flat) -> Terms:
+        """The same time by part."""
+
+    def memory_bytes(self, flat: Flat) -> Floats:
+        """Peak memory of every rank, ``[D]``."""
+
+    def bound_s(self) -> float:
+        """Time of one block at perfect balance with free communication."""
+
+    def predict(self, schedule: Schedule) -> Prediction:
+        """Everything there is to say of one schedule.
+
+        Raises:
+            PlanError: the schedule's ranks or heads are not those of the cluster and the model.
+        """
+
+    def timeline(self, schedule: Schedule) -> Sequence[Span]:
+        """Bars of one block, forward and backward, for a picture."""
