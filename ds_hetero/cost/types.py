@@ -1,14 +1,13 @@
 """What goes into a cost model and what comes out of it.
 
-A search works on `Flat`, a schedule as arrays; people and files work on `Schedule`. Both cost models have the
-methods of `CostModel`, so the search does not know which one it minimises.
+A search works on a `Grouping` and arrays of tokens and heads; people and files work on `Schedule`. Both cost
+models have the methods of `CostModel`, so the search does not know which one it minimises.
 
-Dimension key: D ranks, K groups.
+Dimension key: D ranks, K groups, B assignments of one grouping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -16,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.grouping import Grouping
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Bottleneck", "CostModel", "Flat", "Prediction", "Span", "Terms", "Workload"]
+__all__ = ["Bottleneck", "CostModel", "Prediction", "Span", "Terms", "Workload"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -53,41 +53,6 @@ class Workload:
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
     data_parallel: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A schedule as arrays, groups already in ring order.
-
-    Args:
-        order: ranks, group after group in ring order, inside a group in the order of the head cut, ``[D]``.
-        offsets: group at ring position k is ``order[offsets[k]:offsets[k + 1]]``, ``[K + 1]``; no group is empty.
-        tokens: tokens before the all-to-all, **indexed by rank**, ``[D]``; s_d. Fractions of tokens are allowed.
-        heads: query heads after it, **indexed by rank**, ``[D]``; n_d. They sum to num_heads in every group.
-        zigzag: layout of the positions; only causal attention depends on it.
-    """
-
-    order: Ints
-    offsets: Ints
-    tokens: Floats
-    heads: Ints
-    zigzag: bool = True
-
-    @classmethod
-    def from_schedule(cls, schedule: Schedule, seq_len: int) -> Flat:
-        """The arrays of a schedule whose ranks begin at 0, with whole tokens."""
-        groups = schedule.ring_groups
-        tokens = schedule.tokens(seq_len)
-        heads = np.zeros(schedule.sp_size, dtype=np.int64)
-        for group in groups:
-            heads[list(group.ranks)] = group.heads
-        return cls(
-            order=np.array([rank for group in groups for rank in group.ranks], dtype=np.int64),
-            offsets=np.cumsum([0] + [len(group.ranks) for group in groups]),
-            tokens=np.array([tokens[rank] for rank in range(schedule.sp_size)], dtype=np.float64),
-            heads=heads,
-            zigzag=schedule.layout == "zigzag",
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,36 +123,37 @@ class Span:
 
 
 class CostModel(Protocol):
-    """A cost model bound to a cluster, a model and a workload; everything that does not depend on the schedule is
-    computed once, when it is made.
+    """A cost model bound to a cluster, a model and a workload.
+
+    Whatever does not depend on the schedule is computed when it is made; whatever depends only on who is grouped with
+    whom is in `Grouping`. The methods below it take tokens and heads **indexed by rank**: s_d may be fractions of
+    tokens, n_d are whole and sum to num_heads in every group.
     """
 
     name: str
     cluster: Cluster
     model: ModelSpec
     workload: Workload
-    attention_flops_per_s: Floats  # [D] speed of every rank at attention, for closed-form starts (c_d)
-    non_attention_s_per_token: Floats  # [D] forward and backward of one block for one token of one rank
-    capacity_bytes: Floats  # [D]
+    attention_s_D: Floats  # seconds per query token x key token x head, forward and backward, curves frozen at an even share
+    non_attention_s_per_token_D: Floats  # forward and backward of one block, curves frozen at an even share
+    capacity_bytes_D: Floats
+    bound_s: float  # time of one block at perfect balance with free communication
 
-    def block_s(self, flat: Flat) -> float:
+    def block_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
         """Time of one block, forward and backward; the fast path, which does not look at memory."""
 
-    def terms(self, flat: Flat) -> Terms:
-        """The same time by part."""
+    def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
+        """The same for many assignments of one grouping, ``[B]``."""
 
-    def memory_bytes(self, flat: Flat) -> Floats:
-        """Peak memory of every rank, ``[D]``."""
-
-    def bound_s(self) -> float:
-        """Time of one block at perfect balance with free communication."""
+    def memory_bytes(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
+        """Peak memory of every rank, ``[D]``; leading dimensions of the arguments are kept."""
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Everything there is to say of one schedule.
+        """Everything there is to say of one schedule, with whole tokens.
 
         Raises:
             PlanError: the schedule's ranks or heads are not those of the cluster and the model.
         """
 
-    def timeline(self, schedule: Schedule) -> Sequence[Span]:
+    def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
         """Bars of one block, forward and backward, for a picture."""

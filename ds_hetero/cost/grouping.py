@@ -1,0 +1,113 @@
+"""Who is grouped with whom, in arrays: everything about a schedule that does not depend on tokens and heads.
+
+A search tries many assignments of tokens and heads over one partition, so what follows from the partition and
+the cluster alone is worked out once.
+
+Dimension key: D ranks, K groups in ring order, C cells. A cell is the part of one group that sits on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Grouping"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Grouping:
+    """A partition of all ranks of a cluster into groups, in ring order.
+
+    Args:
+        cluster: gives every rank's node.
+        groups: ranks of every group, groups in ring order, ranks in the order of the head cut; every rank of the
+            cluster once, no group empty.
+        zigzag: layout of the positions; only causal attention depends on it.
+
+    Attributes:
+        order: ranks, group after group, ``[D]``; group k is ``order[offsets[k]:offsets[k + 1]]``.
+        group_of: ring position of every rank's group, **indexed by rank**, ``[D]``.
+    """
+
+    def __init__(self, cluster: Cluster, groups: Sequence[Sequence[int] | Ints], *, zigzag: bool = True) -> None:
+        sizes = [len(group) for group in groups]
+        assert min(sizes) > 0 and sum(sizes) == cluster.num_ranks, "groups must hold every rank of the cluster once"
+        self.cluster = cluster
+        self.zigzag = zigzag
+        self.order: Ints = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
+        self.sizes: Ints = np.array(sizes, dtype=np.int64)
+        self.offsets: Ints = np.concatenate([[0], np.cumsum(self.sizes)])
+        self.group_of: Ints = np.empty(cluster.num_ranks, dtype=np.int64)
+        self.group_of[self.order] = np.repeat(np.arange(len(groups)), self.sizes)
+
+    @classmethod
+    def of_schedule(cls, cluster: Cluster, schedule: Schedule) -> Grouping:
+        """The grouping of a schedule whose ranks begin at 0."""
+        return cls(cluster, [group.ranks for group in schedule.ring_groups], zigzag=schedule.layout == "zigzag")
+
+    @property
+    def num_groups(self) -> int:
+        """K."""
+        return len(self.sizes)
+
+    def by_group(self, reduce: np.ufunc, values_D: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """``reduce`` (such as ``np.maximum``) over the ranks of every group: ``[..., D]`` to ``[..., K]``."""
+        return reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1)
+
+    # --- cells --------------------------------------------------------------------------------------
+
+    @cached_property
+    def cell_order(self) -> Ints:
+        """Ranks sorted by (group, node), ``[D]``."""
+        return np.lexsort((self.cluster.node_of_rank, self.group_of))
+
+    @cached_property
+    def cell_starts(self) -> Ints:
+        """First place of every cell in `cell_order`, ``[C]``."""
+        group, node = self.group_of[self.cell_order], self.cluster.node_of_rank[self.cell_order]
+        return np.flatnonzero(np.concatenate([[True], (np.diff(group) != 0) | (np.diff(node) != 0)]))
+
+    @cached_property
+    def cell_sizes(self) -> Ints:
+        """Ranks of every cell, ``[C]``."""
+        return np.diff(np.append(self.cell_starts, len(self.order)))
+
+    @cached_property
+    def cell_of(self) -> Ints:
+        """Cell of every rank, **indexed by rank**, ``[D]``."""
+        cell_of = np.empty(len(self.order), dtype=np.int64)
+        cell_of[self.cell_order] = np.repeat(np.arange(len(self.cell_starts)), self.cell_sizes)
+        return cell_of
+
+    @cached_property
+    def cell_group(self) -> Ints:
+        """Group of every cell, ``[C]``, ascending."""
+        return self.group_of[self.cell_order[self.cell_starts]]
+
+    @cached_property
+    def cell_node(self) -> Ints:
+        """Node of every cell, ``[C]``."""
+        return self.cluster.node_of_rank[self.cell_order[self.cell_starts]]
+
+    @cached_property
+    def cell_pairs(self) -> tuple[Ints, Ints]:
+        """Ordered pairs of different cells of one group: sources (ascending) and destinations."""
+        first, counts = np.unique(self.cell_group, return_index=True, return_counts=True)[1:]
+        per_cell = np.repeat(counts, counts)
+        source = np.repeat(np.arange(len(self.cell_group)), per_cell)
+        within = np.arange(len(source)) - np.repeat(np.cumsum(per_cell) - per_cell, per_cell)
+        destination = np.repeat(np.repeat(first, counts), per_cell) + within
+        differ = source != destination
+        return source[differ], destination[differ]
+
+    def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """``reduce`` over the ranks of every cell: ``[..., D]`` to ``[..., C]``."""
+        return reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1)
