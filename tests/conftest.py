@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: ranks are processes, and cores are few
+
 import hypothesis
 import pytest
 

@@ -8,15 +8,14 @@
         dist.all_reduce(x)
         return x.item()
 
-Ranks are forked from a server that has torch loaded already, one per test session, so a call costs tenths of a second and
-not an import of torch per rank. Call `preload_deepspeed` before the first one to have DeepSpeed and transformers in
-it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN. What a rank prints is
-shown as the test's own output.
+Ranks are forked from a server that has torch loaded already, one per test session, so a call costs about a tenth of a
+second and not an import of torch per rank. Call `preload_deepspeed` before the first one to have DeepSpeed and
+transformers in it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN. What
+a rank prints is shown as the test's own output.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -39,11 +38,11 @@ __all__ = ["ROOT", "free_port", "preload_deepspeed", "run_deepspeed", "run_ranks
 ROOT = Path(__file__).resolve().parents[1]
 
 # What a rank says when another one failed first.
-_SECONDARY = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "wait timeout", "killed by run_ranks")
+_SECONDARY = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "killed by run_ranks")
 _GRACE_S = 10  # for the other ranks to report, once one has failed
 
 _server = multiprocessing.get_context("forkserver")
-# What a rank would import anyway, down to what torch imports late: deterministic mode (inductor), the first backward (sympy).
+# What a rank would import anyway, and what torch imports late: for deterministic mode, and in the first backward.
 _preload = ["tests.support", "torch", "torch.distributed", "torch._inductor.config", "sympy"]
 
 
@@ -56,7 +55,7 @@ def run_ranks(
         fn: a module-level function; the default process group exists when it is called.
         world_size: number of ranks; each is a process.
         args: passed to every rank; they and the result must pickle.
-        timeout_s: a rank that is still running then is killed and its Python stack shown; a collective gives up at half of it.
+        timeout_s: a collective gives up after half of it; a rank that still runs at the end is killed and its stack shown.
         env: environment variables of the ranks.
 
     Raises:
@@ -72,7 +71,7 @@ def run_deepspeed(
 
     ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator.
-    DeepSpeed's shared-memory extension is compiled once and kept in .cache/.
+    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `tests/preload_deepspeed.py`.
     """
     launcher_env = {
         "MASTER_ADDR": "127.0.0.1",
@@ -88,9 +87,9 @@ def run_deepspeed(
 
 
 def preload_deepspeed() -> None:
-    """Have DeepSpeed and transformers imported once, in the server, and not by every rank. Before the first call only."""
+    """Have DeepSpeed and transformers imported once, in the server; to be called before the first rank starts."""
     os.environ.update(_deepspeed_env())
-    _preload.extend(["deepspeed", "transformers", "accelerate"])
+    _preload.append("tests.preload_deepspeed")
 
 
 def free_port() -> int:
@@ -111,7 +110,6 @@ def _run(
     timeout_s: float,
     env: dict[str, str],
 ) -> list[Any]:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
     _server.set_forkserver_preload(_preload)
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         ranks = []
@@ -157,7 +155,7 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> d
     for rank in running.values():
         os.kill(ranks[rank][0].pid, signal.SIGUSR1)
     time.sleep(0.5 if running else 0)  # the ranks write their stacks
-    outcomes |= {rank: (False, f"{reason}; its stack is in its output") for rank in running.values()}
+    outcomes |= dict.fromkeys(running.values(), (False, f"{reason}; its stack is in its output"))
     return outcomes
 
 

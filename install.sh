@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs ds_hetero and what it needs into .venv, from this clone, editable: bash install.sh [EXTRA]
+# EXTRA is "test" (what tests/run.sh and .ci/run need), "flash" or "triton"; several are joined by commas.
+# Does nothing that is done already. PYTHON names the interpreter of a new .venv, python3 when not set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+extra=${1:-}
+target=".${extra:+[$extra]}"
+done_mark=".venv/installed${extra:+-$extra}"
+[ "$done_mark" -nt setup.cfg ] && exit 0
+
+[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+
+echo "installing ds_hetero${extra:+ with [$extra]} into .venv" >&2
+# torch comes first and alone: the release that the tests run on, in the build that the machine's package index offers.
+.venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null || pip install torch==2.13.0
+pip install --editable "$target"
+touch "$done_mark"

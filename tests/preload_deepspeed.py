@@ -1,0 +1,29 @@
+"""What the fork server of `support` imports for integration tests, so that no rank has to.
+
+Importing this also compiles and loads DeepSpeed's shared-memory extension, which DeepSpeed would otherwise do in
+every rank at its first collective: over a minute the first time, and a rank killed in the middle leaves a lock behind that
+hangs the next ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import accelerate  # noqa: F401
+import deepspeed.ops
+import transformers.models.llama.modeling_llama
+import transformers.trainer  # noqa: F401
+from deepspeed.accelerator import get_accelerator
+
+cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+cache.mkdir(parents=True, exist_ok=True)
+if shutil.which(os.environ.get("CXX", "c++")):
+    with open(cache / "session_lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (cache / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
+        get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+else:  # DeepSpeed would try to compile it and fail; this is what it does itself where the extension cannot work
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
