@@ -1,0 +1,198 @@
+"""Ragged all-to-all inside a group: a rank's tokens of every head <-> the group's tokens of its own heads.
+
+One exchange carries q, k and v together, one carries the output back; the backward is the mirror image. Nothing is
+padded. A KV head that lies on a cut travels to both sides; its two gradients are added on the way back.
+
+The wire layout is token-major: what a rank receives from the others, in order of rank, already is the group's sequence.
+
+Dimension key: s this rank's tokens, S the group's tokens, B batch, H all query heads, G all KV heads, h and g this rank's
+query and KV heads after the exchange, D head size, W = h + 2 g.
+Source: DeepSpeed-Ulysses (arXiv:2309.14509); uneven form, HexiSeq (arXiv:2605.07569) section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_hetero.runtime.replica import Replica
+
+__all__ = ["Exchange", "Member", "gather_output_heads", "gather_sequence", "make_exchange", "scatter_output", "scatter_sequence"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the group: its tokens, and the query and KV heads it computes."""
+
+    tokens: int
+    q: tuple[int, int]
+    kv: tuple[int, int]
+
+    @property
+    def num_q(self) -> int:
+        """Query heads."""
+        return self.q[1] - self.q[0]
+
+    @property
+    def num_kv(self) -> int:
+        """KV heads."""
+        return self.kv[1] - self.kv[0]
+
+    @property
+    def width(self) -> int:
+        """Heads of q, k and v together: W."""
+        return self.num_q + 2 * self.num_kv
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Split tables of one group for one length.
+
+    Args:
+        members: by ascending rank, which is the order of ``process_group`` and of the tokens.
+        index: which of them this rank is.
+        process_group: None where the rank is alone; then nothing moves.
+    """
+
+    members: tuple[Member, ...]
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    process_group: ProcessGroup | None
+
+    @property
+    def own(self) -> Member:
+        """This rank."""
+        return self.members[self.index]
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of the whole group: S."""
+        return sum(member.tokens for member in self.members)
+
+    def run(self, recv: Tensor, send: Tensor, recv_sizes: list[int], send_sizes: list[int]) -> None:
+        """One all_to_all_single of flat buffers; a copy where the rank is alone."""
+        if self.process_group is None:
+            recv.copy_(send)
+        else:
+            dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=self.process_group)
+
+
+def make_exchange(replica: Replica, length: int) -> Exchange:
+    """Tables of this rank's group for a sequence of ``length`` tokens."""
+    schedule, group = replica.schedule, replica.group
+    tokens = schedule.tokens(length)
+    members = []
+    for rank in sorted(group.ranks):
+        q = group.head_range(rank)
+        members.append(Member(tokens[rank], q, schedule.kv_heads(*q)))
+    return Exchange(
+        members=tuple(members),
+        index=sorted(group.ranks).index(replica.rank),
+        num_heads=schedule.num_heads,
+        num_kv_heads=schedule.num_kv_heads,
+        process_group=replica.a2a_group,
+    )
+
+
+def gather_sequence(q_BHsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, exchange: Exchange) -> Tensor:
+    """Trade this rank's tokens of every head for the group's tokens of this rank's heads.
+
+        q [B, H, s, D], k and v [B, G, s, D]
+        result [S, B, W, D]: query heads, then K heads, then V heads
+
+    Collectives: one all_to_all_single.
+    Sends: s B D (sum over other ranks of their W) elements.
+    """
+    batch_size, _, tokens, head_dim = q_BHsD.shape
+    unit = batch_size * head_dim
+    send_sizes = [tokens * unit * member.width for member in exchange.members]
+    send = q_BHsD.new_empty(sum(send_sizes))
+    for part, member in zip(send.split(send_sizes), exchange.members, strict=True):
+        packed = part.view(tokens, batch_size, member.width, head_dim).permute(1, 2, 0, 3)
+        q, k, v = packed.split([member.num_q, member.num_kv, member.num_kv], dim=1)
+        q.copy_(q_BHsD[:, slice(*member.q)])
+        k.copy_(k_BGsD[:, slice(*member.kv)])
+        v.copy_(v_BGsD[:, slice(*member.kv)])
+    shape = (exchange.group_tokens, batch_size, exchange.own.width, head_dim)
+    if exchange.process_group is None:
+        return send.view(shape)
+    recv = send.new_empty(shape)
+    recv_sizes = [member.tokens * unit * exchange.own.width for member in exchange.members]
+    exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
+    return recv
+
+
+def scatter_sequence(grad_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
+    """Mirror of `gather_sequence` for gradients: [S, B, W, D] to dq [B, H, s, D], dk and dv [B, G, s, D].
+
+    Collectives: one all_to_all_single.
+    """
+    _, batch_size, _, head_dim = grad_SBWD.shape
+    own, unit = exchange.own, batch_size * head_dim
+    recv_sizes = [own.tokens * unit * member.width for member in exchange.members]
+    send_sizes = [member.tokens * unit * own.width for member in exchange.members]
+    send = grad_SBWD.reshape(-1)
+    if exchange.process_group is None:
+        recv = send
+    else:
+        recv = send.new_empty(sum(recv_sizes))
+        exchange.run(recv, send, recv_sizes, send_sizes)
+    dq_sBHD = send.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
+    dkv_sBGD = [send.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
+    written = 0  # KV heads below this one hold a gradient already; the next member may share the last of them
+    parts = zip(recv.split(recv_sizes), exchange.members, strict=True)
+    for part, member in sorted(parts, key=lambda pair: pair[1].q):
+        packed = part.view(own.tokens, batch_size, member.width, head_dim)
+        dq, *dkv = packed.split([member.num_q, member.num_kv, member.num_kv], dim=2)
+        dq_sBHD[:, :, slice(*member.q)] = dq
+        first, last = member.kv
+        shared = max(min(written, last) - first, 0)
+        for whole, mine in zip(dkv_sBGD, dkv, strict=True):
+            whole[:, :, first : first + shared] += mine[:, :, :shared]
+            whole[:, :, first + shared : last] = mine[:, :, shared:]
+        written = max(written, last)
+    dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
+    return dq, dk, dv
+
+
+def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
+    """Back to this rank's tokens of every head: [S, B, h, D] to [B, s, H, D].
+
+    Collectives: one all_to_all_single.
+    """
+    _, batch_size, num_q, head_dim = out_SBhD.shape
+    own, unit = exchange.own, batch_size * head_dim
+    if exchange.process_group is None:
+        return out_SBhD.transpose(0, 1).contiguous()
+    send_sizes = [member.tokens * unit * num_q for member in exchange.members]
+    recv_sizes = [own.tokens * unit * member.num_q for member in exchange.members]
+    recv = out_SBhD.new_empty(sum(recv_sizes))
+    exchange.run(recv, out_SBhD.reshape(-1), recv_sizes, send_sizes)
+    out_BsHD = recv.new_empty(batch_size, own.tokens, exchange.num_heads, head_dim)
+    for part, member in zip(recv.split(recv_sizes), exchange.members, strict=True):
+        out_BsHD[:, :, slice(*member.q)] = part.view(own.tokens, batch_size, member.num_q, head_dim).transpose(0, 1)
+    return out_BsHD
+
+
+def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
+    """Mirror of `scatter_output` for gradients: [B, s, H, D] to [S, B, h, D].
+
+    Collectives: one all_to_all_single.
+    """
+    batch_size, tokens, _, head_dim = grad_BsHD.shape
+    own, unit = exchange.own, batch_size * head_dim
+    if exchange.process_group is None:
+        return grad_BsHD.transpose(0, 1)
+    send_sizes = [tokens * unit * member.num_q for member in exchange.members]
+    send = grad_BsHD.new_empty(sum(send_sizes))
+    for part, member in zip(send.split(send_sizes), exchange.members, strict=True):
+        part.view(tokens, batch_size, member.num_q, head_dim).copy_(grad_BsHD[:, :, slice(*member.q)].transpose(0, 1))
+    recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, own.num_q, head_dim)
+    recv_sizes = [member.tokens * unit * own.num_q for member in exchange.members]
+    exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
+    return recv
