@@ -1,0 +1,137 @@
+"""Blocks cover what is visible, once; transfers bring each group what it needs, when it needs it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hetero.runtime.blocks import Block, RingTable, Rows, visible_blocks
+from ds_hetero.schedule import LAYOUTS, Group, Schedule
+
+
+@st.composite
+def tables(draw, masks=True):
+    num_groups = draw(st.integers(1, 5))
+    weights = draw(st.lists(st.integers(0, 5), min_size=num_groups, max_size=num_groups).filter(any))
+    schedule = Schedule(
+        num_heads=2,
+        num_kv_heads=1,
+        groups=tuple(Group(ranks=(i,), tokens=(w,), heads=(2,)) for i, w in enumerate(weights)),
+        ring=tuple(draw(st.permutations(range(num_groups)))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+    )
+    length = draw(st.integers(num_groups, 40))
+    cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=5)))
+    documents = tuple(zip(cuts, cuts[1:], strict=False)) if draw(st.booleans()) else ((0, length),)
+    causal = draw(st.booleans())
+    window = draw(st.one_of(st.none(), st.integers(1, length))) if causal else None
+    return RingTable(schedule, length, (Rows(0, 1, documents),), causal, window)
+
+
+def _pairs(block: Block):
+    for i in range(*block.q):
+        for j in range(*block.k):
+            difference = (j - block.k[0]) - (i - block.q[0])
+            if (block.lo is None or difference >= block.lo) and (block.hi is None or difference <= block.hi):
+                yield i, j
+
+
+@given(tables())
+def test_blocks_cover_the_visible_pairs_once_and_waste_no_row_or_column(table):
+    positions = [[p for a, b in chunks for p in range(a, b)] for chunks in table.schedule.chunks(table.length)]
+    (_, _, documents), *_ = table.rows
+    for q, queries in enumerate(positions):
+        for k, keys in enumerate(positions):
+            (_, blocks), *_ = table.blocks(q, k)
+            found = []
+            for block in blocks:
+                pairs = list(_pairs(block))
+                assert len({i for i, _ in pairs}) == block.q[1] - block.q[0]
+                assert len({j for _, j in pairs}) == block.k[1] - block.k[0]
+                found += pairs
+            visible = [
+                (i, j)
+                for i, p in enumerate(queries)
+                for j, r in enumerate(keys)
+                if any(a <= p < b and a <= r < b for a, b in documents)
+                and (not table.causal or r <= p)
+                and (table.window is None or r > p - table.window)
+            ]
+            assert sorted(found) == visible
+
+
+def test_a_group_sees_itself_through_one_triangle_and_others_through_one_rectangle():
+    # zigzag over two groups of 6 tokens: group 0 holds 0-2 and 9-11, group 1 holds 3-8
+    mine, other, whole = [(0, 3), (9, 12)], [(3, 6), (6, 9)], [(0, 12)]
+    assert visible_blocks(mine, mine, whole, True, None) == (Block((0, 6), (0, 6), None, 0),)
+    # of group 0 only the back half comes after group 1's tokens, and it sees all of them
+    assert visible_blocks(mine, other, whole, True, None) == (Block((3, 6), (0, 6), None, None),)
+    # all of group 1 comes after the front half of group 0
+    assert visible_blocks(other, mine, whole, True, None) == (Block((0, 6), (0, 3), None, None),)
+
+
+def test_a_window_is_trimmed_to_the_rows_and_columns_it_touches():
+    # window 3: query p sees p-2, p-1, p; of keys 0-3 the queries 4-7 see only 2 and 3, from 4 and 5
+    assert visible_blocks([(4, 8)], [(0, 4)], [(0, 8)], True, 3) == (Block((0, 2), (2, 4), 0, None),)
+
+
+def test_blocks_that_a_document_border_empties_are_absent():
+    assert visible_blocks([(4, 8)], [(0, 4)], [(0, 4), (4, 8)], True, None) == ()
+
+
+@given(tables())
+def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(table):
+    size = table.schedule.ring_size
+    held = [{k} for k in range(size)]
+    needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks(k, s))} for k in range(size)]
+    for step in range(size):
+        for k in range(size):
+            source = (k - step) % size
+            assert source in held[k] or not any(blocks for _, blocks in table.blocks(k, source))
+        if step < size - 1:
+            for source, sender, receiver in table.forward_rounds[step]:
+                assert source in held[sender]
+                assert receiver == (source + step + 1) % size
+                assert source in needs[receiver]
+            for source, _, receiver in table.forward_rounds[step]:
+                held[receiver].add(source)
+    assert all(held[k] == needs[k] | {k} for k in range(size))
+
+
+@given(tables())
+def test_backward_transfers_bring_kv_and_take_every_gradient_home_once(table):
+    size = table.schedule.ring_size
+    kept = [{k, (k + 1) % size} if k in table.paths[(k + 1) % size] else {k} for k in range(size)]
+    done = [{} for _ in range(size)]  # per group: source -> groups whose contribution is in its partial dK/dV
+    for step in range(size):
+        for source, sender, receiver in table.backward_grad_rounds[step]:
+            assert (receiver + 1 + step) % size == source  # the receiver works on this source in this very step
+            done[receiver].setdefault(source, []).extend(done[sender].pop(source))
+        for k in range(size):
+            source = (k + 1 + step) % size
+            if source == k or k in table.paths[source]:
+                assert source in kept[k]
+                done[k].setdefault(source, []).append(k)
+        if step < size - 1:
+            for source, sender, receiver in table.backward_kv_rounds[step]:
+                assert source in kept[sender]
+                assert (receiver + 2 + step) % size == source
+            for source, _, receiver in table.backward_kv_rounds[step]:
+                kept[receiver].add(source)
+    for source in range(size):
+        assert sorted(done[source].pop(source)) == sorted((source, *table.paths[source]))
+    assert not any(done)
+
+
+def test_a_dense_ring_moves_the_published_number_of_blocks():
+    groups = tuple(Group(ranks=(i,), tokens=(1,), heads=(2,)) for i in range(4))
+    table = RingTable(Schedule(num_heads=2, num_kv_heads=1, groups=groups), 64, (Rows(0, 1, ((0, 64),)),), False, None)
+    assert [len(r) for r in table.forward_rounds] == [4, 4, 4]
+    assert [len(r) for r in table.backward_kv_rounds] == [4, 4, 0]  # the last remote KV of the forward is still there
+    assert [len(r) for r in table.backward_grad_rounds] == [0, 4, 4, 4]
+
+
+def test_a_window_stops_kv_from_travelling_on():
+    groups = tuple(Group(ranks=(i,), tokens=(1,), heads=(2,)) for i in range(4))
+    schedule = Schedule(num_heads=2, num_kv_heads=1, groups=groups, layout="contiguous")
+    table = RingTable(schedule, 64, (Rows(0, 1, ((0, 64),)),), True, 8)
+    assert [len(r) for r in table.forward_rounds] == [3, 0, 0]
+    assert [table.columns(source) for source in range(4)] == [(9, 16), (9, 16), (9, 16), (0, 0)]
