@@ -176,7 +176,7 @@ def _check(replica: Replica, headers: list[dict[str, int]]) -> int:
         raise BatchError(
             f"the shards of a batch of {length} tokens have {list(held.values())} tokens by rank, the schedule gives "
             f"{list(wanted.values())}. Shard each batch with ds_hetero's loader (handle.dataloader); "
-            "a forward on whole batches belongs in model.eval() or in handle.unsharded()."
+            "a forward on whole batches belongs in model.eval()."
         )
     return length
 

@@ -1,0 +1,82 @@
+"""The ragged exchange moves every element to where the schedule says, forward and backward, in one collective."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from ds_hetero.runtime.all_to_all import (
+    gather_output_heads,
+    gather_sequence,
+    make_exchange,
+    scatter_output,
+    scatter_sequence,
+)
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Group, Schedule
+from tests.support import run_ranks
+
+CASES = [  # ranks in head order, token weights, query heads, KV heads
+    ((0, 1, 2), (5, 1, 2), (3, 0, 5), 8),  # a rank without heads
+    ((0, 1, 2), (5, 0, 2), (3, 1, 4), 4),  # a rank without tokens; a cut inside a KV head
+    ((2, 0, 1), (1, 1, 1), (3, 2, 3), 1),  # MQA: all ranks share the one KV head; heads cut in another order than tokens
+    ((1, 0, 2), (3, 2, 2), (5, 6, 1), 4),
+]
+
+
+def test_exchange_equals_slicing_the_whole_tensor():
+    run_ranks(_check_exchange, 3)
+
+
+def _check_exchange(rank):
+    for ranks, tokens, heads, num_kv_heads in CASES:
+        group = Group(ranks=ranks, tokens=tokens, heads=heads)
+        schedule = Schedule(num_heads=sum(heads), num_kv_heads=num_kv_heads, groups=(group,), layout="contiguous")
+        replica = make_replica([schedule])
+        for length, batch_size in ((11, 2), (37, 1)):
+            exchange = make_exchange(replica, length)
+            torch.manual_seed(length)
+            q = torch.randn(batch_size, schedule.num_heads, length, 4)
+            k, v = torch.randn(2, batch_size, num_kv_heads, length, 4)
+            mine = schedule.positions(length, rank)
+            own_q, own_kv = slice(*group.head_range(rank)), slice(*schedule.kv_heads(*group.head_range(rank)))
+            with CommDebugMode() as comms:
+                packed = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
+            assert comms.get_total_counts() == 1
+            whole = torch.cat([q[:, own_q], k[:, own_kv], v[:, own_kv]], dim=1)
+            assert torch.equal(packed.permute(1, 2, 0, 3), whole)
+
+            with CommDebugMode() as comms:
+                out = scatter_output(q[:, own_q].permute(2, 0, 1, 3), exchange)
+            assert comms.get_total_counts() == 1
+            assert torch.equal(out, q[:, :, mine].transpose(1, 2))
+
+            with CommDebugMode() as comms:
+                gathered = gather_output_heads(q[:, :, mine].transpose(1, 2), exchange)
+            assert comms.get_total_counts() == 1
+            assert torch.equal(gathered.permute(1, 2, 0, 3), q[:, own_q])
+
+            # Every holder of a KV head sends a gradient of ones; its owner of the tokens gets as many as there are holders.
+            holders = torch.zeros(num_kv_heads)
+            for r in ranks:
+                holders[slice(*schedule.kv_heads(*group.head_range(r)))] += 1
+            with CommDebugMode() as comms:
+                dq, dk, dv = scatter_sequence(torch.ones_like(packed), exchange)
+            assert comms.get_total_counts() == 1
+            assert torch.equal(dq, torch.ones_like(dq)) and dq.shape == (batch_size, schedule.num_heads, len(mine), 4)
+            for grad in (dk, dv):
+                assert torch.equal(grad, holders[None, :, None, None].expand_as(grad))
+        dist.barrier()
+
+
+def test_schedules_that_differ_are_refused_on_every_rank():
+    messages = run_ranks(_disagree, 3)
+    assert all("do not hold the same schedule" in message for message in messages)
+
+
+def _disagree(rank):
+    group = Group(ranks=(0, 1, 2), tokens=(1, 1, 1 + (rank == 1)), heads=(1, 1, 2))
+    try:
+        make_replica([Schedule(num_heads=4, num_kv_heads=4, groups=(group,))])
+    except ValueError as error:
+        return str(error)
+    return "accepted"

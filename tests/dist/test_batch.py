@@ -1,0 +1,114 @@
+"""All ranks derive one layout from their shards, or all refuse with one message."""
+
+import pytest
+import torch
+
+from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Group, Schedule
+from tests.support import run_ranks
+
+CPU = torch.device("cpu")
+SCHEDULE = Schedule(
+    num_heads=4,
+    num_kv_heads=2,
+    groups=(Group(ranks=(0, 2), tokens=(3, 1), heads=(3, 1)), Group(ranks=(1,), tokens=(2,), heads=(4,))),
+)
+LENGTH = 25
+
+
+def test_layouts():
+    for found in run_ranks(_layouts, 3):
+        assert found == {
+            "plain": [(0, 2, ((0, 25),))],
+            "one row for all": [(0, 2, ((0, 25),))],
+            "restarts": [(0, 1, ((0, 7), (7, 25))), (1, 2, ((0, 25),))],
+            "shifted positions": [(0, 2, ((0, 25),))],
+            "mask of ones": [(0, 2, ((0, 25),))],
+            "padding": [(0, 1, ((4, 25),)), (1, 2, ((0, 11),))],
+            "all padding": [(0, 1, ()), (1, 2, ((0, 25),))],
+            "cu_seqlens": [(0, 1, ((0, 9), (9, 10), (10, 25)))],
+            "nothing": [(0, 2, ((0, 25),))],
+        }
+
+
+def _layouts(rank):
+    replica = make_replica([SCHEDULE])
+    mine = SCHEDULE.positions(LENGTH, rank)
+    plain = torch.arange(LENGTH).expand(2, -1)
+    restarts = torch.stack([torch.cat([torch.arange(7), torch.arange(18)]), torch.arange(25)])
+    ones = torch.ones(2, LENGTH, dtype=torch.long)
+    padded, empty = ones.clone(), ones.clone()
+    padded[0, :4] = padded[1, 11:] = empty[0] = 0
+    given = {
+        "plain": {"position_ids": plain},
+        "one row for all": {"position_ids": plain[:1]},
+        "restarts": {"position_ids": restarts},
+        "shifted positions": {"position_ids": plain + 3},
+        "mask of ones": {"position_ids": restarts, "attention_mask": ones},
+        "padding": {"position_ids": plain, "attention_mask": padded},
+        "all padding": {"attention_mask": empty.bool()},
+        "nothing": {},
+    }
+    found = {}
+    for name, tensors in given.items():
+        shards = {key: tensor[:, mine] for key, tensor in tensors.items()}
+        layout = agree_on_batch(replica, (2, len(mine)), torch.float32, CPU, **shards)
+        assert layout.length == LENGTH and layout.batch_size == 2
+        found[name] = [tuple(rows) for rows in layout.rows]
+    layout = agree_on_batch(
+        replica, (1, len(mine)), torch.float32, CPU, cu_seqlens=torch.tensor([0, 9, 10, 25], dtype=torch.int32)
+    )
+    found["cu_seqlens"] = [tuple(rows) for rows in layout.rows]
+    again = agree_on_batch(replica, (2, len(mine)), torch.float32, CPU)
+    assert again is agree_on_batch(replica, (2, len(mine)), torch.bfloat16, CPU)  # so that its tables are made once
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("batch_size", "batch_size by rank is [2, 3, 2]"),
+        ("dtype", "dtype by rank is ['float32', 'bfloat16', 'float32']"),
+        ("tokens", "shards of a batch of 27 tokens"),
+        ("some positions", "position_ids must be given on all ranks or on none, but by rank it is [True, False, True]"),
+        ("hole", "zeros between real tokens"),
+        ("cu_seqlens", "cu_seqlens by rank"),
+        ("cu_seqlens end", "cu_seqlens must rise from 0 to the 25 tokens"),
+        ("too short", "shorter than the 3 ranks"),
+    ],
+)
+def test_faults_are_refused_on_every_rank(fault, words):
+    messages = run_ranks(_fault, 3, fault)
+    assert len(set(messages)) == 1
+    assert words in messages[0]
+
+
+def _fault(rank, fault):
+    replica = make_replica([SCHEDULE])
+    mine = SCHEDULE.positions(LENGTH, rank)
+    odd = rank == 1
+    shape, dtype, kwargs = (2, len(mine)), torch.float32, {}
+    if fault == "batch_size":
+        shape = (2 + odd, len(mine))
+    elif fault == "dtype":
+        dtype = torch.bfloat16 if odd else dtype
+    elif fault == "tokens":
+        shape = (2, len(mine) + 2 * odd)
+    elif fault == "some positions":
+        kwargs = {} if odd else {"position_ids": torch.arange(LENGTH)[None, mine]}
+    elif fault == "hole":
+        mask = torch.ones(2, LENGTH)
+        mask[1, 5] = 0
+        kwargs = {"attention_mask": mask[:, mine]}
+    elif fault == "cu_seqlens":
+        shape, kwargs = (1, len(mine)), {"cu_seqlens": torch.tensor([0, 5 + odd, 25])}
+    elif fault == "cu_seqlens end":
+        shape, kwargs = (1, len(mine)), {"cu_seqlens": torch.tensor([0, 5, 24])}
+    elif fault == "too short":
+        shape = (2, 0 if odd else 1)
+    try:
+        agree_on_batch(replica, shape, dtype, CPU, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
