@@ -11,7 +11,7 @@ done_mark=".venv/installed${extra:+-$extra}"
 [ "$done_mark" -nt setup.cfg ] && exit 0
 
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { .venv/bin/python -m pip -qq --disable-pip-version-check "$@"; }
 
 echo "installing ds_hetero${extra:+ with [$extra]} into .venv" >&2
 # torch comes first and alone: the release that the tests run on, in the build that the machine's package index offers.

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import gcd, isfinite
+from math import gcd
+from sys import float_info
 from typing import Any
 
 from ds_hetero.errors import ScheduleError
@@ -173,8 +174,12 @@ class Schedule:
         return _chunks(self.group_tokens(length), self.layout)
 
     def intervals(self, length: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Position intervals that ``rank`` holds, ascending: its share of its group's chunks."""
-        return dict(_intervals(self, length))[rank]
+        """Position intervals that ``rank`` holds, ascending: its share of its group's chunks.
+
+        Raises:
+            ScheduleError: ``rank`` is not in the schedule, or the sequence is too short for it.
+        """
+        return _intervals(self, length)[self.ring_position(rank)][rank]
 
     def positions(self, length: int, rank: int) -> list[int]:
         """Every position that ``rank`` holds, ascending."""
@@ -220,17 +225,21 @@ class Schedule:
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
         _expect_keys("schedule", data, required=known - {"layout", "ring"}, allowed=known)
         if data["version"] != VERSION:
-            raise ScheduleError(f"schedule version {data['version']!r} is unknown; this release reads version {VERSION}.")
-        if not isinstance(data["groups"], Sequence) or isinstance(data["groups"], str):
+            raise ScheduleError(
+                f"schedule version {data['version']!r} is unknown; this release reads version {VERSION}."
+            )
+        if not _is_list(data["groups"]):
             raise ScheduleError(f"groups must be a list, got {data['groups']!r}.")
+        if not _is_list(data.get("ring", ())):
+            raise ScheduleError(f"ring must be a list of group indices, got {data['ring']!r}.")
         groups = []
         for i, group in enumerate(data["groups"]):
             keys = {"ranks", "tokens", "heads"}
             _expect_keys(f"groups[{i}]", group, required=keys, allowed=keys)
             for key in sorted(keys):
-                if not isinstance(group[key], Sequence) or isinstance(group[key], str):
-                    raise ScheduleError(f"groups[{i}].{key} must be a list with one entry per rank, got {group[key]!r}.")
-            groups.append(Group(ranks=tuple(group["ranks"]), tokens=tuple(group["tokens"]), heads=tuple(group["heads"])))
+                if not _is_list(group[key]):
+                    raise ScheduleError(f"groups[{i}].{key} must be a list, one entry per rank, got {group[key]!r}.")
+            groups.append(Group(**{key: tuple(group[key]) for key in keys}))
         return cls(
             num_heads=data["num_heads"],
             num_kv_heads=data["num_kv_heads"],
@@ -244,7 +253,7 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
     """One schedule per replica: ``schedule`` repeated over consecutive blocks of ranks.
 
     Raises:
-        ScheduleError: ``world_size`` is not a multiple of the schedule's ranks, or the schedule does not begin at rank 0.
+        ScheduleError: ``world_size`` is not a multiple of the schedule's ranks, or these do not begin at 0.
     """
     if schedule.ranks[0] != 0:
         raise ScheduleError(f"the schedule's ranks {schedule.ranks} must begin at 0.")
@@ -346,18 +355,19 @@ def _chunks(sizes: tuple[int, ...], layout: str) -> tuple[tuple[tuple[int, int],
     back = Split(tuple(size // 2 for size in reversed(sizes))).ranges
     middle = sum(-(-size // 2) for size in sizes)
     return tuple(
-        (first, (middle + start, middle + stop))
-        for first, (start, stop) in zip(front, reversed(back), strict=True)
+        (first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, reversed(back), strict=True)
     )
 
 
 @lru_cache(maxsize=256)
-def _intervals(schedule: Schedule, length: int) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+def _intervals(schedule: Schedule, length: int) -> tuple[dict[int, tuple[tuple[int, int], ...]], ...]:
+    """Intervals by rank, for each group in ring order."""
     tokens = schedule.tokens(length)
     out = []
     for group, chunks in zip(schedule.ring_groups, schedule.chunks(length), strict=True):
         starts = list(accumulate((stop - start for start, stop in chunks), initial=0))
         ranks = sorted(group.ranks)
+        intervals = {}
         for rank, (low, high) in zip(ranks, Split(tuple(tokens[r] for r in ranks)).ranges, strict=True):
             held = []
             for (start, stop), local in zip(chunks, starts, strict=False):
@@ -365,7 +375,8 @@ def _intervals(schedule: Schedule, length: int) -> tuple[tuple[int, tuple[tuple[
                 b = min(start + high - local, stop)
                 if a < b:
                     held.append((a, b))
-            out.append((rank, tuple(held)))
+            intervals[rank] = tuple(held)
+        out.append(intervals)
     return tuple(out)
 
 
@@ -375,7 +386,7 @@ def _intervals(schedule: Schedule, length: int) -> tuple[tuple[int, tuple[tuple[
 def _check(s: Schedule) -> None:
     for name in ("num_heads", "num_kv_heads"):
         value = getattr(s, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_whole(value) or value < 1:
             raise ScheduleError(f"{name} must be a whole number >= 1, got {value!r}.")
     if s.num_heads % s.num_kv_heads:
         raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
@@ -383,7 +394,7 @@ def _check(s: Schedule) -> None:
         raise ScheduleError(f"layout {s.layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
     if not s.groups:
         raise ScheduleError("groups is empty; a schedule has at least one group.")
-    if sorted(s.ring) != list(range(len(s.groups))):
+    if not all(map(_is_whole, s.ring)) or sorted(s.ring) != list(range(len(s.groups))):
         raise ScheduleError(f"ring {list(s.ring)} must name each of the {len(s.groups)} groups once, by index.")
     for i, group in enumerate(s.groups):
         if not group.ranks or not len(group.ranks) == len(group.tokens) == len(group.heads):
@@ -391,11 +402,11 @@ def _check(s: Schedule) -> None:
                 f"groups[{i}] needs one entry of tokens and heads per rank, "
                 f"got ranks={list(group.ranks)}, tokens={list(group.tokens)}, heads={list(group.heads)}."
             )
-        if any(not isinstance(r, int) or isinstance(r, bool) or r < 0 for r in group.ranks):
+        if any(not _is_whole(rank) or rank < 0 for rank in group.ranks):
             raise ScheduleError(f"groups[{i}].ranks must be whole numbers >= 0, got {list(group.ranks)}.")
-        if any(not isinstance(h, int) or isinstance(h, bool) or h < 0 for h in group.heads):
+        if any(not _is_whole(heads) or heads < 0 for heads in group.heads):
             raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {list(group.heads)}.")
-        if any(not isinstance(w, (int, float)) or isinstance(w, bool) or not isfinite(w) or w < 0 for w in group.tokens):
+        if not all(map(_is_weight, group.tokens)):
             raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {list(group.tokens)}.")
         if sum(group.heads) != s.num_heads:
             raise ScheduleError(
@@ -409,10 +420,22 @@ def _check(s: Schedule) -> None:
         raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_weight(value: Any) -> bool:
+    return (_is_whole(value) or isinstance(value, float)) and 0 <= value <= float_info.max
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
     if not isinstance(data, Mapping):
         raise ScheduleError(f"{where} must be an object, got {data!r}.")
-    unknown, missing = sorted(set(data) - allowed), sorted(required - set(data))
+    unknown, missing = sorted(set(data) - allowed, key=str), sorted(required - set(data))
     if unknown or missing:
         raise ScheduleError(
             f"{where}: unknown keys {unknown}, missing keys {missing}; it takes {', '.join(sorted(allowed))}."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 __all__ = ["Piece", "Split", "overlaps", "refine", "share", "share_in_units"]
 
@@ -46,8 +46,7 @@ class Split:
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """``(start, stop)`` of every part."""
-        cuts = self.cuts
-        return tuple(zip(cuts, cuts[1:], strict=False))
+        return tuple(pairwise(self.cuts))
 
     def owner(self, unit: int) -> int:
         """The part that holds ``unit``; empty parts hold nothing.

@@ -1,8 +1,8 @@
 """What the fork server of `support` imports for integration tests, so that no rank has to.
 
 Importing this also compiles and loads DeepSpeed's shared-memory extension, which DeepSpeed would otherwise do in
-every rank at its first collective: over a minute the first time, and a rank killed in the middle leaves a lock behind that
-hangs the next ones.
+every rank as it starts: over a minute the first time, and a rank killed in the middle leaves a lock behind that hangs
+all later ones.
 """
 
 from __future__ import annotations

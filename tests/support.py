@@ -10,8 +10,8 @@
 
 Ranks are forked from a server that has torch loaded already, one per test session, so a call costs about a tenth of a
 second and not an import of torch per rank. Call `preload_deepspeed` before the first one to have DeepSpeed and
-transformers in it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN. What
-a rank prints is shown as the test's own output.
+transformers in it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN.
+What a rank prints is shown as the test's own output.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_ranks(
         fn: a module-level function; the default process group exists when it is called.
         world_size: number of ranks; each is a process.
         args: passed to every rank; they and the result must pickle.
-        timeout_s: a collective gives up after half of it; a rank that still runs at the end is killed and its stack shown.
+        timeout_s: a collective gives up after half of it; a rank still running at the end is killed, its stack shown.
         env: environment variables of the ranks.
 
     Raises:
