@@ -14,14 +14,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["Exchange", "Member", "gather_output_heads", "gather_sequence", "make_exchange", "scatter_output", "scatter_sequence"]
+__all__ = [
+    "Exchange",
+    "Member",
+    "gather_output_heads",
+    "gather_sequence",
+    "make_exchange",
+    "scatter_output",
+    "scatter_sequence",
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,8 @@ class Exchange:
         if self.process_group is None:
             recv.copy_(send)
         else:
-            dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=self.process_group)
+            with reporting_lost_peers("exchanging heads and tokens in its all-to-all group"):
+                dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=self.process_group)
 
 
 def make_exchange(replica: Replica, length: int) -> Exchange:

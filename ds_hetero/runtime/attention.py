@@ -139,9 +139,7 @@ class UnevenAttention(torch.autograd.Function):
             wide = torch.promote_types(q.dtype, torch.float32)
             packed_grad = q.new_zeros(exchange.group_tokens, q.shape[0], exchange.own.width, q.shape[3], dtype=wide)
             grads = _unpack(packed_grad, exchange)
-            ring_backward(
-                dout, q, k, v, out, lse, kept, grads, ring, replica.sp_group, kernel, scale, softcap
-            )
+            ring_backward(dout, q, k, v, out, lse, kept, grads, ring, replica.sp_group, kernel, scale, softcap)
         if exchange.process_group is not None:
             if packed_grad is None:
                 packed_grad = torch.cat(grads, dim=1).permute(2, 0, 1, 3)

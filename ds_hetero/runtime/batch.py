@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.runtime.blocks import RingTable, Rows
+from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 
@@ -144,7 +145,8 @@ def _gather_headers(replica: Replica, header: list[int], device: torch.device) -
 
 def _all_gather(replica: Replica, mine: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(mine) for _ in replica.ranks]
-    dist.all_gather(parts, mine, group=replica.sp_group)
+    with reporting_lost_peers("comparing the batch with the other ranks of its replica"):
+        dist.all_gather(parts, mine, group=replica.sp_group)
     return parts
 
 

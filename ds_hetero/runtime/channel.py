@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.errors import PeerError
+from ds_hetero.runtime.peers import reporting_lost_peers
 
 __all__ = ["Channel", "Message", "Round"]
 
@@ -77,10 +77,5 @@ class Channel:
 
 
 def _wait(work: dist.Work, peer: int, doing: str) -> None:
-    try:
+    with reporting_lost_peers(f"{doing} rank {peer} in ring attention"):
         work.wait()
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {dist.get_rank()} lost rank {peer} while {doing} it in ring attention. Rank {peer}, or a rank that it waits for, "
-            f"has failed or stopped answering; its own log has the cause. ({str(error).splitlines()[0]})"
-        ) from error

@@ -79,7 +79,9 @@ def make_replica(schedules: Sequence[Schedule]) -> Replica:
     ranks = sorted(r for schedule in schedules for r in schedule.ranks)
     _agree_on_schedules(schedules)
     if ranks != list(range(world_size)):
-        raise ScheduleError(f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place.")
+        raise ScheduleError(
+            f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place."
+        )
     mine: Replica | None = None
     for replica_id, schedule in enumerate(schedules):
         sp_group = dist.new_group(list(schedule.ranks))

@@ -105,7 +105,9 @@ class Ring:
                     k = slice(block.k[0] - offset, block.k[1] - offset)
                     band = Band(block.lo, block.hi)
                     calls.append(
-                        Call(slice(rows.start, rows.stop), slice(h0, h1), slice(*block.q), slice(g0, g1), k, band, first)
+                        Call(
+                            slice(rows.start, rows.stop), slice(h0, h1), slice(*block.q), slice(g0, g1), k, band, first
+                        )
                     )
         return calls
 
@@ -167,7 +169,11 @@ def _overlap(a: range, b: range) -> bool:
 
 def _covers(call: Call, ring: Ring) -> bool:
     tokens = ring.table.schedule.group_tokens(ring.table.length)[ring.position]
-    return call.rows == slice(0, ring.table.rows[-1].stop) and call.q_heads == slice(0, ring.num_q) and call.q == call.k == slice(0, tokens)
+    return (
+        call.rows == slice(0, ring.table.rows[-1].stop)
+        and call.q_heads == slice(0, ring.num_q)
+        and call.q == call.k == slice(0, tokens)
+    )
 
 
 # --- forward ---------------------------------------------------------------------------------------
@@ -259,7 +265,8 @@ def _buffers(like: Tensor, ring: Ring, source: int, dtype: torch.dtype) -> list[
     start, stop = ring.columns[source]
     batch_size, _, _, head_dim = like.shape
     return [
-        like.new_empty(2, batch_size, sub.kv[1] - sub.kv[0], stop - start, head_dim, dtype=dtype) for sub in ring.sub_rings
+        like.new_empty(2, batch_size, sub.kv[1] - sub.kv[0], stop - start, head_dim, dtype=dtype)
+        for sub in ring.sub_rings
     ]
 
 
@@ -313,7 +320,8 @@ def ring_backward(
         arriving = {t.source: _buffers(q, ring, t.source, q.dtype) for t in kv_receives}
         added = {t.source: _buffers(q, ring, t.source, dk.dtype) for t in grad_receives}
         round_ = channel.post(
-            _messages(ring, arriving, kv_receives, "sender") + _messages(ring, added, grad_receives, "sender", _GRAD_TAG),
+            _messages(ring, arriving, kv_receives, "sender")
+            + _messages(ring, added, grad_receives, "sender", _GRAD_TAG),
             _messages(ring, held, kv_sends, "receiver") + _messages(ring, partial, grad_sends, "receiver", _GRAD_TAG),
         )
         partial = {s: x for s, x in partial.items() if s not in {t.source for t in grad_sends}}

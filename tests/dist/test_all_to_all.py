@@ -18,7 +18,12 @@ from tests.support import run_ranks
 CASES = [  # ranks in head order, token weights, query heads, KV heads
     ((0, 1, 2), (5, 1, 2), (3, 0, 5), 8),  # a rank without heads
     ((0, 1, 2), (5, 0, 2), (3, 1, 4), 4),  # a rank without tokens; a cut inside a KV head
-    ((2, 0, 1), (1, 1, 1), (3, 2, 3), 1),  # MQA: all ranks share the one KV head; heads cut in another order than tokens
+    (
+        (2, 0, 1),
+        (1, 1, 1),
+        (3, 2, 3),
+        1,
+    ),  # MQA: all ranks share the one KV head; heads cut in another order than tokens
     ((1, 0, 2), (3, 2, 2), (5, 6, 1), 4),
 ]
 
