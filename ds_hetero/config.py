@@ -1,0 +1,331 @@
+"""The "heterogeneity" section of ds_config.json, and the schedules it stands for.
+
+    section = read_section(ds_config)                     # None without a section, or with "enabled": false
+    schedules = resolve(section, num_heads=32, num_kv_heads=8, world_size=8, sp_sizes={"sequence_parallel_size": 4})
+
+Everything here can be known by one rank alone; making all ranks agree on it is `integrations.agreement`'s part.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ds_hetero.errors import ConfigError, ScheduleError
+from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world
+
+__all__ = ["SECTION", "HeterogeneitySection", "ReplanSection", "read_section", "resolve", "sp_size_of"]
+
+SECTION = "heterogeneity"
+
+# Strategies by name: uniform ones, those that need to know the devices, and the search.
+_UNIFORM = tuple(STRATEGIES)
+_FROM_DEVICES = ("proportional",)
+_FROM_PLANNER = ("plan", "lut", "formula")
+_STRATEGIES = (*_UNIFORM, *_FROM_DEVICES, *_FROM_PLANNER)
+
+
+class ReplanSection(BaseModel):
+    """``"replan"``: search again while training when the measured speeds have moved.
+
+    Args:
+        enabled: off by default.
+        interval_steps: optimizer steps between two looks at the speeds.
+        min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = False
+    interval_steps: int = Field(default=100, ge=1)
+    min_gain: float = Field(default=0.05, ge=0, lt=1)
+
+
+class HeterogeneitySection(BaseModel):
+    """The section as the user wrote it, checked. The table in README.md, "The heterogeneity section", is its manual."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = True
+    cluster: str | dict[str, Any] = "measure"
+    schedule: str | dict[str, Any] = "plan"
+    layout: Literal["contiguous", "zigzag"] | None = None
+    attention: Literal["torch", "flash_attn", "triton"] | None = None
+    zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
+    replan: ReplanSection = ReplanSection()
+
+    @field_validator("zero_partition")
+    @classmethod
+    def _usable_weights(cls, value: str | list[float]) -> str | list[float]:
+        if isinstance(value, list) and (not value or any(not 0 < weight < float("inf") for weight in value)):
+            raise ValueError("must hold one finite weight > 0 per rank")
+        return value
+
+    @model_validator(mode="after")
+    def _in_this_release(self) -> HeterogeneitySection:
+        if self.enabled and self.zero_partition != "uniform":
+            raise ValueError('zero_partition other than "uniform" is not in this release; set it so, or leave it out')
+        if self.enabled and self.replan.enabled:
+            raise ValueError('replan is not in this release; set "replan": {"enabled": false} or leave it out')
+        return self
+
+
+_ACCEPTED = {
+    "enabled": "true or false",
+    "cluster": '"measure", the path of a cluster file, or the same inline as an object',
+    "schedule": f"the path of a schedule file, the same inline as an object, or one of {', '.join(_STRATEGIES)}",
+    "layout": '"contiguous" or "zigzag"',
+    "attention": '"torch", "flash_attn" or "triton"',
+    "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
+    "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
+    "replan.enabled": "true or false",
+    "replan.interval_steps": "a whole number >= 1",
+    "replan.min_gain": "a share >= 0 and < 1",
+}
+
+
+def read_section(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
+    """The section of a DeepSpeed configuration; None where there is none or it is switched off.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
+            for all of them, with what would be accepted.
+    """
+    if SECTION not in ds_config:
+        return None
+    raw = ds_config[SECTION]
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f'"{SECTION}" must be an object with keys {_keys(HeterogeneitySection)}; got {raw!r}.')
+    if path := next(_autos(raw), None):
+        raise ConfigError(
+            f'"{SECTION}.{path}" is "auto", which accelerate refuses anywhere in ds_config.json. '
+            f"{_accepted(path)} Leave the key out for its default."
+        )
+    try:
+        section = HeterogeneitySection.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, raw))) from None
+    return section if section.enabled else None
+
+
+# --- sizes -----------------------------------------------------------------------------------------
+
+
+def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
+    """The one sequence-parallel size that the sources in ``sp_sizes`` name; None if none of them does.
+
+    Args:
+        sp_sizes: by the name under which the user knows the source, such as ``"sequence_parallel_size of ds_config"``.
+
+    Raises:
+        ConfigError: two sources disagree, or a size is no whole number >= 1.
+    """
+    given = {source: size for source, size in sp_sizes.items() if size is not None}
+    for source, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{source} is {size!r}; it must be a whole number >= 1.")
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"{source}={size}" for source, size in given.items())
+        raise ConfigError(f"the sequence-parallel size is given twice: {listed}. Give it once, or make them equal.")
+    return next(iter(given.values()), None)
+
+
+# --- the schedule ----------------------------------------------------------------------------------
+
+
+def resolve(
+    section: HeterogeneitySection,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    world_size: int,
+    sp_sizes: Mapping[str, int | None],
+) -> tuple[Schedule, ...]:
+    """The schedules that the section stands for, one per replica, in global ranks.
+
+    Reads the files that the section names.
+
+    Args:
+        section: from `read_section`.
+        num_heads: query heads of the model.
+        num_kv_heads: its key/value heads.
+        world_size: ranks of the job.
+        sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
+
+    Raises:
+        ConfigError: sizes that disagree, a strategy that is not available.
+        ScheduleError: the schedule does not fit the model or the world.
+        ClusterError: from reading the cluster.
+    """
+    sp_size = sp_size_of(sp_sizes)
+    if isinstance(section.schedule, str) and section.schedule in _STRATEGIES:
+        schedules = _from_strategy(section, num_heads, num_kv_heads, world_size, sp_size or world_size)
+    else:
+        schedules = _from_file(section.schedule, world_size)
+    if section.layout:
+        schedules = tuple(replace(schedule, layout=section.layout) for schedule in schedules)
+    _expect_model(schedules, num_heads, num_kv_heads)
+    _expect_size(schedules, sp_sizes, sp_size)
+    return schedules
+
+
+def _from_strategy(
+    section: HeterogeneitySection, num_heads: int, num_kv_heads: int, world_size: int, sp_size: int
+) -> tuple[Schedule, ...]:
+    name = section.schedule
+    assert isinstance(name, str)
+    if world_size % sp_size:
+        raise ConfigError(
+            f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
+            f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
+        )
+    if name in _UNIFORM:
+        return schedules_for_world(STRATEGIES[name](sp_size, num_heads, num_kv_heads), world_size)
+    if name in _FROM_DEVICES:
+        speeds = _speeds(section.cluster, world_size, sp_size)
+        return tuple(
+            proportional(speeds[first : first + sp_size], num_heads, num_kv_heads).shifted(first)
+            for first in range(0, world_size, sp_size)
+        )
+    raise ConfigError(
+        f'"{SECTION}.schedule": "{name}" needs the planner, which is not in this release. '
+        f"Give a schedule file, or one of {', '.join((*_UNIFORM, *_FROM_DEVICES))}."
+    )
+
+
+def _speeds(cluster: str | Mapping[str, Any], world_size: int, sp_size: int) -> list[float]:
+    """Relative speed of every rank of the world, from the devices of a cluster file."""
+    if cluster == "measure":
+        raise ConfigError(
+            f'"{SECTION}.schedule": "proportional" takes the speeds from "cluster"; measuring the live ranks is not '
+            "in this release. Give a cluster file, or a schedule file with the token weights."
+        )
+    if isinstance(cluster, str) and not Path(cluster).is_file():
+        raise ConfigError(f'"{SECTION}.cluster": "{cluster}" is no file. {_accepted("cluster")}')
+    from ds_hetero.cluster import load_cluster
+
+    devices = load_cluster(cluster).devices
+    if len(devices) == sp_size:
+        devices = devices * (world_size // sp_size)
+    if len(devices) != world_size:
+        raise ConfigError(
+            f'"{SECTION}.cluster" describes {len(devices)} devices, the job has {world_size} processes in replicas of '
+            f"{sp_size}. Describe every device once, in rank order."
+        )
+    return [device.peak_flops_per_s * device.efficiency.attention_forward for device in devices]
+
+
+def _from_file(source: str | Mapping[str, Any], world_size: int) -> tuple[Schedule, ...]:
+    where = source if isinstance(source, str) else "the inline schedule"
+    data: Any = source
+    if isinstance(source, str):
+        if not Path(source).is_file():
+            near = _near(source, _STRATEGIES)
+            raise ConfigError(f'"{SECTION}.schedule": "{source}" is no file{near}. {_accepted("schedule")}')
+        try:
+            data = json.loads(Path(source).read_text())
+        except (OSError, ValueError) as error:
+            raise ScheduleError(f"{where} cannot be read as JSON: {error}") from None
+    try:
+        if not isinstance(data, Mapping) or "replicas" not in data:
+            return schedules_for_world(Schedule.from_dict(data), world_size)
+        return tuple(_replicas(data))
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def _replicas(data: Mapping[str, Any]) -> Iterator[Schedule]:
+    if set(data) != {"version", "replicas"} or data["version"] != 1 or not isinstance(data["replicas"], Sequence):
+        raise ScheduleError(f'a file of several replicas takes "version": 1 and "replicas": [...], got {sorted(data)}.')
+    for i, replica in enumerate(data["replicas"]):
+        known = {"schedule", "micro_batch_size", "micro_batches"}
+        if not isinstance(replica, Mapping) or "schedule" not in replica or set(replica) - known:
+            raise ScheduleError(f"replicas[{i}] takes schedule, micro_batch_size and micro_batches, got {replica!r}.")
+        for key in ("micro_batch_size", "micro_batches"):
+            if replica.get(key) != data["replicas"][0].get(key):
+                raise ScheduleError(
+                    f"replicas[{i}].{key} is {replica.get(key)!r}, replicas[0] has {data['replicas'][0].get(key)!r}; "
+                    "batches that differ between replicas are not in this release."
+                )
+        yield Schedule.from_dict(replica["schedule"])
+
+
+def _expect_model(schedules: Sequence[Schedule], num_heads: int, num_kv_heads: int) -> None:
+    for schedule in schedules:
+        if (schedule.num_heads, schedule.num_kv_heads) != (num_heads, num_kv_heads):
+            raise ScheduleError(
+                f"the schedule is for num_heads={schedule.num_heads}, num_kv_heads={schedule.num_kv_heads}; the model "
+                f"has {num_heads} and {num_kv_heads}. Make a schedule for this model."
+            )
+
+
+def _expect_size(schedules: Sequence[Schedule], sp_sizes: Mapping[str, int | None], sp_size: int | None) -> None:
+    sizes = [schedule.sp_size for schedule in schedules]
+    if sp_size is not None and set(sizes) != {sp_size}:
+        source = next(source for source, size in sp_sizes.items() if size is not None)
+        raise ConfigError(
+            f'"{SECTION}.schedule" has replicas of {sizes} ranks, but {source} is {sp_size}. '
+            "Make them equal, or leave one out."
+        )
+
+
+# --- messages --------------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
+    """One line per wrong key, each naming the key, the value and what is accepted."""
+    seen = set()
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"][: 2 if problem["loc"][:1] == ("replan",) else 1])
+        if path in seen:  # a union reports once per member
+            continue
+        seen.add(path)
+        message = problem["msg"].removeprefix("Value error, ")
+        if not path:
+            yield f'"{SECTION}": {message}.'
+        elif problem["type"] == "extra_forbidden":
+            model = ReplanSection if path.startswith("replan.") else HeterogeneitySection
+            name = path.removeprefix("replan.")
+            yield f'"{SECTION}.{path}" is unknown{_near(name, list(model.model_fields))}. The keys are {_keys(model)}.'
+        else:
+            said = f" {message}" if problem["type"] == "value_error" else ""
+            yield f'"{SECTION}.{path}": {_value(raw, path)}{said}. {_accepted(path)}'
+
+
+def _accepted(path: str) -> str:
+    return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
+
+
+def _value(raw: Mapping[str, Any], path: str) -> str:
+    value: Any = raw
+    for part in path.split("."):
+        value = value[part]
+    return json.dumps(value, default=repr)
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)
+
+
+def _near(value: str, known: Sequence[str]) -> str:
+    matches = get_close_matches(value, known, n=1)
+    return f' (did you mean "{matches[0]}"?)' if matches else ""
+
+
+def _autos(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every value "auto" in nested objects and lists."""
+    if value == "auto":
+        yield path
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _autos(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _autos(inner, f"{path}[{i}]")
