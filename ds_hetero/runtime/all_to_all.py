@@ -5,15 +5,14 @@ padded. A KV head that lies on a cut travels to both sides; its two gradients ar
 
 The wire layout is token-major: what a rank receives from the others, in order of rank, already is the group's sequence.
 
-Dimension key: s this rank's tokens, S the group's tokens, B batch, H all query heads, G all KV heads, h and g this rank's
-query and KV heads after the exchange, D head size, W = h + 2 g.
+Dimension key: s this rank's tokens, S the group's tokens, B batch, H all query heads, G all KV heads, h and g this
+rank's query and KV heads after the exchange, D head size, W = h + 2 g.
 Source: DeepSpeed-Ulysses (arXiv:2309.14509); uneven form, HexiSeq (arXiv:2605.07569) section 3.2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
 
 import torch.distributed as dist
 from torch import Tensor

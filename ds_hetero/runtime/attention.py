@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.all_to_all import (

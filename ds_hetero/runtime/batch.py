@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -236,8 +236,8 @@ def _documents_from_mask(row: int, mask: Sequence[int]) -> Documents:
     runs = [(real, len(list(run))) for real, run in groupby(mask)]
     if sum(1 for real, _ in runs if real) > 1:
         raise BatchError(
-            f"attention_mask of batch row {row} has zeros between real tokens; only padding at the left or the right can "
-            "be honoured. Pack documents with restarting position_ids instead."
+            f"attention_mask of batch row {row} has zeros between real tokens; only padding at the left or the right "
+            "can be honoured. Pack documents with restarting position_ids instead."
         )
     at, documents = 0, []
     for real, count in runs:
@@ -253,7 +253,7 @@ def _documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_siz
             f"cu_seqlens must rise from 0 to the {length} tokens of a batch of one row, got {list(boundaries)[:8]} "
             f"with batch size {batch_size}."
         )
-    return [tuple((a, b) for a, b in zip(boundaries, boundaries[1:], strict=False) if a < b)]
+    return [tuple((a, b) for a, b in pairwise(boundaries) if a < b)]
 
 
 def _layout(replica: Replica, length: int, documents: Sequence[Documents]) -> BatchLayout:

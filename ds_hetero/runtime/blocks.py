@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hetero.schedule import Schedule
@@ -210,7 +211,7 @@ class RingTable:
 
     @cached_property
     def backward_kv_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-        """KV transfers of backward round j = 0 .. K - 2, used in step j + 1; a block kept since the forward is not sent."""
+        """KV transfers of backward round j = 0 .. K - 2, for step j + 1; a block kept since the forward stays."""
         size = self.schedule.ring_size
         rounds: list[list[Transfer]] = [[] for _ in range(size - 1)]
         for source in range(size):
@@ -229,7 +230,7 @@ class RingTable:
         rounds: list[list[Transfer]] = [[] for _ in range(size)]
         for source in range(size):
             path = (source, *self.paths[source])
-            for receiver, sender in zip(path, path[1:], strict=False):
+            for receiver, sender in pairwise(path):
                 rounds[size - 1 - self._hop(source, receiver)].append(Transfer(source, sender, receiver))
         return tuple(map(tuple, rounds))
 

@@ -23,7 +23,7 @@ class Message(NamedTuple):
 
 
 class Round:
-    """The messages of one round in flight. Sends are waited for by `Channel.finish`, so that nobody waits for a slow peer."""
+    """Messages in flight; sends are waited for by `Channel.finish`, so that nobody waits for a slow peer."""
 
     def __init__(self, receives: list[tuple[dist.Work, int]]) -> None:
         self._receives = receives

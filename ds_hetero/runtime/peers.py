@@ -25,6 +25,6 @@ def reporting_lost_peers(doing: str) -> Iterator[None]:
         if isinstance(error, PeerError):
             raise
         raise PeerError(
-            f"rank {dist.get_rank()} failed while {doing}: another rank has failed or stopped answering. The log of the "
-            f"rank that stopped first has the cause; this one saw: {str(error).splitlines()[0]}"
+            f"rank {dist.get_rank()} failed while {doing}: another rank has failed or stopped answering. The log of "
+            f"the rank that stopped first has the cause; this one saw: {str(error).splitlines()[0]}"
         ) from error

@@ -107,6 +107,7 @@ def _agree_on_schedules(schedules: Sequence[Schedule]) -> None:
     prints = [int(x) for x in seen]
     if len(set(prints)) > 1:
         raise ScheduleError(
-            f"the ranks do not hold the same schedule: fingerprints by rank are {[f'{p & 0xFFFFFFFF:08x}' for p in prints]}. "
+            "the ranks do not hold the same schedule: fingerprints by rank are "
+            f"{[f'{p & 0xFFFFFFFF:08x}' for p in prints]}. "
             "Give every node the same ds_config.json, schedule and cluster files, and the same version of ds_hetero."
         )

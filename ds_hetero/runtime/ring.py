@@ -6,7 +6,8 @@ block. There is no barrier: a rank waits for what it receives and, at the end, f
 
 Partial results are merged by log-sum-exp in fp32, and partial dK/dV travel in fp32.
 
-Dimension key: B batch, S tokens of this group, h query heads of this rank, g its KV heads, n travelling tokens, D head size.
+Dimension key: B batch, S tokens of this group, h query heads of this rank, g its KV heads, n travelling tokens,
+D head size.
 Source: Ring Attention (arXiv:2310.01889); sub-rings, HexiSeq (arXiv:2605.07569) section 3.3.
 """
 
@@ -156,7 +157,7 @@ def make_ring(table: RingTable, rank: int) -> Ring:
 
 
 def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int]]:
-    """Cut query heads so that every piece has the same number of queries on each of its KV heads: at most three pieces."""
+    """Cut query heads into at most three pieces, each with as many queries on each of its KV heads."""
     low, high = -(-start // per_kv) * per_kv, stop // per_kv * per_kv
     if low >= high:  # no whole KV head inside: at most two parts of neighbouring ones
         low = high = low if start < low < stop else stop
@@ -255,7 +256,7 @@ def _pack(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
 
 
 def _own_kv(k: Tensor, v: Tensor, packed: list[Tensor], ring: Ring) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the local block, per sub-ring: the packed ones where they are whole, since they are contiguous."""
+    """Keys and values of the local block, per sub-ring: the packed ones, being contiguous, where they are whole."""
     if packed and packed[0].shape[3] == k.shape[2]:
         return [(kv[0], kv[1]) for kv in packed]
     return [(k[:, slice(*sub.kv)], v[:, slice(*sub.kv)]) for sub in ring.sub_rings]

@@ -60,7 +60,7 @@ def _check_exchange(rank):
             assert comms.get_total_counts() == 1
             assert torch.equal(gathered.permute(1, 2, 0, 3), q[:, own_q])
 
-            # Every holder of a KV head sends a gradient of ones; its owner of the tokens gets as many as there are holders.
+            # Each holder of a KV head sends a gradient of ones, so the rank with the tokens gets their number.
             holders = torch.zeros(num_kv_heads)
             for r in ranks:
                 holders[slice(*schedule.kv_heads(*group.head_range(r)))] += 1

@@ -1,5 +1,7 @@
 """Blocks cover what is visible, once; transfers bring each group what it needs, when it needs it."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ def tables(draw, masks=True):
     )
     length = draw(st.integers(num_groups, 40))
     cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=5)))
-    documents = tuple(zip(cuts, cuts[1:], strict=False)) if draw(st.booleans()) else ((0, length),)
+    documents = tuple(pairwise(cuts)) if draw(st.booleans()) else ((0, length),)
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.integers(1, length))) if causal else None
     return RingTable(schedule, length, (Rows(0, 1, documents),), causal, window)
