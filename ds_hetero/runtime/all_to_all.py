@@ -121,9 +121,9 @@ def gather_sequence(q_BHsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, exchange: Ex
     unit = batch_size * head_dim
     send_sizes = [tokens * unit * member.width for member in exchange.members]
     send = q_BHsD.new_empty(sum(send_sizes))
-    for part, member in zip(send.split(send_sizes), exchange.members, strict=True):
+    for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
         packed = part.view(tokens, batch_size, member.width, head_dim).permute(1, 2, 0, 3)
-        q, k, v = packed.split([member.num_q, member.num_kv, member.num_kv], dim=1)
+        q, k, v = packed.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=1)
         q.copy_(q_BHsD[:, slice(*member.q)])
         k.copy_(k_BGsD[:, slice(*member.kv)])
         v.copy_(v_BGsD[:, slice(*member.kv)])
@@ -154,10 +154,10 @@ def scatter_sequence(grad_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Ten
     dq_sBHD = send.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
     dkv_sBGD = [send.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
     written = 0  # KV heads below this one hold a gradient already; the next member may share the last of them
-    parts = zip(recv.split(recv_sizes), exchange.members, strict=True)
+    parts = zip(recv.split_with_sizes(recv_sizes), exchange.members, strict=True)
     for part, member in sorted(parts, key=lambda pair: pair[1].q):
         packed = part.view(own.tokens, batch_size, member.width, head_dim)
-        dq, *dkv = packed.split([member.num_q, member.num_kv, member.num_kv], dim=2)
+        dq, *dkv = packed.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=2)
         dq_sBHD[:, :, slice(*member.q)] = dq
         first, last = member.kv
         shared = max(min(written, last) - first, 0)
@@ -183,7 +183,7 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
     recv = out_SBhD.new_empty(sum(recv_sizes))
     exchange.run(recv, out_SBhD.reshape(-1), recv_sizes, send_sizes)
     out_BsHD = recv.new_empty(batch_size, own.tokens, exchange.num_heads, head_dim)
-    for part, member in zip(recv.split(recv_sizes), exchange.members, strict=True):
+    for part, member in zip(recv.split_with_sizes(recv_sizes), exchange.members, strict=True):
         out_BsHD[:, :, slice(*member.q)] = part.view(own.tokens, batch_size, member.num_q, head_dim).transpose(0, 1)
     return out_BsHD
 
@@ -199,7 +199,7 @@ def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
         return grad_BsHD.transpose(0, 1)
     send_sizes = [tokens * unit * member.num_q for member in exchange.members]
     send = grad_BsHD.new_empty(sum(send_sizes))
-    for part, member in zip(send.split(send_sizes), exchange.members, strict=True):
+    for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
         part.view(tokens, batch_size, member.num_q, head_dim).copy_(grad_BsHD[:, :, slice(*member.q)].transpose(0, 1))
     recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, own.num_q, head_dim)
     recv_sizes = [member.tokens * unit * own.num_q for member in exchange.members]

@@ -72,7 +72,9 @@ def attention(
         )
     exchange, ring = _plan(replica, batch, causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = UnevenAttention.apply(q, k, v, sinks, replica, exchange, ring, kernel, scale, softcap)
+    out: Tensor = UnevenAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sinks, replica, exchange, ring, kernel, scale, softcap
+    )
     return out
 
 
@@ -102,7 +104,7 @@ class UnevenAttention(torch.autograd.Function):
     ) -> Tensor:
         if exchange.process_group is not None:
             packed = gather_sequence(q, k, v, exchange)
-            saved = (packed,)
+            saved: tuple[Tensor, ...] = (packed,)
             q, k, v = _unpack(packed, exchange)
         else:
             saved = (q, k, v)
@@ -118,7 +120,7 @@ class UnevenAttention(torch.autograd.Function):
         return scatter_output(out, exchange)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         replica, exchange, ring, kernel, scale, softcap = ctx.plan
         sinks, out, lse, *saved = ctx.saved_tensors
         kept, saved = saved[ctx.num_packed :], saved[: ctx.num_packed]
@@ -150,5 +152,5 @@ class UnevenAttention(torch.autograd.Function):
 def _unpack(packed_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
     """Views q [B, h, S, D], k and v [B, g, S, D] of an exchanged buffer."""
     own = exchange.own
-    q, k, v = packed_SBWD.permute(1, 2, 0, 3).split([own.num_q, own.num_kv, own.num_kv], dim=1)
+    q, k, v = packed_SBWD.permute(1, 2, 0, 3).split_with_sizes([own.num_q, own.num_kv, own.num_kv], dim=1)
     return q, k, v
