@@ -1,10 +1,23 @@
-"""Shapes of decoder-only transformers, as far as time and memory depend on them."""
+"""Shapes of decoder-only transformers, as far as time and memory depend on them.
+
+A model is a Hugging Face ``config.json``, a folder that holds one, the same inline, or the name of a preset in
+ds_configs/models, which are such files too.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-__all__ = ["ModelSpec"]
+from ds_hetero.errors import ModelError
+
+__all__ = ["ModelSpec", "load_model", "model_from_config", "model_names"]
+
+MODELS = Path(__file__).resolve().parent / "configs" / "models"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +45,11 @@ class ModelSpec:
     experts_per_token: int = 0
 
     @property
+    def queries_per_kv_head(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def attention_parameters(self) -> int:
         """Weights of the four projections of one layer."""
         return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
@@ -44,8 +62,9 @@ class ModelSpec:
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer: projections, all experts, their router and two norms."""
+        experts = max(self.num_experts, 1) * self.mlp_parameters
         router = self.hidden_size * self.num_experts
-        return self.attention_parameters + max(self.num_experts, 1) * self.mlp_parameters + router + 2 * self.hidden_size
+        return self.attention_parameters + experts + router + 2 * self.hidden_size
 
     @property
     def active_layer_parameters(self) -> int:
@@ -62,3 +81,122 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All weights."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
+
+
+def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
+    """A model from a config.json, a folder with one, the name of a preset, or the same inline.
+
+    Raises:
+        ModelError: no such file or preset, not JSON, or anything that `model_from_config` refuses.
+    """
+    if isinstance(source, Mapping):
+        return model_from_config(source, str(source.get("model_type", "model")))
+    path = Path(source)
+    if path.is_dir():
+        path, name = path / "config.json", path.resolve().name
+    elif path.is_file():
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    else:
+        path, name = MODELS / f"{source}.json", str(source)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not JSON: {error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        close = get_close_matches(str(source), model_names(), n=1, cutoff=0.4)
+        raise ModelError(
+            f"cannot read model {str(source)!r}: it is neither a Hugging Face config.json, a folder with one, nor a "
+            f"preset{f'; did you mean {close[0]!r}?' if close else '.'} Presets: {', '.join(model_names())}."
+        ) from error
+    return model_from_config(config, name)
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(path.stem for path in MODELS.glob("*.json")))
+
+
+def model_from_config(config: Any, name: str) -> ModelSpec:
+    """A model from the content of a Hugging Face config.json, by its keys and not by its type.
+
+    Raises:
+        ModelError: keys are missing or wrong, or the layers are not alike, or attention is not plain softmax attention
+            over the whole sequence; the message names the key.
+    """
+    if not isinstance(config, Mapping):
+        raise ModelError(f"{name}: a model config is a JSON object, got {config!r}.")
+    config = config.get("text_config", config)  # multimodal models keep the decoder's shape in here
+    _refuse_other_attention(config, name)
+    gpt2 = "n_embd" in config
+    layers, hidden, heads = ("n_layer", "n_embd", "n_head") if gpt2 else _NAMES
+    missing = [key for key in (layers, hidden, heads, "vocab_size") if key not in config]
+    experts_key = next((key for key in ("num_local_experts", "num_experts") if config.get(key)), None)
+    mlp_key = "moe_intermediate_size" if experts_key and "moe_intermediate_size" in config else "intermediate_size"
+    if not gpt2 and mlp_key not in config:
+        missing.append(mlp_key)
+    if experts_key and "num_experts_per_tok" not in config:
+        missing.append("num_experts_per_tok")
+    if missing:
+        raise ModelError(
+            f"{name}: the model config lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, config)))}."
+        )
+    hidden_size, num_heads = _whole(config, hidden, name), _whole(config, heads, name)
+    kv_key = "num_key_value_heads"
+    num_kv_heads = _whole(config, kv_key, name) if config.get(kv_key) is not None else num_heads
+    if config.get("head_dim") is not None:
+        head_dim = _whole(config, "head_dim", name)
+    elif hidden_size % num_heads:
+        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}; give head_dim.")
+    else:
+        head_dim = hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{name}: {heads}={num_heads} is not a multiple of {kv_key}={num_kv_heads}.")
+    if gpt2:
+        mlp_size = _whole(config, "n_inner", name) if config.get("n_inner") else 4 * hidden_size
+    else:
+        mlp_size = _whole(config, mlp_key, name)
+    activation = str(config.get("hidden_act", config.get("activation_function", ""))).lower()
+    ungated = gpt2 or config.get("model_type") in _UNGATED
+    return ModelSpec(
+        name=name,
+        num_layers=_whole(config, layers, name),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mlp_size=mlp_size,
+        vocab_size=_whole(config, "vocab_size", name),
+        gated_mlp=not ungated and activation != "relu",
+        tied_embeddings=bool(config.get("tie_word_embeddings", gpt2)),
+        num_experts=_whole(config, experts_key, name) if experts_key else 0,
+        experts_per_token=_whole(config, "num_experts_per_tok", name) if experts_key else 0,
+    )
+
+
+_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
+
+
+def _refuse_other_attention(config: Mapping[str, Any], name: str) -> None:
+    """Layers that a split of heads and tokens cannot describe."""
+    for key in ("kv_lora_rank", "linear_num_key_heads", "ssm_state_size", "mamba_d_state", "attn_layer_period"):
+        if config.get(key):
+            raise ModelError(f"{name}: {key} names a kind of layer that this planner has no cost model for.")
+    for key in ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers"):
+        if config.get(key):
+            raise ModelError(f"{name}: {key}={config[key]!r}: shared experts and mixed layers have no cost model yet.")
+    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    if other:
+        raise ModelError(f"{name}: layer_types has {', '.join(other)}; only full_attention can be planned.")
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ModelError(
+            f"{name}: sliding_window={config['sliding_window']}: attention over a window cannot be planned. "
+            "Set it to null for full attention."
+        )
+
+
+def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name}: {key} must be a whole number >= 1, got {value!r}.")
+    return value

@@ -38,9 +38,10 @@ class DeviceSpec:
 
     Args:
         name: catalogue name such as ``H100-SXM-80GB``, or the user's.
-        peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; c_d of HexiSeq (arXiv:2605.07569, table 1).
+        peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1).
         memory_bytes: device memory, m_d.
         memory_bytes_per_s: bandwidth of that memory, b_d.
+        reserved_bytes: part of the memory that no tensor gets: the driver's context and communication buffers.
         source: where the numbers come from.
         efficiency: achieved shares of the peaks.
     """
@@ -49,5 +50,6 @@ class DeviceSpec:
     peak_flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
+    reserved_bytes: int = 0
     source: str = "given by the user"
     efficiency: Efficiency = field(default_factory=Efficiency)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,16 +135,10 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Link:
         """The link between ranks ``a`` and ``b``."""
-        return self.link_classes[self.link_class[self.node_of_rank[a], self.node_of_rank[b]]]
+        return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]
 
     # --- identity -----------------------------------------------------------------------------------
 
     def rank_name(self, rank: int) -> str:
         """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""
         return f"rank {rank} ({self.devices[rank].name} on {self.nodes[self.node_of_rank[rank]].name})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The cluster file, every device written out, so that it can be read back without a catalogue."""
-        from ds_hetero.cluster.files import cluster_to_dict
-
-        return cluster_to_dict(self)

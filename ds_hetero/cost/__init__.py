@@ -1,6 +1,34 @@
-"""Analytical cost models: how long a schedule takes and how much memory it needs. Imports neither torch nor DeepSpeed."""
+"""Analytical cost models: how long a schedule takes and how much memory it needs. No torch, no DeepSpeed."""
 
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.published import PublishedCostModel
 from ds_hetero.cost.types import Bottleneck, CostModel, Prediction, Span, Terms, Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
 
-__all__ = ["Bottleneck", "CostModel", "Grouping", "Prediction", "Span", "Terms", "Workload"]
+__all__ = [
+    "COST_MODELS",
+    "Bottleneck",
+    "CostModel",
+    "Grouping",
+    "Prediction",
+    "PublishedCostModel",
+    "Span",
+    "Terms",
+    "Workload",
+    "make_cost_model",
+]
+
+COST_MODELS = {"published": PublishedCostModel}
+
+
+def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:
+    """The cost model ``name``, ``"calibrated"`` or ``"published"``, for one cluster, model and workload.
+
+    Raises:
+        PlanError: the name is unknown.
+    """
+    if name not in COST_MODELS:
+        raise PlanError(f"cost model {name!r} is unknown; it is one of {', '.join(COST_MODELS)}.")
+    return COST_MODELS[name](cluster, model, workload)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,9 +59,9 @@ class Grouping:
         """K."""
         return len(self.sizes)
 
-    def by_group(self, reduce: np.ufunc, values_D: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def by_group(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` (such as ``np.maximum``) over the ranks of every group: ``[..., D]`` to ``[..., K]``."""
-        return reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1)
+        return np.asarray(reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1))
 
     # --- cells --------------------------------------------------------------------------------------
 
@@ -108,6 +109,6 @@ class Grouping:
         differ = source != destination
         return source[differ], destination[differ]
 
-    def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` over the ranks of every cell: ``[..., D]`` to ``[..., C]``."""
-        return reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1)
+        return np.asarray(reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1))

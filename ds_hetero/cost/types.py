@@ -79,6 +79,24 @@ class Bottleneck:
     peer: int | None  # the other end where the cause is a link
     text: str  # a sentence for people
 
+    @classmethod
+    def of_rank(cls, cluster: Cluster, term: str, cause: str, rank: int) -> Bottleneck:
+        """A rank that computes the longest."""
+        text = f"{_TERM_NAMES[term]}: {cause} of {cluster.rank_name(rank)}"
+        return cls(term=term, cause=cause, rank=rank, peer=None, text=text)
+
+    @classmethod
+    def of_link(cls, cluster: Cluster, term: str, rank: int, peer: int) -> Bottleneck:
+        """A link that carries the longest transfer."""
+        text = (
+            f"{_TERM_NAMES[term]}: link {cluster.link(rank, peer).name!r}, from {cluster.rank_name(rank)} "
+            f"to {cluster.rank_name(peer)}"
+        )
+        return cls(term=term, cause="link", rank=rank, peer=peer, text=text)
+
+
+_TERM_NAMES = {"non_attention_s": "non-attention", "all_to_all_s": "all-to-all", "ring_steps_s": "ring steps"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -116,10 +134,17 @@ class Span:
     rank: int
     stream: str  # "compute" or "network"
     kind: str  # "non_attention", "all_to_all", "attention", "ring"
-    phase: str  # "forward" or "backward"
+    phase: str  # "forward", "backward", or "both" where the model pools them
     step: int  # ring step, 0 elsewhere
     start_s: float
     stop_s: float
+
+    @classmethod
+    def of(
+        cls, rank: int, stream: str, kind: str, start_s: float, stop_s: float, step: int = 0, phase: str = "both"
+    ) -> Span:
+        """A bar by position of its arguments."""
+        return cls(rank=rank, stream=stream, kind=kind, phase=phase, step=step, start_s=start_s, stop_s=stop_s)
 
 
 class CostModel(Protocol):
@@ -134,7 +159,9 @@ class CostModel(Protocol):
     cluster: Cluster
     model: ModelSpec
     workload: Workload
-    attention_s_D: Floats  # seconds per query token x key token x head, forward and backward, curves frozen at an even share
+    attention_s_D: (
+        Floats  # seconds per query token x key token x head, forward and backward, curves frozen at an even share
+    )
     non_attention_s_per_token_D: Floats  # forward and backward of one block, curves frozen at an even share
     capacity_bytes_D: Floats
     bound_s: float  # time of one block at perfect balance with free communication
