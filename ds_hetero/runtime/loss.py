@@ -1,0 +1,146 @@
+"""The loss of a sequence spread over ranks, scaled so that DeepSpeed's plain average of gradients is its gradient.
+
+DeepSpeed, shown no sequence parallelism, averages over all W ranks: it applies 1/W times the sum over ranks of what
+each rank's backward produced. Attention carries gradients between the ranks of a replica, so if every rank r of
+replica R starts its backward with the same factor c on S_r, the sum of its token losses, then the sum over R's ranks
+is c times the gradient of S_R, the sum of S_r over R. With n_R valid tokens in R, P replicas, and N valid tokens
+(``num_items``) in all micro-batches of all replicas of one optimizer step:
+
+    wanted                                      factor c on S_r        value returned, equal on all ranks of R
+    mean over replicas of S_R / n_R             W / (P n_R)            S_R / n_R
+    token mean: sum of all S_R / N              W / N                  W S_R / (|R| N)
+
+The second is what one process computes on the whole batch; its values, averaged over ranks and added up over the
+micro-batches, are the loss of the whole batch. An engine that divides by the number of micro-batches, as DeepSpeed's
+backward does unless told ``scale_wrt_gas=False``, is right for the first; for the second it has to be undone.
+
+Dimension key: B batch, s tokens of this rank, T tokens B * s, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.shards import IGNORE_INDEX
+
+__all__ = ["count_items", "cross_entropy_sum", "sequence_parallel_loss"]
+
+
+def sequence_parallel_loss(
+    loss_sum: Tensor, num_tokens: Tensor | int, replica: Replica, num_items: Tensor | float | None = None
+) -> Tensor:
+    """The replica's loss as a scalar to call backward on; table above.
+
+    Args:
+        loss_sum: scalar, this rank's token losses added up. A mean times ``num_tokens`` will do.
+        num_tokens: how many there are. Where it is 0, ``loss_sum`` counts as 0, even if it is NaN, and so does its
+            gradient.
+        replica: this rank's replica.
+        num_items: valid tokens of the optimizer step over all ranks, see `count_items`; left out, each micro-batch of
+            each replica weighs the same.
+
+    Returns:
+        A scalar of ``loss_sum``'s dtype; 0 where no rank of the replica has a valid token.
+
+    Caller: every rank of the replica, once per micro-batch.
+    Collectives: one all_reduce of two numbers forward, none backward.
+    """
+    world_size, device = dist.get_world_size(), loss_sum.device
+    num_tokens = torch.as_tensor(num_tokens, device=device)
+    loss_sum = loss_sum.masked_fill(num_tokens == 0, 0.0)
+    replica_total = torch.stack([loss_sum.detach().double(), num_tokens.double()])
+    dist.all_reduce(replica_total, group=replica.sp_group)
+    replica_sum, replica_tokens = replica_total.unbind()
+    if num_items is None:
+        value = replica_sum / replica_tokens.clamp(min=1)
+        factor = world_size / (replica.num_replicas * replica_tokens.clamp(min=1))
+    else:
+        factor = world_size / torch.as_tensor(num_items, device=device).double().clamp(min=1)
+        value = replica_sum * factor / replica.sp_size
+    dtype = loss_sum.dtype
+    loss: Tensor = _ValueWithFactor.apply(loss_sum, value.to(dtype), factor.to(dtype))  # type: ignore[no-untyped-call]
+    return loss
+
+
+def count_items(num_tokens: Tensor | int, device: torch.device) -> Tensor:
+    """Valid tokens of one optimizer step, over all ranks.
+
+    Args:
+        num_tokens: valid tokens of this rank's shards of all its micro-batches.
+        device: where the default process group wants its tensors.
+
+    Caller: every rank of the world, once per optimizer step.
+    Collectives: one all_reduce of one integer.
+    """
+    total = torch.as_tensor(num_tokens, device=device).to(torch.int64).clone()
+    dist.all_reduce(total)
+    return total
+
+
+def cross_entropy_sum(logits: Tensor, shift_labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """Token losses added up in fp32, keeping nothing of the size of the logits but the logits.
+
+    ``torch.nn.functional.cross_entropy(logits.float(), ...)`` keeps two fp32 copies of them: 32 GB for 32K tokens and a
+    vocabulary of 128K. Here log-sum-exps are kept, and the softmax is computed again, chunk by chunk, for the gradient.
+
+        logits        [B, s, V] or [T, V]
+        shift_labels  [B, s] or [T]; -100 is not counted
+        result        scalar, fp32 (fp64 for fp64 logits)
+    """
+    logits_TV, labels_T = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
+    loss_sum: Tensor = _CrossEntropySum.apply(logits_TV, labels_T, chunk_tokens)  # type: ignore[no-untyped-call]
+    return loss_sum
+
+
+class _ValueWithFactor(torch.autograd.Function):
+    """Forward returns ``value``, backward multiplies by ``factor``: the loss shown and the loss differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None, None
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+        accumulate = torch.promote_types(logits_TV.dtype, torch.float32)
+        lse_T = logits_TV.new_empty(len(labels_T), dtype=accumulate)
+        total = logits_TV.new_zeros((), dtype=accumulate)
+        for logits, labels, lse in _chunks(chunk_tokens, logits_TV, labels_T, lse_T):
+            logits = logits.to(accumulate)
+            lse.copy_(logits.logsumexp(-1))
+            counted = labels != IGNORE_INDEX
+            of_label = logits.gather(-1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
+            total += (lse - of_label).masked_fill(~counted, 0.0).sum()
+        ctx.save_for_backward(logits_TV, labels_T, lse_T)
+        ctx.chunk_tokens = chunk_tokens
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits_TV, labels_T, lse_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        for logits, labels, lse, out in _chunks(ctx.chunk_tokens, logits_TV, labels_T, lse_T, grad_TV):
+            softmax = (logits.to(lse.dtype) - lse[:, None]).exp_()
+            counted = labels != IGNORE_INDEX
+            softmax.scatter_add_(-1, labels.masked_fill(~counted, 0)[:, None], -softmax.new_ones(len(labels), 1))
+            out.copy_(softmax.mul_((grad * counted)[:, None]))
+        return grad_TV, None, None
+
+
+def _chunks(size: int, *tensors: Tensor) -> zip[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)

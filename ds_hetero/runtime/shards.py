@@ -1,0 +1,163 @@
+"""From a whole batch to the part of it that one rank holds. No communication here.
+
+What happens to an entry is decided by what it is:
+
+    input_ids, inputs_embeds    cut; one of them must be there and gives B and L
+    position_ids                cut; 0 .. L - 1 is made where missing; [L] and [1, L] are spread over the batch
+    attention_mask              cut; [B, L] only
+    labels                      moved left by one over the whole sequence, -100 at its end, and cut: `shift_labels`
+    shift_labels                cut as given; `labels` beside it are not moved again
+    any other tensor            cut if its first two dimensions are B and L (token_type_ids, seq_idx), else given whole
+                                to every rank (cu_seq_lens_q, pixel_values)
+    anything else               given to every rank as it is
+
+Dimension key: B batch, L tokens of the sequence, s tokens that one rank holds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+
+__all__ = ["IGNORE_INDEX", "WholeBatch", "cut", "read_batch"]
+
+IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
+
+_CHECKED_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeBatch:
+    """A batch of whole sequences, ready to be cut.
+
+    Args:
+        batch_size: B.
+        length: L.
+        sequences: [B, L, ...] tensors, of which each rank gets its positions.
+        constants: tensors without a sequence dimension, for every rank.
+        objects: what is not a tensor, for every rank.
+    """
+
+    batch_size: int
+    length: int
+    sequences: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    objects: dict[str, Any]
+
+    def shard(self, intervals: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
+        sequences = {name: cut(tensor, intervals) for name, tensor in self.sequences.items()}
+        return {**sequences, **{name: tensor.cpu() for name, tensor in self.constants.items()}, **self.objects}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Type, shape and checksum of every tensor, equal where two ranks hold the same batch.
+
+        The checksum covers up to 2^20 elements, evenly spaced: the ids of a million tokens, a sample of embeddings.
+        """
+        tensors = {**self.sequences, **self.constants}
+        return {name: _fingerprint(tensor) for name, tensor in sorted(tensors.items())}
+
+
+def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
+    """Sort the entries of a batch by the rules of this module.
+
+    Args:
+        batch: a mapping as collators make it.
+        keep_labels: keep ``labels``, unmoved, beside ``shift_labels``; a model that is not given ``shift_labels`` would
+            move them inside its shard and lose the labels at the borders.
+
+    Raises:
+        BatchError: not a mapping, no tokens, or an entry that cannot be cut; the message names it.
+    """
+    if not isinstance(batch, Mapping):
+        raise BatchError(f"a batch must be a mapping from names to tensors, got {type(batch).__name__}.")
+    tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
+    objects = {name: entry for name, entry in batch.items() if not isinstance(entry, Tensor)}
+    batch_size, length = _batch_and_length(tensors)
+    positions = tensors.pop("position_ids", None)
+    objects.pop("position_ids", None)  # None, as some collators put it
+    tensors["position_ids"] = _positions(positions, batch_size, length)
+    _expect_one_per_token(tensors, "attention_mask", batch_size, length)
+    _expect_one_per_token(tensors, "labels", batch_size, length)
+    _expect_one_per_token(tensors, "shift_labels", batch_size, length)
+    if "labels" in tensors and "shift_labels" not in tensors:
+        tensors["shift_labels"] = _moved_left(tensors["labels"])
+    if not keep_labels:
+        tensors.pop("labels", None)
+    is_sequence = {name: tuple(tensor.shape[:2]) == (batch_size, length) for name, tensor in tensors.items()}
+    return WholeBatch(
+        batch_size=batch_size,
+        length=length,
+        sequences={name: tensor for name, tensor in tensors.items() if is_sequence[name]},
+        constants={name: tensor for name, tensor in tensors.items() if not is_sequence[name]},
+        objects=objects,
+    )
+
+
+def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
+    parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
+    return torch.cat(parts, dim=1).cpu()
+
+
+# --- the entries -----------------------------------------------------------------------------------
+
+
+def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    shapes = {name: tuple(tensors[name].shape) for name in ("input_ids", "inputs_embeds") if name in tensors}
+    if not shapes:
+        raise BatchError(
+            f"a batch needs input_ids [B, L] or inputs_embeds [B, L, H] to be cut along the sequence, got tensors "
+            f"{sorted(tensors)}."
+        )
+    if any(len(shape) < 2 for shape in shapes.values()) or len({shape[:2] for shape in shapes.values()}) > 1:
+        raise BatchError(f"tokens must be input_ids [B, L] or inputs_embeds [B, L, H], got shapes {shapes}.")
+    batch_size, length = next(iter(shapes.values()))[:2]
+    return batch_size, length
+
+
+def _positions(positions: Tensor | None, batch_size: int, length: int) -> Tensor:
+    if positions is None:
+        positions = torch.arange(length)
+    shape = tuple(positions.shape)
+    if shape in ((length,), (1, length), (batch_size, length)):
+        return positions.expand(batch_size, length)
+    raise BatchError(
+        f"position_ids of shape {shape} cannot be cut along the sequence: "
+        f"they must be [B, L], [1, L] or [L] with B={batch_size}, L={length}. "
+        "Multi-dimensional rotary positions (mrope) are not supported."
+    )
+
+
+def _expect_one_per_token(tensors: Mapping[str, Tensor], name: str, batch_size: int, length: int) -> None:
+    if name not in tensors or tuple(tensors[name].shape) == (batch_size, length):
+        return
+    remedy = "Give a [B, L] padding mask; mark packed documents by position_ids that restart." if "mask" in name else ""
+    raise BatchError(
+        f"{name} of shape {tuple(tensors[name].shape)} cannot be cut along the sequence: "
+        f"it must be [B, L] with B={batch_size}, L={length}. {remedy}".rstrip()
+    )
+
+
+def _moved_left(labels: Tensor) -> Tensor:
+    """The label of position i is what position i predicts: the label given at i + 1, nothing at the end.
+
+    Packed documents need no more: collators put -100 at a document's first token, so that nothing has to predict it.
+    """
+    end = labels.new_full((labels.shape[0], 1), IGNORE_INDEX)
+    return torch.cat([labels[:, 1:], end], dim=1)
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    every = max(1, -(-flat.numel() // _CHECKED_ELEMENTS))
+    sample = flat[::every].cpu().contiguous()
+    checksum = zlib.crc32(sample.view(torch.uint8).numpy().data)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} #{checksum:08x}"
