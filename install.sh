@@ -13,7 +13,7 @@ done_mark=".venv/installed${extra:+-$extra}"
 [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
 pip() { .venv/bin/python -m pip -qq --disable-pip-version-check "$@"; }
 
-echo "installing ds_hetero${extra:+ with [$extra]} into .venv" >&2
+echo "installing ds_hetero${extra:+ with [$extra]} into .venv, which takes some minutes" >&2
 # torch comes first and alone: the release that the tests run on, in the build that the machine's package index offers.
 .venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null || pip install torch==2.13.0
 pip install --editable "$target"

@@ -50,7 +50,7 @@ def _import_in_a_new_process(modules: list[str]) -> dict:
 
 def test_the_layers_are_kept():
     command = Path(sys.executable).with_name("lint-imports")
-    run = subprocess.run([command, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
