@@ -51,7 +51,8 @@ class ShardedLoader:
     Lengths may differ from batch to batch and need not divide by anything. An epoch ends on all ranks of the replica
     in the same step, also where ranks with batches of their own have unequally many: every batch is used.
     ``iter(loader)`` begins an epoch, as with a DataLoader; ``next(loader)`` goes on with an epoch of its own and, after
-    StopIteration, begins another. Other attributes (``dataset``, ``sampler``, ...) are the wrapped loader's.
+    StopIteration, begins another. ``len(loader)`` counts the steps of an epoch: the batches of the wrapped loader, or,
+    where each rank has its own, of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
 
     Args:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
@@ -90,7 +91,9 @@ class ShardedLoader:
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
         self._epoch: int | None = None
         self._start, self._read_and_drop = _Position(), 0
-        self._position, self._state_before_round = _Position(), None
+        self._position = _Position()
+        self._loaded: Any = None  # the wrapped loader's state until it has given a batch
+        self._state_before_round: Any = None
         self._skipped = 0
         self.batches, self._lengths = self._establish(batches)
 
@@ -114,7 +117,7 @@ class ShardedLoader:
         whole = self._whole_batches()
         while True:
             if self.batches == OWN:
-                self._state_before_round = _inner_state(self.dataloader)
+                self._state_before_round = self._inner_state()
             shards = self._round(whole)
             if not shards:
                 break
@@ -162,7 +165,7 @@ class ShardedLoader:
             "epoch": self._epoch,
             "rounds": self._position.rounds,
             "used": self._position.used,
-            "loader": self._state_before_round if in_round else _inner_state(self.dataloader),
+            "loader": self._state_before_round if in_round else self._inner_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,12 +185,13 @@ class ShardedLoader:
             )
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        self._opened = self._running = None
+        self._opened = self._running = self._loaded = None
         self._start = self._position = _Position(state["rounds"], state["used"])
         self._read_and_drop = state["rounds"]
         if state["loader"] is not None and _has_state(self.dataloader):
             self.dataloader.load_state_dict(state["loader"])
-            self._state_before_round, self._read_and_drop = state["loader"], 0
+            self._loaded = self._state_before_round = state["loader"]
+            self._read_and_drop = 0
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
         """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
@@ -200,10 +204,16 @@ class ShardedLoader:
         rounds, used = (num_batches, 0) if self.batches == SAME else self._rounds_of(num_batches)
         loader = copy.copy(self)
         loader.dataloader = skip(self.dataloader, rounds)
-        loader._opened = loader._running = None
+        loader._opened = loader._running = loader._loaded = None
         loader._start = loader._position = _Position(rounds, used)
         loader._skipped = num_batches
         return loader
+
+    def _inner_state(self) -> Any:
+        # accelerate's loaders do not know what was loaded into them before they have given a batch.
+        if self._loaded is not None or not _has_state(self.dataloader):
+            return self._loaded
+        return self.dataloader.state_dict()
 
     def _rounds_of(self, num_batches: int) -> tuple[int, int]:
         """Rounds that ``num_batches`` steps fill, and the rest; a rank that has run out takes no part in a round."""
@@ -237,6 +247,7 @@ class ShardedLoader:
     def _round(self, whole: Iterator[WholeBatch]) -> list[dict[str, Any]]:
         """This rank's shards: of the batch that all ranks hold, or of each rank's batch; none at the epoch's end."""
         status, batch, error = _fetch(whole)
+        self._loaded = None
         checksum, payload = 0, b""
         if error is not None:
             payload = failure(error)
@@ -315,7 +326,3 @@ def _checksum(batch: WholeBatch) -> int:
 def _has_state(dataloader: Any) -> bool:
     holder = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's always have the methods, if not a state
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
-
-
-def _inner_state(dataloader: Any) -> Any:
-    return dataloader.state_dict() if _has_state(dataloader) else None

@@ -34,14 +34,14 @@ def all_gather_bytes(
     """
     mine = torch.tensor([*numbers, len(payload)], dtype=torch.int64, device=device)
     table = mine.new_empty(dist.get_world_size(group), mine.numel())
-    dist.all_gather_into_tensor(table, mine, group=group)
+    dist.all_gather(list(table.unbind()), mine, group=group)
     rows = table.tolist()
     sizes = [row.pop() for row in rows]
     if not any(sizes):
         return rows, [b""] * len(rows)
     padded = torch.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
     gathered = padded.new_empty(len(rows), max(sizes))
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    dist.all_gather(list(gathered.unbind()), padded, group=group)
     texts = gathered.cpu().numpy()
     return rows, [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
 

@@ -125,7 +125,10 @@ def test_embeddings_alone_are_tokens():
         ({"labels": IDS}, r"needs input_ids \[B, L\] or inputs_embeds"),
         ({"input_ids": IDS[0]}, r"input_ids.*\(6,\)"),
         ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 5, 4)}, r"inputs_embeds.*\(2, 5, 4\)"),
-        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 6)}, r"attention_mask of shape \(2, 1, 6, 6\).*restart"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 6)},
+            r"attention_mask of shape \(2, 1, 6, 6\).*restart",
+        ),
         ({"input_ids": IDS, "position_ids": torch.zeros(3, 2, 6)}, r"position_ids of shape \(3, 2, 6\).*mrope"),
         ({"input_ids": IDS, "position_ids": torch.zeros(2, 5)}, r"position_ids of shape \(2, 5\)"),
         ({"input_ids": IDS, "labels": torch.zeros(2)}, r"labels of shape \(2,\).*B=2, L=6"),

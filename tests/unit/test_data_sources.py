@@ -121,7 +121,10 @@ def source(replica=0, shards=(), **rest):
         ([replace(source(), asked="same"), source()], r"batches must be the same on every rank.*\['same', None\]"),
         ([replace(source(), asked="mine")] * 2, "batches is 'mine'"),
         ([source(shards=((2, 2),)), source(shards=((2, 3),))], "rank 0 reads shard 2 of 2"),
-        ([source(shards=((4, 0),)), source(shards=((4, 0),)), source(shards=((4, 1),))], "same shard: 0 of 4, 0 of 4, 1"),
+        (
+            [source(shards=((4, 0),)), source(shards=((4, 0),)), source(shards=((4, 1),))],
+            "same shard: 0 of 4, 0 of 4, 1",
+        ),
         ([source(shards=((2, 0),)), source()], "0 of 2, none"),
         ([source(first="a"), source(first="a"), source(first="b")], "same first batch"),
         ([source(0, ((2, 0),)), source(0, ((2, 0),)), source(1), source(1)], "loaders of the replicas differ"),

@@ -1,0 +1,330 @@
+"""Every rank gets exactly its part of every batch, once, whoever held the batch; and no rank is left waiting."""
+
+import json
+import logging
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from ds_hetero.errors import BatchError, PeerError
+from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Group, Schedule, schedules_for_world
+from tests.support import run_ranks
+
+CPU = torch.device("cpu")
+NUM_BATCHES = 7
+
+
+def make_schedule(groups, layout):
+    groups = tuple(Group(ranks=ranks, tokens=tokens, heads=(4,) + (0,) * (len(ranks) - 1)) for ranks, tokens in groups)
+    return Schedule(num_heads=4, num_kv_heads=2, groups=groups, layout=layout)
+
+
+UNEVEN = make_schedule([((0, 2), (3, 1)), ((1,), (2,))], "zigzag")
+WITHOUT_TOKENS = make_schedule([((0, 1, 2), (5, 0, 2))], "contiguous")
+PAIR = make_schedule([((0,), (2,)), ((1,), (1,))], "zigzag")
+
+
+def make_batch(number):
+    """Batches differ in length, rows and entries; each tells which one it is."""
+    generator = torch.Generator().manual_seed(number)
+    rows, length = 1 + number % 2, (11, 37, 5, 64)[number % 4]
+    ids = torch.randint(1000, (rows, length), generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": ids + number,
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
+        "token_type_ids": ids.to(torch.int16),
+        "embeds": torch.randn(rows, length, 3, generator=generator).bfloat16(),
+        "cu_seq_lens_q": torch.tensor([0, 3, length], dtype=torch.int32),
+        "number": torch.tensor(number),
+        "name": f"batch {number}",
+    }
+
+
+def expected_shard(number, schedule, rank):
+    """The slow way: index the whole batch by positions."""
+    batch = make_batch(number)
+    labels = batch.pop("labels")
+    batch["shift_labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+    rows, length = batch["input_ids"].shape
+    batch["position_ids"] = torch.arange(length).expand(rows, length)
+    mine = schedule.positions(length, rank)
+    whole = ("cu_seq_lens_q", "number", "name")
+    return {name: entry if name in whole else entry[:, mine] for name, entry in batch.items()}
+
+
+def assert_shards(shards, numbers, replica):
+    shards = list(shards)
+    assert [shard["name"] for shard in shards] == [f"batch {number}" for number in numbers]
+    for shard, number in zip(shards, numbers, strict=True):
+        expected = expected_shard(number, replica.schedule, replica.rank)
+        assert shard.keys() == expected.keys()
+        for name, entry in expected.items():
+            if isinstance(entry, torch.Tensor):
+                assert shard[name].dtype == entry.dtype
+                assert torch.equal(shard[name], entry), name
+
+
+class Numbers(Dataset):
+    def __init__(self, size=NUM_BATCHES):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return i
+
+
+class Stream(IterableDataset):
+    """Numbers of one shard; tells how often it was begun."""
+
+    def __init__(self, count=1, index=0):
+        self.count, self.index, self.begun = count, index, 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(self.index, NUM_BATCHES, self.count))
+
+
+def collate(numbers):
+    return make_batch(numbers[0])
+
+
+def map_style(size, count=1, index=0, **rest):
+    sampler = DistributedSampler(Numbers(size), num_replicas=count, rank=index, shuffle=False, drop_last=True)
+    return DataLoader(Numbers(size), sampler=sampler, collate_fn=collate, **rest)
+
+
+# --- what reaches a rank ---------------------------------------------------------------------------
+
+
+def test_shards_equal_slicing_the_whole_batch():
+    run_ranks(_check_shards, 3)
+
+
+def _check_shards(rank):
+    for schedule in (UNEVEN, WITHOUT_TOKENS):
+        replica = make_replica([schedule])
+        same = ShardedLoader(map_style(NUM_BATCHES), replica, CPU)
+        own = ShardedLoader(map_style(9, 3, rank), replica, CPU)
+        stream = ShardedLoader(DataLoader(Stream(3, rank), collate_fn=collate), replica, CPU)
+        repeated = ShardedLoader(DataLoader(Stream(), collate_fn=collate), replica, CPU)
+        assert (same.batches, own.batches, stream.batches, repeated.batches) == ("same", "own", "own", "same")
+        assert (len(same), len(own)) == (NUM_BATCHES, 9)
+        with pytest.raises(TypeError):
+            len(stream)
+        for _ in range(2):  # epochs
+            assert_shards(same, range(NUM_BATCHES), replica)
+            assert_shards(own, range(9), replica)
+            # One rank holds three batches, two hold two: all seven are used, and all ranks stop together.
+            assert_shards(stream, range(NUM_BATCHES), replica)
+            assert_shards(repeated, range(NUM_BATCHES), replica)
+        assert stream.dataset.begun == 2  # looking at the first batch cost no extra epoch
+        assert (same.batch_size, same.sampler.num_replicas, own.dataset.size) == (1, 1, 9)
+
+        # As DeepSpeed's adapter is used: next() without iter(), which goes on in a new epoch after StopIteration.
+        assert_shards([next(own) for _ in range(4)], range(4), replica)
+        assert_shards([next(own) for _ in range(5)], range(4, 9), replica)
+        with pytest.raises(StopIteration):
+            next(own)
+        assert_shards([next(own)], [0], replica)
+        # An epoch left in the middle is over, as with a DataLoader.
+        assert_shards([next(iter(own))], [0], replica)
+        assert_shards(own, range(9), replica)
+
+
+def test_little_travels():
+    run_ranks(_count_traffic, 3)
+
+
+def _count_traffic(rank):
+    replica = make_replica([UNEVEN])
+    same = iter(ShardedLoader(map_style(NUM_BATCHES), replica, CPU))
+    with CommDebugMode() as comms:
+        next(same)
+    assert comms.get_total_counts() == 1
+    own = iter(ShardedLoader(map_style(9, 3, rank), replica, CPU))
+    with CommDebugMode() as comms:
+        for _ in range(3):
+            next(own)
+    assert comms.get_total_counts() == 3
+
+
+def test_two_replicas_read_different_data_and_how_it_was_found_out_is_logged():
+    logs = run_ranks(_check_replicas, 4)
+    assert logs[1:] == [[], [], []]
+    info, warning, asked = logs[0]
+    assert info == 'INFO batches="same": all ranks of a replica are given the same batch; ' + (
+        "all ranks of a replica read the same shard, 0 of 2"
+    )
+    assert warning == 'WARNING batches="own": each rank is given its own batch; the first batches differ'
+    assert asked == 'INFO batches="same": all ranks of a replica are given the same batch; it was asked for'
+
+
+def _check_replicas(rank):
+    logs = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logs.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("ds_hetero.runtime.data")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    replica = make_replica(schedules_for_world(PAIR, 4))
+    for loader, numbers in (
+        (ShardedLoader(map_style(8, 2, rank // 2), replica, CPU), range(rank // 2, 8, 2)),
+        (
+            ShardedLoader([make_batch(n) for n in (rank, rank + 4)], replica, CPU),
+            (2 * (rank // 2) + i for i in (0, 1, 4, 5)),
+        ),
+        (ShardedLoader([make_batch(3)], replica, CPU, batches="same"), [3]),
+    ):
+        assert_shards(loader, list(numbers), replica)
+    return logs
+
+
+# --- resuming --------------------------------------------------------------------------------------
+
+
+def test_resuming_in_the_middle_of_an_epoch():
+    run_ranks(_check_resume, 3)
+
+
+def _check_resume(rank):
+    replica = make_replica([UNEVEN])
+
+    def shuffled(count=1, index=0, stateful=False):
+        sampler = DistributedSampler(Numbers(12), num_replicas=count, rank=index, seed=5)
+        if stateful:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(Numbers(12), sampler=sampler, collate_fn=collate)
+        return DataLoader(Numbers(12), sampler=sampler, collate_fn=collate)
+
+    def prepared(count=1, index=0):
+        loader = prepare_data_loader(
+            shuffled(), num_processes=count, process_index=index, use_stateful_dataloader=True, even_batches=False
+        )
+        loader.rng_types = None
+        return loader
+
+    makers = {
+        "same": lambda: shuffled(),
+        "own": lambda: shuffled(3, rank),
+        "stream": lambda: DataLoader(Stream(3, rank), collate_fn=collate),
+        "same, with a state": lambda: shuffled(stateful=True),
+        "own, with a state": lambda: shuffled(3, rank, stateful=True),
+        "same, accelerate with a state": lambda: prepared(),
+        "own, accelerate with a state": lambda: prepared(3, rank),
+    }
+    for name, make in makers.items():
+        for stop in (0, 1, 2, 3, 5, 7):
+            loader = ShardedLoader(make(), replica, CPU)
+            loader.set_epoch(3)
+            whole = names(loader)
+            loader.set_epoch(3)
+            steps = iter(loader)
+            used = [next(steps)["name"] for _ in range(stop)]
+            state = json.loads(json.dumps(loader.state_dict())) if "state" not in name else loader.state_dict()
+            assert used + names(steps) == whole
+
+            resumed = ShardedLoader(make(), replica, CPU)
+            resumed.load_state_dict(state)
+            assert resumed.state_dict()["used"] == state["used"]
+            assert used + names(resumed) == whole, (name, stop)
+            resumed.set_epoch(3)
+            assert names(resumed) == whole  # only the first epoch is shortened
+
+            twice = ShardedLoader(
+                make(), replica, CPU
+            )  # a state saved after resuming counts from the epoch's beginning
+            twice.load_state_dict(state)
+            steps = iter(twice)
+            used += [next(steps)["name"]] if stop < len(whole) else []
+            resumed.load_state_dict(twice.state_dict())
+            assert used + names(resumed) == whole, (name, stop)
+
+            if "state" not in name and name != "stream":  # as the HF Trainer resumes
+                loader.set_epoch(3)
+                shorter = loader.skipping(stop, skip_first_batches)
+                assert len(shorter) == len(whole) - stop
+                assert names(shorter) == whole[stop:], (name, stop)
+
+    with pytest.raises(BatchError, match=r"'batches': 'own'.*cannot resume with.*'batches': 'same'"):
+        ShardedLoader(shuffled(), replica, CPU).load_state_dict(state)
+
+
+def names(loader):
+    return [shard["name"] for shard in loader]
+
+
+# --- bad input: every rank stops, with one message --------------------------------------------------
+
+
+def test_every_rank_stops_on_a_bad_batch():
+    said = run_ranks(_collect_errors, 3)
+    for case in said[0]:
+        kinds, texts = zip(*(by_case[case] for by_case in said), strict=True)
+        print(case, *texts, sep="\n    ")
+        if case == "a crash on rank 1":
+            assert kinds == ("PeerError", "KeyError", "PeerError")
+            assert texts[0] == texts[2] == "the next batch could not be read. rank 1: KeyError: 'no such sample'"
+            continue
+        assert set(kinds) == {"BatchError"}
+        for part in EXPECTED[case]:
+            assert all(part in text for text in texts)
+
+
+EXPECTED = {
+    "other values": ["ranks (0, 1, 2)", "input_ids is ['int64[1, 8] #", 'batches="own"'],
+    "another shape": ["'int64[1, 8]", "'int64[1, 9]"],
+    "another dtype": ["input_ids is ['int64[1, 8]", "'int32[1, 8]"],
+    "another entry": ["extra is ['absent', 'absent', 'int64[1, 8]"],
+    "an epoch that ends early": ["epoch is ['goes on', 'over', 'goes on']"],
+    "too short, same": ["a sequence of 2 tokens is shorter than the 3 ranks"],
+    "too short, own": ["a sequence of 2 tokens is shorter than the 3 ranks"],
+    "a 4-D mask on rank 2": ["attention_mask of shape (1, 1, 8, 8)"],
+    "some share a first batch": ["some ranks of a replica hold the same first batch"],
+    "one rank asks for another mode": ["['same', 'same', 'own']"],
+}
+
+
+def _collect_errors(rank):
+    replica = make_replica([UNEVEN])
+    good = {"input_ids": torch.arange(8)[None]}
+    masked = {**good, "attention_mask": torch.ones(1, 1, 8, 8)}
+    short = {"input_ids": torch.arange(2)[None]}
+
+    def crash():
+        yield good
+        if rank == 1:
+            raise KeyError("no such sample")
+        yield good
+
+    def wide(ids):
+        return {"input_ids": ids[None]}
+
+    cases = {
+        "other values": ([good, wide(torch.arange(8) + (rank == 2))], "same"),
+        "another shape": ([wide(torch.arange(8 + (rank == 0)))], "same"),
+        "another dtype": ([wide(torch.arange(8, dtype=torch.int32 if rank else torch.int64))], "same"),
+        "another entry": ([{**good, "extra": good["input_ids"]} if rank == 2 else good], "same"),
+        "an epoch that ends early": ([good] * (1 if rank == 1 else 2), "same"),
+        "too short, same": ([good, short], "same"),
+        "too short, own": ([short if rank == 1 else good], "own"),
+        "a 4-D mask on rank 2": ([masked if rank == 2 else good], "own"),
+        "a crash on rank 1": (crash(), "same"),
+        "some share a first batch": ([wide(torch.arange(8) + (rank == 2))], None),
+        "one rank asks for another mode": ([good], "own" if rank == 2 else "same"),
+    }
+    said = {}
+    for case, (batches, mode) in cases.items():
+        with pytest.raises((BatchError, PeerError, KeyError)) as caught:
+            list(ShardedLoader(batches, replica, CPU, batches=mode))
+        said[case] = (type(caught.value).__name__, str(caught.value))
+    return said
