@@ -17,6 +17,16 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the fork server import DeepSpeed where a test of this run will use it."""
+    """Skip what needs a GPU where there is none; have the fork server import DeepSpeed where a test will use it."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     if any("integration" in item.path.parts for item in items):
         support.preload_deepspeed()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
