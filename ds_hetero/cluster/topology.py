@@ -133,6 +133,32 @@ class Cluster:
         """Nominal bandwidth of a pair of ranks for every pair of their nodes, ``[nodes, nodes]``."""
         return np.array([link.bytes_per_s for link in self.link_classes])[self.link_class]
 
+    @cached_property
+    def node_p2p_s_per_byte(self) -> Floats:
+        """Inverse of what point-to-point transfers achieve, ``[nodes, nodes]``."""
+        return np.array([1 / (link.bytes_per_s * link.p2p_efficiency) for link in self.link_classes])[self.link_class]
+
+    @cached_property
+    def node_all_to_all_s_per_byte(self) -> Floats:
+        """Inverse of what ragged all-to-alls achieve, ``[nodes, nodes]``."""
+        inverse = [1 / (link.bytes_per_s * link.all_to_all_efficiency) for link in self.link_classes]
+        return np.array(inverse)[self.link_class]
+
+    @cached_property
+    def nic_bytes_per_s(self) -> Floats:
+        """What the ranks of every node share towards other nodes, infinite where each has a port, ``[nodes]``."""
+        return np.array([np.inf if node.nic_bytes_per_s is None else node.nic_bytes_per_s for node in self.nodes])
+
+    @cached_property
+    def switch_bytes_per_s(self) -> Floats:
+        """What the ranks of every node share inside it, infinite where pairs do not disturb each other, ``[nodes]``."""
+        return np.array([np.inf if node.switch_bytes_per_s is None else node.switch_bytes_per_s for node in self.nodes])
+
+    @cached_property
+    def shares_ports(self) -> bool:
+        """Some node has a NIC or a switch that its ranks share."""
+        return bool(np.isfinite(self.nic_bytes_per_s).any() or np.isfinite(self.switch_bytes_per_s).any())
+
     def link(self, a: int, b: int) -> Link:
         """The link between ranks ``a`` and ``b``."""
         return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]

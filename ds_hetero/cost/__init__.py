@@ -1,6 +1,7 @@
 """Analytical cost models: how long a schedule takes and how much memory it needs. No torch, no DeepSpeed."""
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.published import PublishedCostModel
 from ds_hetero.cost.types import Bottleneck, CostModel, Prediction, Span, Terms, Workload
@@ -10,6 +11,7 @@ from ds_hetero.models import ModelSpec
 __all__ = [
     "COST_MODELS",
     "Bottleneck",
+    "CalibratedCostModel",
     "CostModel",
     "Grouping",
     "Prediction",
@@ -20,7 +22,7 @@ __all__ = [
     "make_cost_model",
 ]
 
-COST_MODELS = {"published": PublishedCostModel}
+COST_MODELS = {"calibrated": CalibratedCostModel, "published": PublishedCostModel}
 
 
 def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:

@@ -109,6 +109,26 @@ class Grouping:
         differ = source != destination
         return source[differ], destination[differ]
 
+    @cached_property
+    def pair_starts(self) -> Ints:
+        """First place of every source cell in `cell_pairs`; cells that are alone in their group have none."""
+        return np.flatnonzero(np.diff(self.cell_pairs[0], prepend=-1))
+
+    @cached_property
+    def group_starts(self) -> Ints:
+        """First cell of every group, ``[K]``."""
+        return np.flatnonzero(np.diff(self.cell_group, prepend=-1))
+
+    @cached_property
+    def _cells_by_node(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.cell_node, kind="stable")
+        return order, np.flatnonzero(np.diff(self.cell_node[order], prepend=-1))
+
+    def by_node(self, reduce: np.ufunc, values_C: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``reduce`` over the cells of every node: ``[..., C]`` to ``[..., nodes]``."""
+        order, starts = self._cells_by_node
+        return np.asarray(reduce.reduceat(values_C[..., order], starts, axis=-1))
+
     def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` over the ranks of every cell: ``[..., D]`` to ``[..., C]``."""
         return np.asarray(reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1))

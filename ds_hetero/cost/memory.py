@@ -8,12 +8,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.heads import kv_heads_of_ranks
 from ds_hetero.cost.types import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["static_bytes"]
+__all__ = ["memory_parts", "static_bytes"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
+WIDE = 4  # bytes of fp32
 
 
 def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
@@ -31,3 +37,56 @@ def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats
         + workload.gradient_bytes * count * (share_D if stage >= 2 else 1.0)
         + workload.element_bytes * count * (share_D if stage >= 3 else 1.0)
     )
+
+
+def memory_parts(
+    model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
+) -> dict[str, Floats]:
+    """Peak memory of every rank of the runtime by part, each ``[D]``; leading dimensions of the arguments are kept.
+
+    Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer. The peak is in the backward of a
+    layer, while everything that the layers before it have kept is still there:
+
+        model_states     see `static_bytes`
+        gathered         ZeRO-3: this layer's and the next one's parameters, this layer's full gradients, the embedding
+        activations      per layer its input if checkpointed, else all that its backward needs
+        layer            what one layer's backward needs, if checkpointed, and the gradients of its widest part
+        ring_buffers     two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
+        exchange_buffers packed q, k, v of the all-to-all
+        logits           of one tile, or of all tokens: in the compute type, in fp32 and their gradient
+    """
+    batch, element = workload.micro_batch, workload.element_bytes
+    hidden, head_dim, all_heads = model.hidden_size, model.head_dim, model.num_heads
+    tokens = batch * tokens_D
+    length_K = grouping.by_group(np.add, tokens_D)
+    rows = batch * length_K[..., grouping.group_of] * heads_D
+    kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
+    kv_rows = batch * length_K[..., grouping.group_of] * kv_D
+    mlp_width = (3 if model.gated_mlp else 2) * model.mlp_size * max(model.experts_per_token, 1)
+    # Per layer: two norm inputs, both residual sums, attention's output, the MLP's intermediates; after the exchange q,
+    # k, v, the output of attention and its log-sum-exp.
+    kept = element * tokens * (4 * hidden + all_heads * head_dim + mlp_width)
+    kept = kept + element * head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
+    if workload.activation_checkpointing:
+        activations, layer = model.num_layers * element * tokens * hidden, kept
+    else:
+        activations, layer = model.num_layers * kept, np.zeros_like(kept)
+    layer = layer + element * tokens * (mlp_width + hidden)
+    ring = np.zeros_like(kept)
+    if grouping.num_groups > 1:
+        visiting = batch * length_K.max(axis=-1, keepdims=True) * kv_D * head_dim
+        ring = 2 * visiting * 2 * element + 2 * visiting * 2 * WIDE + rows * head_dim * WIDE
+    tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
+    gathered = 0
+    if workload.zero_stage == 3:
+        whole_layer = model.layer_parameters * (2 * element + workload.gradient_bytes)
+        gathered = whole_layer + model.vocab_size * hidden * element
+    return {
+        "model_states": np.broadcast_to(static_bytes(model, workload, tokens_D.shape[-1]), tokens_D.shape),
+        "gathered": np.full(tokens_D.shape, float(gathered)),
+        "activations": activations,
+        "layer": layer,
+        "ring_buffers": ring,
+        "exchange_buffers": element * tokens * (all_heads + 2 * model.num_kv_heads) * head_dim,
+        "logits": tile * model.vocab_size * (element + 2 * WIDE),
+    }
