@@ -70,7 +70,8 @@ def run_deepspeed(
     """Like `run_ranks`, in the environment that DeepSpeed's launcher makes, and with no process group yet.
 
     ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator.
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator. The working
+    directory is a temporary one.
     DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `tests/preload_deepspeed.py`.
     """
     launcher_env = {
