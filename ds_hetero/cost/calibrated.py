@@ -255,11 +255,10 @@ class CalibratedCostModel(BaseCostModel):
         slope_BK = grouping.by_group(np.maximum, slope_BD)
         total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * num_groups)
         gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
-        toward = -1 if backward else 0  # backward, a transfer into p comes over the link from p to p + 1
-        latency_BK, transfer_BK, shared_BK = (
-            np.roll(part, toward, axis=1) if toward else part
-            for part in (shape.latency_BK, shape.transfer_BK, shape.shared_BK)
-        )
+        latency_BK, transfer_BK, shared_BK = shape.latency_BK, shape.transfer_BK, shape.shared_BK
+        if backward:  # a transfer into p comes over the link from p to p + 1
+            following = np.arange(1, num_groups + 1) % num_groups
+            latency_BK, transfer_BK, shared_BK = (part[:, following] for part in (latency_BK, transfer_BK, shared_BK))
         return non_attention_BK, RingCoefficients(
             start_s=non_attention_BK + shape.exchange_BK,
             length=shape.length_BK,

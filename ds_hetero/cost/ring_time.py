@@ -18,7 +18,9 @@ Dimension key: B assignments, K groups in ring order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ __all__ = ["RingCoefficients", "ring_finish_s", "ring_schedule"]
 Floats = npt.NDArray[np.float64]
 
 LARGE_RING = 256
+STEP_TABLE = 1 << 15  # entries of a table of steps that are worked on at once; they stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,63 +100,85 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
 
 
 def _recurrence(ring: RingCoefficients) -> Floats:
-    now_BK = ring.start_s
-    for step in range(ring.length.shape[1]):
-        compute_BK, transfer_BK = _step_s(ring, step)
-        done_BK = now_BK + compute_BK
-        if transfer_BK is not None:
-            np.fmax(done_BK, _arrival_s(ring, now_BK, transfer_BK), out=done_BK)
-        now_BK = done_BK
+    """The recurrence itself; `now_BK` is a view of an array that is one longer, so that neighbours are a slice."""
+    num_sets, num_groups = ring.length.shape
+    wrapped = np.empty((num_sets, num_groups + 1))
+    if ring.backward:
+        now_BK, other_BK, copy, original = wrapped[:, :-1], wrapped[:, 1:], wrapped[:, -1], wrapped[:, 0]
+    else:
+        now_BK, other_BK, copy, original = wrapped[:, 1:], wrapped[:, :-1], wrapped[:, 0], wrapped[:, -1]
+    now_BK[:] = ring.start_s
+    arrival_BK = np.empty_like(now_BK)
+    for compute_TBK, transfer_TBK in _steps_s(ring):
+        for compute_BK, transfer_BK in zip(compute_TBK, transfer_TBK, strict=True):
+            copy[:] = original
+            np.maximum(now_BK, other_BK, out=arrival_BK)
+            np.add(arrival_BK, transfer_BK, out=arrival_BK)
+            np.add(now_BK, compute_BK, out=now_BK)
+            np.maximum(now_BK, arrival_BK, out=now_BK)
     return np.asarray(now_BK.max(axis=1))
 
 
 def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
-    """Start of every step and end of the transfer into the group beside it (0 for none), each ``[steps, B, K]``."""
+    """Start of every step and end of the transfer into the group beside it (-inf for none), each ``[steps, B, K]``."""
     now_BK = ring.start_s
-    starts, received = [], []
-    for step in range(ring.length.shape[1]):
-        compute_BK, transfer_BK = _step_s(ring, step)
-        starts.append(now_BK)
-        received.append(np.zeros_like(now_BK))
-        if transfer_BK is not None:
-            received[-1] = _arrival_s(ring, now_BK, transfer_BK)
-        now_BK = np.fmax(now_BK + compute_BK, received[-1])
-    return np.array(starts), np.array(received)
+    starts, arrivals = [], []
+    for compute_TBK, transfer_TBK in _steps_s(ring):
+        for compute_BK, transfer_BK in zip(compute_TBK, transfer_TBK, strict=True):
+            starts.append(now_BK)
+            arrivals.append(np.maximum(now_BK, np.roll(now_BK, -1 if ring.backward else 1, axis=1)) + transfer_BK)
+            now_BK = np.maximum(now_BK + compute_BK, arrivals[-1])
+    return np.array(starts), np.array(arrivals)
 
 
-def _arrival_s(ring: RingCoefficients, now_BK: Floats, transfer_BK: Floats) -> Floats:
-    """A transfer starts when both ends have begun the step; where nothing travels (NaN) nothing arrives."""
-    other_BK = np.roll(now_BK, -1 if ring.backward else 1, axis=1)
-    return np.asarray(np.maximum(now_BK, other_BK) + transfer_BK)
-
-
-def _step_s(ring: RingCoefficients, step: int) -> tuple[Floats, Floats | None]:
-    """Compute time of every group in a step, and the time of the transfer into it meanwhile (None for none)."""
+def _steps_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
+    """Compute time of every step and time of the transfer meanwhile (-inf for none), ``[T, B, K]``."""
     num_groups = ring.length.shape[1]
-    if ring.backward:
-        block_BK = np.roll(ring.length, -(step + 1), axis=1)  # of group p + 1 + step
-        gradient_BK, next_BK = block_BK, np.roll(ring.length, -(step + 2), axis=1)
-        sends_gradient, sends_kv = step > 0, step < num_groups - 2
-    else:
-        block_BK = np.roll(ring.length, step, axis=1)  # of group p - step
-        gradient_BK, next_BK = block_BK, np.roll(ring.length, step + 1, axis=1)
-        sends_gradient, sends_kv = False, step < num_groups - 1
-    compute_BK = ring.slope_s * block_BK + ring.fixed_s
-    needs_kv = needs_gradient = np.True_
-    if ring.contiguous_causal:
-        position = np.arange(num_groups)
-        source = (position + 1 + step if ring.backward else position - step) % num_groups
-        compute_BK = compute_BK * np.where(source == position, 0.5, np.where(source < position, 1.0, 0.0))
-        following = (source + 1 if ring.backward else source - 1) % num_groups
-        needs_kv = following < position
-        needs_gradient = (source <= position) & (position < num_groups - 1)
-    if not (sends_gradient or sends_kv):
-        return compute_BK, None
-    transfer_BK = ring.latency_s
-    if sends_kv:
-        transfer_BK = transfer_BK + np.where(needs_kv, np.maximum(ring.kv_s * next_BK, ring.shared_kv_s), 0.0)
-    if sends_gradient:
-        gradient_s_BK = np.maximum(ring.gradient_s * gradient_BK, ring.shared_gradient_s)
-        transfer_BK = transfer_BK + np.where(needs_gradient, gradient_s_BK, 0.0)
-    travels = (needs_kv & sends_kv) | (needs_gradient & sends_gradient)
-    return compute_BK, np.where(travels, transfer_BK, np.nan) if ring.contiguous_causal else transfer_BK
+    rows = max(1, STEP_TABLE // ring.length.size)
+    for first in range(0, num_groups, rows):
+        step = np.arange(first, min(first + rows, num_groups))
+        if ring.backward:
+            shift, following, kv_steps, gradient = step + 1, step + 2, num_groups - 2, slice(0 if first else 1, None)
+        else:
+            shift, following, kv_steps, gradient = -step, -step - 1, num_groups - 1, slice(0, 0)
+        kv = slice(0, max(kv_steps - first, 0))
+        block_TBK = _shifted(ring.length, shift)
+        compute_TBK = ring.slope_s * block_TBK + ring.fixed_s
+        kv_TBK = np.maximum(ring.kv_s * _shifted(ring.length, following[kv]), ring.shared_kv_s)
+        gradient_TBK = np.maximum(ring.gradient_s * block_TBK[gradient], ring.shared_gradient_s)
+        kv_needed_TK = gradient_needed_TK = np.ones((len(step), num_groups), dtype=bool)
+        if ring.contiguous_causal:
+            work_TK, kv_needed_TK, gradient_needed_TK = _visible(num_groups, shift, following)
+            compute_TBK *= work_TK[:, None]
+            kv_TBK *= kv_needed_TK[kv, None]
+            gradient_TBK *= gradient_needed_TK[gradient, None]
+        sent_TK = np.zeros((len(step), num_groups), dtype=bool)
+        sent_TK[kv] = kv_needed_TK[kv]
+        sent_TK[gradient] |= gradient_needed_TK[gradient]
+        transfer_TBK = np.where(sent_TK[:, None], ring.latency_s, -np.inf)
+        transfer_TBK[kv] += kv_TBK
+        transfer_TBK[gradient] += gradient_TBK
+        yield compute_TBK, transfer_TBK
+
+
+def _visible(
+    num_groups: int, shift: npt.NDArray[np.int64], following: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Contiguous causal groups see earlier ones and half of themselves; only what they see travels to them.
+
+    Share of the block that is computed, whether the next block is needed, and whether the group one position further
+    has added to the block's gradient, each ``[T, K]``.
+    """
+    position = np.arange(num_groups)
+    source_TK, next_TK = (_shifted(position[None], each)[:, 0] for each in (shift, following))
+    work_TK = np.where(source_TK == position, 0.5, np.where(source_TK < position, 1.0, 0.0))
+    return work_TK, next_TK < position, (source_TK <= position) & (position < num_groups - 1)
+
+
+def _shifted(length_BK: npt.NDArray[Any], shift_T: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """``length[b, (p + shift_t) % K]`` as ``[T, B, K]``: rows of a view, since gathering single numbers is slower."""
+    num_sets, num_groups = length_BK.shape
+    twice = np.concatenate([length_BK, length_BK], axis=1)
+    along_set, along = twice.strides
+    view = np.lib.stride_tricks.as_strided(twice, (num_groups, num_sets, num_groups), (along, along_set, along))
+    return np.asarray(view[shift_T % num_groups])
