@@ -28,6 +28,8 @@ class BaseCostModel(ABC):
     name: str
     attention_s_D: Floats
     non_attention_s_per_token_D: Floats
+    least_attention_s_D: Floats
+    least_non_attention_s_per_token_D: Floats
     capacity_bytes_D: Floats
     bound_s: float
 

@@ -132,6 +132,7 @@ class CalibratedCostModel(BaseCostModel):
         keys = 1 + self._half_kv_D * len(self.cluster.nodes) / work.seq_len
         self.attention_s_D = attention_D * rows * keys
         self.non_attention_s_per_token_D = token_D + fixed_D / even
+        self.least_attention_s_D, self.least_non_attention_s_per_token_D = attention_D, token_D
         self.bound_s = _balanced_s(token_D * work.seq_len, attention_D * model.num_heads * work.seq_len**2)
 
     # --- time ---------------------------------------------------------------------------------------

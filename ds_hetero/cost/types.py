@@ -163,6 +163,8 @@ class CostModel(Protocol):
         Floats  # seconds per query token x key token x head, forward and backward, curves frozen at an even share
     )
     non_attention_s_per_token_D: Floats  # forward and backward of one block, curves frozen at an even share
+    least_attention_s_D: Floats  # the same two for shapes without limit: no share of whatever size is done faster
+    least_non_attention_s_per_token_D: Floats
     capacity_bytes_D: Floats
     bound_s: float  # time of one block at perfect balance with free communication
 
