@@ -1,0 +1,171 @@
+"""accelerate: the same batch for all ranks of a replica, and schedules that count replicas, not ranks.
+
+All private names of accelerate that ds_hetero knows are in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import accelerate.accelerator
+import accelerate.data_loader
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, DummyScheduler
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.handle import Handle, enabled
+from ds_hetero.runtime.data import ShardedLoader
+
+__all__ = ["PRIVATE_NAMES", "WORKS", "asks_for_engine", "install", "loaders_over_replicas", "skip_first_batches"]
+
+WORKS = ">=1.13,<2"
+PRIVATE_NAMES = (
+    "accelerate.accelerator:Accelerator._prepare_deepspeed",
+    "accelerate.accelerator:prepare_data_loader",
+    "accelerate.accelerator:skip_first_batches",
+    "accelerate.scheduler:AcceleratedScheduler.step",
+    "accelerate.state:AcceleratorState._shared_state",
+    "accelerate.state:PartialState._shared_state",
+)
+
+_sp_size: ContextVar[int | None] = ContextVar("_sp_size", default=None)
+
+
+def install(handle: Handle) -> None:
+    """Replace what has to know the difference between ranks and replicas."""
+    replace = handle.patches.replace
+    replace(accelerate.Accelerator, "__init__", _counting_processes)
+    replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(handle, stock))
+    replace(AcceleratedScheduler, "step", lambda stock: _stepping_by_replicas(handle, stock))
+    replace(accelerate.accelerator, "prepare_data_loader", _sharding_over_replicas)
+    for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
+        replace(module, "skip_first_batches", skip_first_batches)
+
+
+def asks_for_engine(accelerator: Any) -> bool:
+    """Whether an Accelerator was made with DeepSpeed and a configuration that asks for this engine."""
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    return plugin is not None and enabled(plugin.deepspeed_config)
+
+
+@contextlib.contextmanager
+def loaders_over_replicas(sp_size: int) -> Iterator[None]:
+    """Have loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks."""
+    token = _sp_size.set(sp_size)
+    try:
+        yield
+    finally:
+        _sp_size.reset(token)
+
+
+def skip_first_batches(stock: Any) -> Any:
+    """Of a sharded loader, steps are skipped and not the wrapped loader's batches."""
+
+    @functools.wraps(stock)
+    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, ShardedLoader):
+            return dataloader.skipping(num_batches, stock)
+        return stock(dataloader, num_batches)
+
+    return skip
+
+
+def _counting_processes(stock: Any) -> Any:
+    """Where there is no GPU, accelerate takes every rank of a DeepSpeed job for the only process; count them."""
+
+    @functools.wraps(stock)
+    def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        stock(accelerator, *args, **kwargs)
+        if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
+            local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank())
+            truth = {
+                "backend": dist.get_backend(),
+                "num_processes": dist.get_world_size(),
+                "process_index": dist.get_rank(),
+                "local_process_index": local_rank,
+            }
+            AcceleratorState._shared_state.update(truth)
+            PartialState._shared_state.update(truth)
+
+    return init
+
+
+def _preparing(handle: Handle, stock: Any) -> Any:
+    """The configuration is known here, before the model is registered and the loaders are wrapped."""
+
+    @functools.wraps(stock)
+    def prepare(accelerator: Any, *args: Any) -> Any:
+        if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
+            return stock(accelerator, *args)
+        parallelism = accelerator.parallelism_config
+        sp_size = parallelism.sp_size if parallelism is not None else 1
+        if sp_size == 1 and dist.get_world_size() > 1:
+            raise ConfigError(
+                'the "heterogeneity" section splits sequences over ranks, but accelerate was not told so. Give it '
+                'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
+            )
+        with (
+            handle.using(accelerator.deepspeed_plugin.deepspeed_config),
+            loaders_over_replicas(sp_size),
+            _steps_of_replicas(args, sp_size),
+        ):
+            return stock(accelerator, *args)
+
+    return prepare
+
+
+@contextlib.contextmanager
+def _steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]:
+    """Accelerate divides the steps of a DummyScheduler by its processes; the number of replicas is meant."""
+    schedulers = [s for s in objects if isinstance(s, DummyScheduler) and s.total_num_steps is not None]
+    for scheduler in schedulers:
+        scheduler.total_num_steps *= sp_size
+    try:
+        yield
+    finally:
+        for scheduler in schedulers:
+            scheduler.total_num_steps //= sp_size
+
+
+def _sharding_over_replicas(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        sp_size = _sp_size.get()
+        if sp_size is None:
+            return stock(dataloader, *args, **kwargs)
+        num_replicas, replica = dist.get_world_size() // sp_size, dist.get_rank() // sp_size
+        kwargs.update(num_processes=num_replicas, process_index=replica)
+        if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
+            kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
+        if num_replicas == 1:
+            kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
+        return stock(dataloader, *args, **kwargs)
+
+    return prepare_data_loader
+
+
+def _stepping_by_replicas(handle: Handle, stock: Any) -> Any:
+    """A step of the optimizer uses one batch per replica, so that many steps of the schedule."""
+
+    @functools.wraps(stock)
+    def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        state = AcceleratorState()
+        if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
+            stock(scheduler, *args, **kwargs)
+            return
+        shared = AcceleratorState._shared_state
+        num_processes, shared["num_processes"] = shared["num_processes"], handle.replica.num_replicas
+        try:
+            stock(scheduler, *args, **kwargs)
+        finally:
+            shared["num_processes"] = num_processes
+
+    return step

@@ -1,0 +1,184 @@
+"""What `ds_hetero.register` returns: the engine of this process, and how to undo it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.config import SECTION
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations import agreement, transformers
+from ds_hetero.integrations.loader import ModelLoader
+from ds_hetero.integrations.patching import Patches
+from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
+from ds_hetero.runtime.replica import Replica, make_replica
+from ds_hetero.runtime.shards import IGNORE_INDEX
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Handle", "enabled"]
+
+logger = logging.getLogger(__name__)
+
+
+def enabled(ds_config: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed configuration asks for this engine. Looks no further: checking is for all ranks together."""
+    if ds_config is None or SECTION not in ds_config:
+        return False
+    section = ds_config[SECTION]
+    return not isinstance(section, Mapping) or section.get("enabled", True) is not False
+
+
+class Handle:
+    """The engine of this process, from `ds_hetero.register`.
+
+    Under the HF Trainer and accelerate nothing but `undo` is of interest. In a loop of one's own:
+
+        handle = ds_hetero.register()
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        for batch in handle.dataloader(dataloader):
+            loss = handle.loss(engine(**batch), batch)
+            engine.backward(loss)
+            engine.step()
+
+    Args:
+        ds_config: the configuration given to `register`, if any.
+    """
+
+    def __init__(self, ds_config: Mapping[str, Any] | None) -> None:
+        self.ds_config = ds_config
+        self.patches = Patches()
+        self._models: list[transformers.ShardedModel] = []
+        self._replicas: dict[tuple[Schedule, ...], Replica] = {}
+
+    def undo(self) -> None:
+        """Put back everything that was replaced, in the frameworks and in the models."""
+        for model in self._models:
+            model.restore()
+        self._models.clear()
+        self.patches.undo()
+
+    # --- what is running ---------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's place in its replica.
+
+        Raises:
+            ConfigError: no model has been prepared with a "heterogeneity" section yet.
+        """
+        return self._model.replica
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of this rank's replica; see `replica`."""
+        return self.replica.schedule
+
+    @property
+    def _model(self) -> transformers.ShardedModel:
+        if not self._models:
+            raise ConfigError(
+                f'no model has been prepared with a "{SECTION}" section yet. Call deepspeed.initialize or '
+                "accelerator.prepare first, with a ds_config.json that has one."
+            )
+        return self._models[-1]
+
+    # --- a loop of one's own -----------------------------------------------------------------------
+
+    def dataloader(
+        self,
+        dataloader: Iterable[Any],
+        *,
+        device: torch.device | str | None = None,
+        batches: Literal["same", "own"] | None = None,
+    ) -> ModelLoader:
+        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.ShardedLoader`.
+
+        Args:
+            dataloader: yields mappings with ``input_ids`` and ``labels``.
+            device: where batches shall be; left out, where the model is.
+            batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
+        """
+        where = next(self._model.model.parameters()).device if device is None else torch.device(device)
+        return ModelLoader(dataloader, self._model, where, batches)
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
+        """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
+
+        Args:
+            outputs: of the model for ``batch``: with ``loss``, the mean over this shard's labels, or with ``logits``.
+            batch: from `dataloader`; its ``shift_labels`` are read.
+            num_items: from `count_items`, to weigh tokens alike over all micro-batches of an optimizer step; then call
+                ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike.
+
+        Collectives: one all_reduce of two numbers.
+        """
+        labels = batch["shift_labels"]
+        num_tokens = labels.ne(IGNORE_INDEX).sum()
+        mean = getattr(outputs, "loss", None)
+        loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
+        return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items)
+
+    def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
+        """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
+        labels = [batch["shift_labels"] for batch in batches]
+        device = labels[0].device
+        return count_items(sum(part.ne(IGNORE_INDEX).sum() for part in labels), device)
+
+    @contextlib.contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Have forwards inside take shards although the model is in evaluation, as for prefill over all ranks."""
+        with transformers.sharding(True):
+            yield
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Have forwards inside take whole batches although the model is training."""
+        with transformers.sharding(False):
+            yield
+
+    # --- for the integrations ----------------------------------------------------------------------
+
+    def find(self, model: nn.Module) -> transformers.ShardedModel | None:
+        """The conversion of ``model``, if it was converted."""
+        return next((known for known in self._models if known.model is model), None)
+
+    def model_of_group(self, ranks: Sequence[int]) -> transformers.ShardedModel | None:
+        """The latest converted model whose replica consists of ``ranks``."""
+        return next((known for known in reversed(self._models) if known.replica.ranks == tuple(sorted(ranks))), None)
+
+    @contextlib.contextmanager
+    def using(self, ds_config: Mapping[str, Any]) -> Iterator[None]:
+        """Have registrations inside follow ``ds_config``."""
+        before, self.ds_config = self.ds_config, ds_config
+        try:
+            yield
+        finally:
+            self.ds_config = before
+
+    def convert(
+        self, model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]
+    ) -> transformers.ShardedModel:
+        """Agree on the schedules with all ranks and switch ``model`` to this rank's replica; again, if it was before.
+
+        Caller: every rank of the world.
+        """
+        section, schedules = agreement.agree_on_schedules(model, ds_config, sp_sizes)
+        if schedules not in self._replicas:
+            self._replicas[schedules] = make_replica(schedules)
+        replica = self._replicas[schedules]
+        known = self.find(model)
+        if known is not None and known.replica is replica and known.kernel == section.attention:
+            return known
+        if known is not None:
+            known.restore()
+            self._models.remove(known)
+        converted = transformers.ShardedModel(model, replica, section.attention)
+        self._models.append(converted)
+        if replica.rank == 0:
+            logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
+        return converted

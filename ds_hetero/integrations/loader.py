@@ -1,0 +1,58 @@
+"""The loader as a model needs it: shards while it trains, whole batches while it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.shards import IGNORE_INDEX
+
+__all__ = ["ModelLoader", "is_placeholder"]
+
+# A model cannot be run on no token at all, so a rank without tokens gets one that stands for none.
+_PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+
+
+class ModelLoader(ShardedLoader):
+    """A `ShardedLoader` for one model, whose batches are on ``device``.
+
+    An epoch begun in ``model.eval()`` yields the wrapped loader's batches, whole. A rank that the schedule gives no
+    token of a batch gets one column of placeholders, which takes no part in attention or loss.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        model: ShardedModel,
+        device: torch.device,
+        batches: Literal["same", "own"] | None = None,
+    ) -> None:
+        self._model, self._target = model, device
+        super().__init__(dataloader, model.replica, device, batches=batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._model.takes_shards:
+            for shard in super().__iter__():
+                yield {name: self._ready(name, entry) for name, entry in shard.items()}
+        else:
+            for batch in self.dataloader:
+                yield {name: e.to(self._target) if isinstance(e, Tensor) else e for name, e in batch.items()}
+
+    def _ready(self, name: str, entry: Any) -> Any:
+        if not isinstance(entry, Tensor):
+            return entry
+        if entry.dim() > 1 and entry.shape[1] == 0:
+            column = (entry.shape[0], 1, *entry.shape[2:])
+            entry = entry.new_full(column, _PLACEHOLDER.get(name, 0))
+        return entry.to(self._target)
+
+
+def is_placeholder(batch: dict[str, Any]) -> bool:
+    """Whether the batch is the one of a rank without tokens."""
+    positions = batch.get("position_ids")
+    return isinstance(positions, Tensor) and positions.shape[1] == 1 and bool(positions[0, 0] < 0)

@@ -1,0 +1,144 @@
+"""What a transformers model must be like to be split over the sequence, found out before training begins.
+
+Every check reads public attributes of the model and its configuration, and refuses by name; a rank that holds one token
+of a layer which mixes neighbours would otherwise train on something else without a sign.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ds_hetero.errors import ModelError
+
+__all__ = ["check_model", "decoder_of", "head_counts", "pretrained_of"]
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+_MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def pretrained_of(model: nn.Module) -> Any:
+    """The transformers model inside ``model``: itself, or what PEFT, torch.compile or a module of the user's wraps.
+
+    Raises:
+        ModelError: there is none, or there are two side by side.
+    """
+    from transformers import PreTrainedModel
+
+    found: list[Any] = []
+    inside: set[int] = set()
+    for module in model.modules():  # a parent comes before its children
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    if len(found) == 1:
+        return found[0]
+    names = [type(module).__name__ for module in found]
+    raise ModelError(
+        f"ds_hetero splits one transformers model over the sequence, but {type(model).__name__} holds "
+        f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself."
+    )
+
+
+def decoder_of(pretrained: Any) -> Any:
+    """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
+    return pretrained.base_model
+
+
+def head_counts(pretrained: Any) -> tuple[int, int]:
+    """Query heads and key/value heads.
+
+    Raises:
+        ModelError: the configuration does not have one number for all layers.
+    """
+    config = pretrained.config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", None)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+        raise ModelError(
+            f"{type(pretrained).__name__} must have the same number of heads in every layer, but its config has "
+            f"num_attention_heads={num_heads!r}, num_key_value_heads={num_kv_heads!r}."
+        )
+    return num_heads, num_kv_heads
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be split exactly.
+
+    Raises:
+        ModelError: names every feature that stands in the way, and what to change where that is possible.
+    """
+    pretrained = pretrained_of(model)
+    problems = [problem for check in _CHECKS for problem in check(pretrained)]
+    problems += _of_peft(model)
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ModelError(f"{type(pretrained).__name__} cannot be split over the sequence:{listed}")
+
+
+def _of_interface(pretrained: Any) -> Iterator[str]:
+    if not pretrained.is_backend_compatible():
+        yield "it does not use transformers' attention interface, so its attention cannot be replaced"
+    if getattr(pretrained.config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder; cross attention is not supported"
+    if type(pretrained).__name__.endswith(_POOLED):
+        yield "its head pools over the whole sequence, of which each rank holds a part"
+    if "position_ids" not in inspect.signature(type(decoder_of(pretrained)).forward).parameters:
+        yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
+
+
+def _of_config(pretrained: Any) -> Iterator[str]:
+    config = pretrained.config.get_text_config()
+    for name in _MODALITIES:
+        if getattr(pretrained.config, name, None) is not None:
+            yield f"it has a {name}; only text is supported"
+    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(_LAYER_TYPES))
+    if unknown:
+        yield f"layers of type {', '.join(unknown)}; supported are {', '.join(_LAYER_TYPES)}"
+    for name in _DROPOUTS:
+        if getattr(config, name, None):
+            yield f"{name}={getattr(config, name)}: dropout inside attention is not supported; set it to 0"
+    for kind in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        yield (
+            f"its router loss (router_aux_loss_coef={config.router_aux_loss_coef}) is not a mean over tokens; "
+            "set output_router_logits=False or the coefficient to 0"
+        )
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[Any]:
+    """Of one set of rotary parameters, or of one per layer type."""
+    per_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return {entry.get("rope_type") for entry in [parameters, *per_layer]}
+
+
+def _of_modules(pretrained: Any) -> Iterator[str]:
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for name, module in pretrained.named_modules():
+        mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
+        mixes |= isinstance(module, convolutions) and any(size > 1 for size in module.kernel_size)
+        if mixes:
+            yield f"layer {name} ({type(module).__name__}) mixes neighbouring tokens outside attention"
+            return
+
+
+def _of_peft(model: nn.Module) -> list[str]:
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, dict):
+        return []
+    return [
+        f"PEFT adapter {name!r} ({config.peft_type}) puts virtual tokens before the sequence"
+        for name, config in adapters.items()
+        if config.is_prompt_learning
+    ]
+
+
+_CHECKS: tuple[Callable[[Any], Iterator[str]], ...] = (_of_interface, _of_config, _of_modules)

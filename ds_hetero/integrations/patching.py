@@ -1,0 +1,68 @@
+"""Replacing names of a framework, and putting them back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any
+
+from ds_hetero.errors import VersionError
+
+__all__ = ["Patches", "expect_names"]
+
+
+class Patches:
+    """Replacements made so far; `undo` restores what was there, latest first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Set ``owner.name`` to ``make(what it was)``.
+
+        On a class, what it was is the plain function or class method found there, not a bound one, and callers that
+        imported the class earlier see the replacement.
+        """
+        original = vars(owner)[name]
+        setattr(owner, name, make(original))
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Have `undo` call ``action`` as well."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Restore everything; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def expect_names(package: str, works: str, names: Iterable[str]) -> None:
+    """Check that the private names which an integration builds on are still there.
+
+    Args:
+        package: distribution name.
+        works: range of versions for the message, such as ``">=0.19.5,<0.20"``.
+        names: ``"module:attribute"`` or ``"module:Class.attribute"``.
+
+    Raises:
+        VersionError: some are not; the message names them, the version installed and those that work.
+    """
+    missing = [name for name in names if not _exists(name)]
+    if missing:
+        raise VersionError(
+            f"{package} {version(package)} does not have {', '.join(missing)}, which ds_hetero builds on. "
+            f"Install {package}{works}."
+        )
+
+
+def _exists(name: str) -> bool:
+    module, _, attributes = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError):
+        return False
+    return True

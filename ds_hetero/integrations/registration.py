@@ -1,0 +1,57 @@
+"""`ds_hetero.register`: every integration installed, once per process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations import accelerate, trainer, transformers
+from ds_hetero.integrations import deepspeed as ours_in_deepspeed
+from ds_hetero.integrations.handle import Handle
+from ds_hetero.integrations.patching import expect_names
+
+__all__ = ["register"]
+
+_active: Handle | None = None
+
+
+def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
+    """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
+
+    Call it before a Trainer or an Accelerator is made and before ``deepspeed.initialize``. Without a "heterogeneity"
+    section, or with ``"enabled": false``, everything behaves as before. A second call returns the same handle.
+
+    Args:
+        config: ds_config.json, its path or its content; needed only in a loop of one's own that wraps its loader
+            before it calls ``deepspeed.initialize``.
+
+    Raises:
+        VersionError: DeepSpeed, accelerate or transformers lacks a name that this builds on.
+        ConfigError: registered already, with another configuration.
+    """
+    global _active
+    ds_config = config if config is None or isinstance(config, Mapping) else deepspeed.load_ds_config(str(config))
+    if _active is not None:
+        if ds_config is not None and ds_config != _active.ds_config:
+            raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
+        return _active
+    expect_names("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
+    expect_names("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
+    expect_names("transformers", transformers.WORKS, (*transformers.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    handle = Handle(ds_config)
+    handle.patches.on_undo(_forget)
+    transformers.install(handle.patches)
+    ours_in_deepspeed.install(handle)
+    accelerate.install(handle)
+    trainer.install(handle)
+    _active = handle
+    return handle
+
+
+def _forget() -> None:
+    global _active
+    _active = None

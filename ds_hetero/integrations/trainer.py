@@ -1,0 +1,137 @@
+"""The Hugging Face Trainer: each sample once, and the loss of the accumulated batch as in one process.
+
+All private names of `transformers.Trainer` that ds_hetero knows are in this file.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.trainer
+from transformers import Trainer
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
+from ds_hetero.integrations.handle import Handle
+from ds_hetero.integrations.loader import is_placeholder
+from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.shards import IGNORE_INDEX
+
+__all__ = ["PRIVATE_NAMES", "install"]
+
+PRIVATE_NAMES = (
+    "transformers:Trainer._get_dataloader",
+    "transformers:Trainer._get_num_items_in_batch",
+    "transformers:Trainer._track_num_input_tokens",
+    "transformers:Trainer.compute_loss",
+    "transformers:Trainer.get_sp_size",
+    "transformers:Trainer.get_total_train_batch_size",
+    "transformers:Trainer.loss_is_scaled_for_ga",
+    "transformers:Trainer.set_initial_training_values",
+    "transformers.trainer:skip_first_batches",
+)
+
+
+def install(handle: Handle) -> None:
+    """Replace the methods that count batches, samples and tokens, and the loss."""
+    replace = handle.patches.replace
+    replace(Trainer, "_get_dataloader", _loading_over_replicas)
+    replace(Trainer, "set_initial_training_values", _counting_batches_once)
+    replace(Trainer, "_get_num_items_in_batch", lambda stock: _counting_items(handle, stock))
+    replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(handle, stock))
+    replace(Trainer, "_track_num_input_tokens", _not_counting_placeholders)
+    replace(transformers.trainer, "skip_first_batches", skip_first_batches)
+
+
+def _loading_over_replicas(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("is_training") or not _is_sharded(trainer):
+            return stock(trainer, *args, **kwargs)
+        with loaders_over_replicas(trainer.get_sp_size()):
+            return stock(trainer, *args, **kwargs)
+
+    return get_dataloader
+
+
+def _counting_batches_once(stock: Any) -> Any:
+    """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
+
+    @functools.wraps(stock)
+    def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
+        if not _is_sharded(trainer):
+            return stock(trainer, args, dataloader)
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+            raise ConfigError(
+                "compute_loss_func and label_smoothing_factor would see a part of each sequence only; "
+                "leave them out, or compute the loss in the model."
+            )
+        samples = trainer.get_total_train_batch_size(args)
+        trainer.get_sp_size = lambda: 1
+        trainer.get_total_train_batch_size = lambda args: samples
+        try:
+            return stock(trainer, args, dataloader)
+        finally:
+            del trainer.get_sp_size, trainer.get_total_train_batch_size
+
+    return set_initial_training_values
+
+
+def _counting_items(handle: Handle, stock: Any) -> Any:
+    """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike."""
+
+    @functools.wraps(stock)
+    def get_num_items_in_batch(trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
+        model = handle.find(trainer.model)
+        if model is None or not batch_samples or "shift_labels" not in batch_samples[0]:
+            return stock(trainer, batch_samples, device)
+        items = sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batch_samples)
+        items = torch.as_tensor(items, device=device)
+        if trainer.args.average_tokens_across_devices:
+            dist.all_reduce(items)
+            return items
+        dist.all_reduce(items, group=model.replica.sp_group)
+        return items * model.replica.num_replicas
+
+    return get_num_items_in_batch
+
+
+def _loss_of_whole_batch(handle: Handle, stock: Any) -> Any:
+    """From the mean over this rank's labels, which models and fused losses agree on."""
+
+    @functools.wraps(stock)
+    def compute_loss(
+        trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        sharded = handle.find(trainer.model)
+        if sharded is None or not sharded.takes_shards:
+            return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["shift_labels"]
+        outputs = model(**{"labels": labels, **inputs})
+        mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        num_tokens = labels.ne(IGNORE_INDEX).sum()
+        loss = sequence_parallel_loss(mean * num_tokens, num_tokens, sharded.replica, num_items_in_batch)
+        trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
+        return (loss, outputs) if return_outputs else loss
+
+    return compute_loss
+
+
+def _not_counting_placeholders(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
+        if is_placeholder(inputs):
+            inputs = {
+                name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
+            }
+        stock(trainer, inputs)
+
+    return track_num_input_tokens
+
+
+def _is_sharded(trainer: Any) -> bool:
+    """Whether this Trainer trains with sequence parallelism by this engine."""
+    return asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
