@@ -1,0 +1,122 @@
+"""Random schedules, models and masks for the parity tests: everything that is legal, from one seed, the same on each rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_hetero.schedule import LAYOUTS, Group, Schedule
+from ds_hetero.splits import share
+
+
+@dataclass
+class Case:
+    schedule: Schedule
+    length: int
+    batch_size: int
+    head_dim: int
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    documents: Tensor  # [B, L] number of the document of each token, -1 for padding
+    agreed: dict[str, Tensor] = field(default_factory=dict)  # what agree_on_batch is given, whole
+
+    @property
+    def visible(self) -> Tensor:
+        """[B, L, L] whether a query (row) sees a key (column)."""
+        i = torch.arange(self.length)
+        visible = (self.documents[:, :, None] == self.documents[:, None, :]) & (self.documents[:, :, None] >= 0)
+        if self.causal:
+            visible &= i[None, :] <= i[:, None]
+        if self.window is not None:
+            visible &= i[None, :] > i[:, None] - self.window
+        return visible
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Whole q, k, v, gradient of the output (all [B, heads, L, D]) and sinks [H]."""
+        s, shape = self.schedule, (self.length, self.head_dim)
+        q, dout = torch.randn(2, self.batch_size, s.num_heads, *shape, dtype=torch.float64).to(dtype)
+        k, v = torch.randn(2, self.batch_size, s.num_kv_heads, *shape, dtype=torch.float64).to(dtype)
+        return q, k, v, dout, torch.randn(s.num_heads, dtype=torch.float64).to(dtype) if self.sinks else None
+
+    def shard(self, rank: int) -> dict[str, Tensor]:
+        """What `rank` gives to agree_on_batch."""
+        mine = self.schedule.positions(self.length, rank)
+        return {name: x if name == "cu_seqlens" else x[:, mine] for name, x in self.agreed.items()}
+
+
+def random_case(seed: int, world_size: int) -> Case:
+    rng = random.Random(seed)
+    schedule = _schedule(rng, world_size)
+    length = rng.choice([rng.randint(max(world_size, 4), 30), rng.randint(30, 90)])
+    batch_size = rng.choice([1, 1, 2, 3])
+    causal = rng.random() < 0.75
+    kind = rng.choice(["plain", "positions", "padding", "cu_seqlens"])
+    if kind == "cu_seqlens":
+        batch_size = 1
+    documents, agreed = _documents(rng, kind, batch_size, length)
+    return Case(
+        schedule=schedule,
+        length=length,
+        batch_size=batch_size,
+        head_dim=rng.choice([4, 8, 16]),
+        causal=causal,
+        window=rng.randint(1, length) if causal and rng.random() < 0.35 else None,
+        softcap=3.0 if rng.random() < 0.15 else None,
+        sinks=rng.random() < 0.25,
+        documents=documents,
+        agreed=agreed,
+    )
+
+
+def _schedule(rng: random.Random, world_size: int) -> Schedule:
+    num_kv_heads = rng.choice([1, 2, 3, 4, 5])
+    num_heads = num_kv_heads * rng.choice([1, 2, 3, 4])
+    ranks = rng.sample(range(world_size), world_size)
+    num_groups = rng.randint(1, world_size)
+    cuts = [0, *sorted(rng.sample(range(1, world_size), num_groups - 1)), world_size]
+    groups = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        size = stop - start
+        weights = [rng.randint(0, 4) for _ in range(size)]
+        groups.append(
+            Group(
+                ranks=tuple(ranks[start:stop]),
+                tokens=tuple(rng.choice([0, 1, 2, 3.5, 5]) for _ in range(size)),
+                heads=share(num_heads, weights if any(weights) else [1] * size),
+            )
+        )
+    if not any(group.weight for group in groups):
+        groups[0] = Group(ranks=groups[0].ranks, tokens=(1,) * len(groups[0].ranks), heads=groups[0].heads)
+    return Schedule(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        groups=tuple(groups),
+        ring=tuple(rng.sample(range(num_groups), num_groups)),
+        layout=rng.choice(LAYOUTS),
+    )
+
+
+def _documents(rng: random.Random, kind: str, batch_size: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
+    documents = torch.zeros(batch_size, length, dtype=torch.long)
+    positions = torch.arange(length).expand(batch_size, -1).clone()
+    if kind == "padding":
+        mask = torch.ones(batch_size, length, dtype=torch.long)
+        for row in range(batch_size):
+            padding = rng.choice([0, rng.randint(0, length - 1)])
+            mask[row, slice(0, padding) if rng.random() < 0.5 else slice(length - padding, length)] = 0
+        return documents.masked_fill(mask == 0, -1), {"attention_mask": mask, "position_ids": positions}
+    if kind == "plain":
+        return documents, {"position_ids": positions}
+    for row in range(batch_size):
+        starts = [0, *sorted(rng.sample(range(1, length), rng.randint(0, 3)))]
+        for i, (start, stop) in enumerate(zip(starts, [*starts[1:], length], strict=True)):
+            documents[row, start:stop] = i
+            positions[row, start:stop] = torch.arange(stop - start)
+    if kind == "cu_seqlens":
+        return documents, {"cu_seqlens": torch.tensor([*starts, length], dtype=torch.int32)}
+    return documents, {"position_ids": positions}

@@ -1,0 +1,204 @@
+"""Attention over uneven shards equals attention of the whole sequence on one process, outputs and all gradients.
+
+Tolerances are relative to the largest entry of the reference: float64 1e-12 and float32 1e-5 (sums of up to 90
+products in another order), bfloat16 and float16 a few roundings of the input type.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_hetero.errors import PeerError
+from ds_hetero.runtime import channel as channel_module
+from ds_hetero.runtime.attention import attention
+from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.kernels import select
+from ds_hetero.runtime.reference import dense_attention
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Group, Schedule, ring, usp
+from tests.dist.cases import Case, random_case
+from tests.support import run_ranks
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 40), (2, 100), (3, 100), (4, 100)])
+def test_parity_of_random_schedules_models_and_masks(world_size, num_cases):
+    run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
+
+
+def test_parity_in_half_precision():
+    run_ranks(_check_cases, 3, 15, (torch.bfloat16, torch.float16))
+
+
+def _check_cases(rank, num_cases, dtypes):
+    world_size = dist.get_world_size()
+    for seed in range(num_cases):
+        case = random_case(1000 * world_size + seed, world_size)
+        replica = make_replica([case.schedule])
+        for dtype in dtypes:
+            torch.manual_seed(seed)
+            whole = case.tensors(dtype)
+            expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
+            found = _distributed(case, replica, *whole)
+            mine = case.schedule.positions(case.length, rank)
+            # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
+            largest = [0.0 if x is None else x.abs().max().item() for x in expected]
+            scales = [largest[0], *[max(largest[1:4])] * 3, largest[4]]
+            for name, scale, want, have in zip(
+                ("out", "dq", "dk", "dv", "dsinks"), scales, expected, found, strict=True
+            ):
+                if want is None:
+                    continue
+                if name == "dsinks":  # every rank adds what its heads and its group's tokens give
+                    have = have.double()
+                    dist.all_reduce(have)
+                    part = want
+                else:
+                    part = want[:, :, mine]
+                if part.numel():
+                    error = (have.double() - part).abs().max().item() / max(scale, 1e-3)
+                    assert error <= TOLERANCE[dtype], f"seed {seed} {name} {dtype}: {error:.2e} in {case}"
+
+
+def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:
+    leaves = [x if x is None else x.requires_grad_() for x in (q, k, v, sinks)]
+    out = dense_attention(*leaves[:3], case.visible[:, None], softcap=case.softcap, sinks_H=leaves[3])
+    out.backward(dout)
+    return [out.detach(), *(x if x is None else x.grad for x in leaves)]
+
+
+def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | None]:
+    mine = case.schedule.positions(case.length, replica.rank)
+    q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach().requires_grad_()
+    batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(replica.rank))
+    out = attention(
+        q,
+        k,
+        v,
+        replica,
+        batch,
+        kernel=select(CPU, q.dtype, case.head_dim, case.softcap, None),
+        causal=case.causal,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=sinks,
+    )
+    out.backward(dout[:, :, mine].transpose(1, 2))
+    return [out.detach().transpose(1, 2), q.grad, k.grad, v.grad, None if sinks is None else sinks.grad]
+
+
+# --- recomputation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_recomputes_the_same(use_reentrant):
+    run_ranks(_check_checkpointing, 3, use_reentrant)
+
+
+def _check_checkpointing(rank, use_reentrant):
+    case = random_case(7, 3)
+    replica = make_replica([case.schedule])
+    torch.manual_seed(0)
+    q, k, v, dout, _ = case.tensors(torch.float64)
+    mine = case.schedule.positions(case.length, rank)
+    batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(rank))
+    kernel = select(CPU, q.dtype, case.head_dim, None, None)
+
+    def layers(q, k, v):
+        for _ in range(2):
+            q = attention(q, k, v, replica, batch, kernel=kernel, causal=case.causal).transpose(1, 2)
+        return q
+
+    grads = []
+    for run in (layers, lambda *x: checkpoint(layers, *x, use_reentrant=use_reentrant)):
+        leaves = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
+        run(*leaves).backward(dout[:, :, mine])
+        grads.append([x.grad for x in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# --- what travels ------------------------------------------------------------------------------------
+
+
+def test_bytes_of_the_ring():
+    """Four ranks, 8 query and 2 KV heads, 64 tokens: KV blocks of 16 tokens, 2 x 2 heads x 16 x D 4 in fp32 = 1024 bytes."""
+    block = 2 * 2 * 16 * 4 * 4
+    full = run_ranks(_count_bytes, 4, ring(4, 8, 2), False, None)
+    assert [sent for sent, _ in full] == [3 * block] * 4
+    assert [sent for _, sent in full] == [2 * block + 3 * block] * 4  # the last remote KV is kept; dK/dV go all the way
+    contiguous = Schedule(num_heads=8, num_kv_heads=2, groups=ring(4, 8, 2).groups, layout="contiguous")
+    causal = run_ranks(_count_bytes, 4, contiguous, True, None)
+    assert [sent for sent, _ in causal] == [block, 2 * block, 3 * block, 0]  # nothing goes to earlier positions
+    window = run_ranks(_count_bytes, 4, contiguous, True, 5)  # four tokens to the next rank, and no further
+    assert [sent for sent, _ in window] == [block // 4] * 3 + [0]
+
+
+def test_sub_rings_split_the_traffic_of_a_group():
+    """2 x 2 ranks with equal cuts: two sub-rings, each with half the heads; one hop of 32 tokens."""
+    sent = run_ranks(_count_bytes, 4, usp(4, 8, 2, 2), False, None)
+    assert [forward for forward, _ in sent] == [2 * 1 * 32 * 4 * 4] * 4
+
+
+def _count_bytes(rank, schedule, causal, window):
+    sent = [0]
+    original = channel_module.Channel.post
+
+    def post(self, receives, sends):
+        sent[0] += sum(message.tensor.nbytes for message in sends)
+        return original(self, receives, sends)
+
+    channel_module.Channel.post = post
+    replica = make_replica([schedule])
+    mine = schedule.positions(64, rank)
+    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    q = torch.randn(1, 8, len(mine), 4, requires_grad=True)
+    k, v = torch.randn(2, 1, 2, len(mine), 4).unbind()
+    kernel = select(CPU, q.dtype, 4, None, None)
+    out = attention(
+        q, k.requires_grad_(), v.requires_grad_(), replica, batch, kernel=kernel, causal=causal, window=window
+    )
+    forward, sent[0] = sent[0], 0
+    out.sum().backward()
+    return forward, sent[0]
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all-to-all"])
+def test_a_rank_that_dies_stops_the_others_with_one_message(strategy):
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(_die, 3, strategy, timeout_s=40)
+    report = str(failure.value)
+    assert "PeerError" in report
+    assert "another rank has failed or stopped answering" in report
+
+
+def _die(rank, strategy):
+    groups = (
+        tuple(Group(ranks=(r,), tokens=(1,), heads=(4,)) for r in range(3))
+        if strategy == "ring"
+        else (Group(ranks=(0, 1, 2), tokens=(1, 1, 1), heads=(2, 1, 1)),)
+    )
+    schedule = Schedule(num_heads=4, num_kv_heads=4, groups=groups)
+    replica = make_replica([schedule])
+    mine = schedule.positions(48, rank)
+    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    q, k, v = torch.randn(3, 1, 4, len(mine), 8)
+    kernel = select(CPU, q.dtype, 8, None, None)
+    attention(q, k, v, replica, batch, kernel=kernel)
+    if rank == 1:
+        raise RuntimeError("rank 1 runs out of luck")
+    try:
+        for _ in range(1000):
+            attention(q, k, v, replica, batch, kernel=kernel)
+    except PeerError:
+        raise
+    random.seed(0)
