@@ -1,9 +1,10 @@
-"""Random schedules, models and masks for the parity tests: everything that is legal, from one seed, the same on each rank."""
+"""Random schedules, models and masks for the parity tests: all that is legal, the same on each rank for one seed."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def _schedule(rng: random.Random, world_size: int) -> Schedule:
     num_groups = rng.randint(1, world_size)
     cuts = [0, *sorted(rng.sample(range(1, world_size), num_groups - 1)), world_size]
     groups = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         size = stop - start
         weights = [rng.randint(0, 4) for _ in range(size)]
         groups.append(
