@@ -128,7 +128,7 @@ def _check_checkpointing(rank, use_reentrant):
 
 
 def test_bytes_of_the_ring():
-    """Four ranks, 8 query and 2 KV heads, 64 tokens: KV blocks of 16 tokens, 2 x 2 heads x 16 x D 4 in fp32 = 1024 bytes."""
+    """Four ranks, 2 KV heads of size 4, 64 tokens: a KV block is 2 x 2 heads x 16 tokens x 4 in fp32 = 1024 bytes."""
     block = 2 * 2 * 16 * 4 * 4
     full = run_ranks(_count_bytes, 4, ring(4, 8, 2), False, None)
     assert [sent for sent, _ in full] == [3 * block] * 4
