@@ -1,0 +1,110 @@
+"""The "flash_attn" kernel: the flash-attn package, version 3 on Hopper where it is installed, else version 2.
+
+Both align windows to the last corner of a block, which expresses every band (`Band.window`), and take soft caps and
+grouped heads. Neither is imported before it is asked for. Tensors go in as [B, tokens, heads, D].
+
+Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7 to 2.8), hopper/flash_attn_interface.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hetero.runtime.kernels.interface import Band
+
+__all__ = ["FlashAttnKernel"]
+
+
+class FlashAttnKernel:
+    """flash-attn for fp16 and bf16 on Ampere GPUs and newer."""
+
+    name = "flash_attn"
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
+        """See `AttentionKernel`."""
+        if device.type != "cuda":
+            return f"flash-attn runs on CUDA devices, not on {device.type}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "flash-attn needs an Ampere GPU (sm80) or newer"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"flash-attn takes float16 and bfloat16, not {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return f"flash-attn takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+        if _version_3(device) is None and isinstance(reason := _version_2(), str):
+            return reason
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel`."""
+        left, right = band.window(q.shape[2], k.shape[2])
+        mask = {"causal": (left, right) == (-1, 0), "window_size_left": left, "window_size_right": right}
+        tensors = [x.transpose(1, 2) for x in (q, k, v)]
+        if flash := _version_3(q.device):
+            out, lse, *_ = flash._flash_attn_forward(*tensors, softmax_scale=scale, softcap=softcap or 0.0, **mask)
+        else:
+            out, lse, *_ = _version_2()._flash_attn_forward(
+                *tensors, 0.0, scale, softcap=softcap or 0.0, alibi_slopes=None, return_softmax=False, **mask
+            )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        band: Band,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel`."""
+        left, right = band.window(q.shape[2], k.shape[2])
+        mask = ((left, right) == (-1, 0), left, right, softcap or 0.0)
+        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        tensors.append(lse.contiguous())  # read as [B, H, Q] without a look at its strides
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if flash := _version_3(q.device):
+            no_lengths = [None] * 6  # cu_seqlens, seqused and max_seqlen, of queries and keys
+            flash._flash_attn_backward(*tensors, *no_lengths, *grads, scale, *mask, deterministic)
+        else:
+            _version_2()._flash_attn_backward(*tensors, *grads, 0.0, scale, *mask, None, deterministic)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+
+
+@cache
+def _version_3(device: torch.device) -> Any | None:
+    """flash-attn 3, from when its functions became torch operators (July 2025); None off Hopper or without it."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        flash = importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return None
+    return flash if hasattr(torch.ops.flash_attn_3, "_flash_attn_forward") else None
+
+
+@cache
+def _version_2() -> Any:
+    """flash-attn 2, or the reason why there is none."""
+    remedy = "pip install 'flash-attn>=2.7' --no-build-isolation"
+    try:
+        version = importlib.metadata.version("flash-attn")
+        if tuple(int(x) for x in version.split(".")[:2]) < (2, 7):
+            return f"needs flash-attn 2.7 or newer, found {version}: {remedy}"
+        return importlib.import_module("flash_attn.flash_attn_interface")
+    except importlib.metadata.PackageNotFoundError:
+        return f"flash-attn is not installed: {remedy}"
+    except ImportError as error:  # built for another torch
+        return f"flash-attn {version} cannot be imported ({error}): {remedy}"

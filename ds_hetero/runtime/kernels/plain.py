@@ -1,0 +1,114 @@
+"""Attention in plain torch operations: any device, dtype, head size and soft cap, in bounded memory.
+
+The slow one. It serves where no fused operator does: soft-capped scores on CPU, odd head sizes, the masked corners
+that a decomposition into tiles leaves over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_hetero.runtime.kernels.interface import Band
+from ds_hetero.runtime.kernels.merge import merge_
+
+__all__ = ["band_mask", "plain_backward", "plain_forward"]
+
+_QUERIES, _KEYS = 256, 1024  # at most this much of the score matrix is in memory at a time, per sample and head
+
+
+def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> Tensor | None:
+    """What is visible, [queries, keys] as booleans; None if everything is."""
+    lo = -torch.inf if band.lo is None else band.lo
+    hi = torch.inf if band.hi is None else band.hi
+    if lo <= keys.start - (queries.stop - 1) and keys.stop - 1 - queries.start <= hi:
+        return None
+    diagonal = torch.arange(keys.start, keys.stop, device=device) - torch.arange(
+        queries.start, queries.stop, device=device
+    ).unsqueeze(1)
+    return (lo <= diagonal) & (diagonal <= hi)
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`AttentionKernel.forward` in float32 (float64 for float64 inputs), out laid out token-major."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    batch_size, heads, num_queries, head_dim = q.shape
+    out = q.new_zeros(batch_size, num_queries, heads, head_dim, dtype=wide).transpose(1, 2)
+    lse = torch.full((batch_size, heads, num_queries), -torch.inf, dtype=wide, device=q.device)
+    for rows, cols, mask in _parts(band, num_queries, k.shape[2], q.device):
+        v_part = v[:, :, cols].to(wide)
+        scores = _scores(q[:, :, rows].to(wide), k[:, :, cols].to(wide), mask, scale, softcap)
+        lse_part = scores.logsumexp(-1)
+        merge_(out[:, :, rows], lse[:, :, rows], _per_kv_head(_softmax(scores, lse_part), v_part), lse_part)
+    return out.to(q.dtype), lse
+
+
+def plain_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    band: Band,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`AttentionKernel.backward`; gradients in float32 (float64 for float64 inputs)."""
+    wide = lse.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    for rows, cols, mask in _parts(band, q.shape[2], k.shape[2], q.device):
+        q_part, dout_part = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
+        k_part, v_part = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
+        delta = (dout_part * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
+        scores = _scores(q_part, k_part, mask, scale, softcap)
+        probs = _softmax(scores, lse[:, :, rows])
+        dscores = probs * (_per_kv_head(dout_part, v_part.mT) - delta)
+        if softcap is not None:  # the derivative of the cap; a hidden score is -inf, and its probability 0
+            dscores *= 1 - (scores.clamp(min=-softcap) / softcap).square()
+        dq[:, :, rows] += _per_kv_head(dscores, k_part) * scale
+        dk[:, :, cols] += _sum_of_group(dscores, q_part, k.shape[1]) * scale
+        dv[:, :, cols] += _sum_of_group(probs, dout_part, k.shape[1])
+    return dq, dk, dv
+
+
+def _parts(
+    band: Band, num_queries: int, num_keys: int, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(queries, keys, mask) of the parts of a block in which something is visible."""
+    lo, hi = band.bounds(num_queries, num_keys)
+    for row in range(0, num_queries, _QUERIES):
+        rows = range(row, min(row + _QUERIES, num_queries))
+        stop = min(rows[-1] + hi + 1, num_keys)
+        for col in range(max(row + lo, 0), stop, _KEYS):
+            cols = range(col, min(col + _KEYS, stop))
+            yield slice(rows.start, rows.stop), slice(cols.start, cols.stop), band_mask(band, rows, cols, device)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    scores = _per_kv_head(q, k.mT) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 rather than NaN where a query sees nothing of this part."""
+    return torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
+
+
+def _per_kv_head(x: Tensor, of_keys: Tensor) -> Tensor:
+    """Product x @ of_keys, [B, H, Q, a] @ [B, G, a, b] -> [B, H, Q, b], each group of heads with its KV head."""
+    batch_size, heads, num_queries, _ = x.shape
+    grouped = x.reshape(batch_size, of_keys.shape[1], -1, x.shape[-1])
+    return (grouped @ of_keys).view(batch_size, heads, num_queries, -1)
+
+
+def _sum_of_group(x: Tensor, of_queries: Tensor, num_kv_heads: int) -> Tensor:
+    """Product x.T @ of_queries, [B, H, Q, K] and [B, H, Q, D] -> [B, G, K, D], summed over each group of heads."""
+    x, of_queries = (y.reshape(y.shape[0], num_kv_heads, -1, y.shape[-1]) for y in (x, of_queries))
+    return x.mT @ of_queries

@@ -1,0 +1,166 @@
+"""A band of a score matrix, cut into tiles that simple kernels can compute.
+
+torch's flash operator for CPU knows full rectangles and aligned causal squares. On the diagonal it computes whole
+512-wide key tiles, so that a causal square of 1,024 costs half as much again as it should. Here any band is cut into
+full rectangles, squares on its edges, and a few small masked rectangles. An edge is halved down to squares of `LEAF`;
+up to `CHUNK` the equal pieces of each size are one batched call, above it the pieces follow each other depth first,
+which keeps keys and gradients in cache.
+
+Plain integers; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["CHUNK", "LEAF", "Band", "Tile", "decompose"]
+
+# Measured with 1, 2 and 8 heads of 64 at 372 to 4,096 tokens, one thread. Leaves of 128 lose 4 % at 1,024 tokens, and
+# leaves of 32 save nothing. Without chunks the overhead of calls eats the gain at 1 head, with chunks of 1,024 the
+# caches do at 8.
+LEAF = 64
+CHUNK = 512
+
+
+class Band(NamedTuple):
+    """Query i of a block sees key j of it iff lo <= j - i <= hi; None is no bound.
+
+    A causal square is ``Band(None, 0)``, with a sliding window of w keys ``Band(1 - w, 0)``, and ``Band(None, None)``
+    hides nothing.
+    """
+
+    lo: int | None
+    hi: int | None
+
+    def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
+        """(lo, hi) with None replaced by, and everything clipped to, the outermost diagonals of the block."""
+        first, last = 1 - num_queries, num_keys - 1
+        return (
+            first if self.lo is None else max(self.lo, first),
+            last if self.hi is None else min(self.hi, last),
+        )
+
+    def window(self, num_queries: int, num_keys: int) -> tuple[int, int]:
+        """(left, right) as flash-attention counts them: from the diagonal that ends in the last corner.
+
+        With c = num_keys - num_queries, query i sees keys ``i + c - left`` to ``i + c + right``, and -1 is no bound.
+        Otherwise neither is negative, as the last query sees a key and some query sees the last key.
+        """
+        lo, hi = self.bounds(num_queries, num_keys)
+        corner = num_keys - num_queries
+        return (
+            -1 if lo == 1 - num_queries else corner - lo,
+            -1 if hi == num_keys - 1 else hi - corner,
+        )
+
+
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)  # of a square: j <= i
+MIRRORED = Band(0, None)  # of a square: j >= i
+
+
+class Tile(NamedTuple):
+    """``copies`` equal rectangles in a diagonal row.
+
+    Copy c takes the queries from ``row + c * step`` and the keys from ``col + c * step``; ``band`` counts from there.
+    Every query of a tile sees a key of it, and no two copies share a query or a key.
+    """
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+    band: Band
+    first: bool  # no earlier tile holds any of these queries
+    copies: int = 1
+    step: int = 0
+
+
+@lru_cache(maxsize=1024)
+def decompose(num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chunk: int = CHUNK) -> tuple[Tile, ...]:
+    """Tiles that cover exactly the visible pairs of a block, each once.
+
+    Args:
+        num_queries: at least 1, each with a visible key.
+        num_keys: at least 1, each with a query that sees it.
+        band: what is visible.
+        leaf: the largest square on an edge that is computed whole.
+        chunk: the largest square on an edge whose pieces are batched.
+    """
+    lo, hi = band.bounds(num_queries, num_keys)
+    hides_right, hides_left = hi < num_keys - 1, lo > 1 - num_queries
+    right = num_keys - hi if hides_right else 0  # queries [0, right) have the band's upper edge in the block
+    left = -lo if hides_left else num_queries  # queries [left, num_queries) have its lower edge in the block
+    tiles: list[Tile] = []
+    if top := min(left, right):
+        tiles += _staircase(0, hi, top, CAUSAL, True, leaf, chunk)
+        tiles += _rectangle(0, 0, top, hi, False)
+    if right < left:
+        tiles += _rectangle(right, 0, left - right, num_keys, True)
+    elif left < right and hi - lo < leaf:
+        tiles += _narrow(left, left + lo, right - left, hi - lo, leaf)
+    elif left < right:
+        tiles += _wide(left, left + lo, right - left, hi - lo, leaf, chunk)
+    if (bottom := max(left, right)) < num_queries:
+        tiles += _staircase(bottom, bottom + lo, num_queries - bottom, MIRRORED, True, leaf, chunk)
+        tiles += _rectangle(bottom, num_queries + lo, num_queries - bottom, num_keys - num_queries - lo, False)
+    return tuple(tiles)
+
+
+def _rectangle(row: int, col: int, rows: int, cols: int, first: bool) -> Iterator[Tile]:
+    if rows and cols:
+        yield Tile(row, col, rows, cols, FULL, first)
+
+
+def _narrow(row: int, col: int, rows: int, width: int, leaf: int) -> Iterator[Tile]:
+    """Rows that see ``width + 1`` keys each, too few for rectangles: masked strips."""
+    for done in range(0, rows, leaf):
+        n = min(leaf, rows - done)
+        yield Tile(row + done, col + done, n, n + width, Band(0, width), True)
+
+
+def _wide(row: int, col: int, rows: int, width: int, leaf: int, chunk: int) -> Iterator[Tile]:
+    """Rows that see ``width + 1`` keys each: strips of lower edge, rectangle, upper edge."""
+    strip = min(width, chunk)
+    for done in range(0, rows, strip):
+        n = min(strip, rows - done)
+        a, b = row + done, col + done
+        yield from _staircase(a, b, n, MIRRORED, True, leaf, chunk)
+        yield from _rectangle(a, b + n, n, width - n, False)
+        yield from _staircase(a, b + width, n, CAUSAL, False, leaf, chunk)
+
+
+def _staircase(row: int, col: int, n: int, edge: Band, first: bool, leaf: int, chunk: int) -> Iterator[Tile]:
+    """The triangle that ``edge`` leaves of an n x n square; leaves come before what is merged into them."""
+    if n <= chunk:
+        yield from _levels(row, col, n, edge, first, leaf)
+        return
+    half = chunk
+    while 2 * half < n:
+        half *= 2
+    yield from _staircase(row, col, half, edge, first, leaf, chunk)
+    yield from _staircase(row + half, col + half, n - half, edge, first, leaf, chunk)
+    if edge == CAUSAL:
+        yield Tile(row + half, col, n - half, half, FULL, False)
+    else:
+        yield Tile(row, col + half, half, n - half, FULL, False)
+
+
+def _levels(row: int, col: int, n: int, edge: Band, first: bool, leaf: int) -> Iterator[Tile]:
+    """The same in one call per size: leaves, then rectangles of 1, 2, 4 ... leaves, each with a shorter last one."""
+    count, rest = divmod(n, leaf)
+    if count:
+        yield Tile(row, col, leaf, leaf, edge, first, count, leaf)
+    if rest:
+        done = count * leaf
+        yield Tile(row + done, col + done, rest, rest, edge, first)
+    size = leaf
+    while size < n:
+        count, rest = divmod(n, 2 * size)
+        for done, copies, last in ((0, count, size), (2 * size * count, 1, rest - size)):
+            if copies and last > 0:
+                r, c, rows, cols = (size, 0, last, size) if edge == CAUSAL else (0, size, size, last)
+                yield Tile(row + done + r, col + done + c, rows, cols, FULL, False, copies, 2 * size)
+        size *= 2

@@ -1,0 +1,187 @@
+"""torch's own fused operators on CUDA: flash for fp16 and bf16 from Ampere on, memory-efficient for the rest.
+
+Both are the operators behind `scaled_dot_product_attention`, called directly because only so they take a window and
+hand out the log-sum-exp. They read [B, tokens, heads, D].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_hetero.runtime.kernels.interface import Band
+from ds_hetero.runtime.kernels.plain import plain_backward, plain_forward
+from ds_hetero.runtime.kernels.tiled import backward_by_tiles, forward_by_tiles
+from ds_hetero.runtime.kernels.tiles import CAUSAL, FULL, Tile, decompose
+
+__all__ = [
+    "efficient_backward",
+    "efficient_forward",
+    "efficient_refusal",
+    "flash_backward",
+    "flash_forward",
+    "flash_refusal",
+]
+
+_aten = torch.ops.aten
+
+
+# --- flash -----------------------------------------------------------------------------------------
+
+
+def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why torch's flash operator cannot run here, or None."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without its flash operator"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch's flash operator needs an Ampere GPU (sm80) or newer"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"torch's flash operator takes float16 and bfloat16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"torch's flash operator takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+    return None
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    """`AttentionKernel.forward` without a soft cap."""
+    left, right = band.window(q.shape[2], k.shape[2])
+    q, k, v = (_token_first(x) for x in (q, k, v))
+    out, lse, *_ = _aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        False,  # causal: said by the window, as the operator itself does
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out.transpose(1, 2), lse
+
+
+def flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`AttentionKernel.backward` without a soft cap."""
+    left, right = band.window(q.shape[2], k.shape[2])
+    dout, q, k, v, out = (_token_first(x) for x in (dout, q, k, v, out))
+    no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which nothing reads
+    dq, dk, dv = _aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),  # the operator reads it as [B, H, Q] without looking at strides
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        False,
+        no_dropout,
+        no_dropout,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+# --- memory-efficient ------------------------------------------------------------------------------
+
+
+def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why torch's memory-efficient operator cannot run here, or None."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"torch's memory-efficient operator takes float32, float16 and bfloat16, not {dtype}"
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return "bfloat16 needs an Ampere GPU (sm80) or newer"
+    if head_dim % 8:
+        return f"torch's memory-efficient operator is used with head sizes that are multiples of 8, not {head_dim}"
+    return None
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    """`AttentionKernel.forward` without a soft cap."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        if band not in _MASK_TYPES:
+            return plain_forward(q, k, v, band, scale, None)
+        q, k, v = (_token_first(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
+        out, lse, *_ = _aten._efficient_attention_forward(
+            q, k, v, None, None, None, None, None, 0.0, _MASK_TYPES[band], True, scale=scale
+        )
+        return out.transpose(1, 2), lse[:, :, : q.shape[1]]
+
+    return forward_by_tiles(attend, q, k, v, _efficient_tiles(q, k, band))
+
+
+def efficient_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`AttentionKernel.backward` without a soft cap."""
+
+    def attend_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if band not in _MASK_TYPES:
+            return plain_backward(dout, q, k, v, out, lse, band, scale, None)
+        num_kv_heads = k.shape[1]
+        dout, q, out = (_token_first(x) for x in (dout, q, out))
+        k, v = (_token_first(_per_query_head(x, q.transpose(1, 2))) for x in (k, v))
+        no_dropout = torch.zeros((), dtype=torch.int64)
+        dq, dk, dv, _ = _aten._efficient_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            None,
+            out.contiguous(),  # the operator takes its token stride for heads * D
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            F.pad(lse, (0, -q.shape[1] % 32), value=torch.inf),  # as its forward pads it
+            0.0,
+            no_dropout,
+            no_dropout,
+            _MASK_TYPES[band],
+            False,
+            scale=scale,
+        )
+        dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3, dtype=torch.float32) for x in (dk, dv))
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    return backward_by_tiles(attend_backward, dout, q, k, v, out, lse, _efficient_tiles(q, k, band))
+
+
+# The operator also knows windows, but its backward counts them from another diagonal than its forward unless the block
+# is square. `CustomMaskType` in torch's sdp_utils_cpp.h.
+_MASK_TYPES = {FULL: 0, CAUSAL: 1}
+
+
+def _efficient_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
+    """Full rectangles and causal squares as large as can be; a lower edge in masked squares of 256 for plain torch."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if band == CAUSAL and num_queries == num_keys:
+        return (Tile(0, 0, num_queries, num_keys, CAUSAL, True),)
+    return decompose(num_queries, num_keys, band, leaf=256, chunk=4096)
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """The operator does not know grouped heads."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _token_first(x: Tensor) -> Tensor:
+    """[B, heads, tokens, D] -> [B, tokens, heads, D] as both operators read it: rows of D numbers, 16-byte aligned."""
+    x = x.transpose(1, 2)
+    aligned = x.stride(-1) == 1 and not any(s * x.element_size() % 16 for s in x.stride()[:-1])
+    return x if aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,253 @@
+"""Flash attention of a block, forward and backward, as Triton kernels; launched by `triton_native`.
+
+Every program holds one block of queries (of keys, in the kernel for dK and dV) and walks along the band: first the
+blocks that the band's edge crosses, then those that are wholly visible and need no mask, then edge again. What lies
+outside the band is not visited. Scores are kept as multiples of log 2, so that exp2 serves: ``inner`` and ``outer`` are
+``scale * log2(e)`` and 0 without a soft cap, and ``scale / softcap`` and ``softcap * log2(e)`` with one.
+
+All tensors are read as [B, heads, tokens, D] with D consecutive and any other strides; lse and delta are contiguous
+[B, H, Q]. Everything is accumulated in float32.
+
+Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
+"""
+
+# Triton reads the source of these functions itself, and has no type annotations.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+__all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel"]
+
+_SIZES = ["num_queries", "num_keys", "lo", "hi"]  # vary from call to call: no special build for 1 or a multiple of 16
+
+
+@triton.jit
+def _load(base, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
+    """[len(tokens), BLOCK_D], zero beyond HEAD_DIM and, on an edge, beyond the last token."""
+    dims = tl.arange(0, BLOCK_D)
+    pointers = base + tokens[:, None].to(tl.int64) * stride + dims[None, :]
+    if EDGE:
+        return tl.load(pointers, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < HEAD_DIM), other=0.0)
+    elif BLOCK_D != HEAD_DIM:  # noqa: RET505 - Triton compiles one branch, and wants it to end the function
+        return tl.load(pointers, mask=dims[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store(base, values, tokens, stride, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    dims = tl.arange(0, BLOCK_D)
+    pointers = base + tokens[:, None].to(tl.int64) * stride + dims[None, :]
+    tl.store(pointers, values, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def _scores(a, b, inner, outer, SOFTCAP: tl.constexpr):
+    """Scores of the rows of ``a`` against the rows of ``b``, times log2(e)."""
+    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * inner
+    if SOFTCAP:
+        scores = outer * (2 * tl.sigmoid(2 * scores) - 1)  # tanh
+    return scores
+
+
+@triton.jit
+def _visible(queries, keys, num_queries, num_keys, lo, hi):
+    """Whether the band shows it, for indices that broadcast against each other."""
+    diagonal = keys - queries
+    return (diagonal >= lo) & (diagonal <= hi) & (queries < num_queries) & (keys < num_keys)
+
+
+@triton.jit
+def _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Keys that a block of queries visits, as (start, start of the wholly visible, their stop, stop)."""
+    last_query = tl.minimum(first_query + BLOCK_Q, num_queries) - 1
+    start = tl.maximum(first_query + lo, 0) // BLOCK_K * BLOCK_K
+    stop = tl.minimum(last_query + hi + 1, num_keys)
+    whole = tl.cdiv(tl.maximum(last_query + lo, 0), BLOCK_K) * BLOCK_K
+    whole_stop = tl.minimum(first_query + hi + 1, num_keys) // BLOCK_K * BLOCK_K
+    whole = tl.minimum(whole, stop)
+    return start, whole, tl.maximum(whole, whole_stop), stop
+
+
+@triton.jit
+def _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Queries that a block of keys is visited by, likewise."""
+    last_key = tl.minimum(first_key + BLOCK_K, num_keys) - 1
+    start = tl.maximum(first_key - hi, 0) // BLOCK_Q * BLOCK_Q
+    stop = tl.minimum(last_key - lo + 1, num_queries)
+    whole = tl.cdiv(tl.maximum(last_key - hi, 0), BLOCK_Q) * BLOCK_Q
+    whole_stop = tl.minimum(first_key - lo + 1, num_queries) // BLOCK_Q * BLOCK_Q
+    whole = tl.minimum(whole, stop)
+    return start, whole, tl.maximum(whole, whole_stop), stop
+
+
+@triton.jit
+def _phase(bounds, PHASE: tl.constexpr):
+    """Where the walk's first edge (0), its wholly visible part (1) and its second edge (2) start and stop."""
+    return bounds[PHASE], bounds[PHASE + 1]
+
+
+# --- forward ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def forward_kernel(
+    Q, K, V, OUT, LSE,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
+    stride_ob, stride_oh, stride_o,
+    num_heads, group, num_queries, num_keys, lo, hi, inner, outer,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, H, Q, D] and LSE [B, H, Q] of a block; programs (blocks of queries, B * H)."""
+    first_query = tl.program_id(0) * BLOCK_Q
+    sample = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    Q += sample * stride_qb + head * stride_qh
+    K += sample * stride_kb + head // group * stride_kh
+    V += sample * stride_vb + head // group * stride_vh
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    q = _load(Q, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
+    for phase in tl.static_range(3):
+        EDGE: tl.constexpr = phase != 1
+        start, stop = _phase(bounds, phase)
+        for first_key in range(start, stop, BLOCK_K):
+            keys = first_key + tl.arange(0, BLOCK_K)
+            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            scores = _scores(q, k, inner, outer, SOFTCAP)
+            if EDGE:
+                visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
+                scores = tl.where(visible, scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query that has seen nothing yet
+            probs = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(top - base)
+            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+            total = total * shrink + tl.sum(probs, 1)
+            top = new_top
+    inside = queries < num_queries
+    total = tl.where(inside, total, 1.0)
+    OUT += sample * stride_ob + head * stride_oh
+    values = (acc / total[:, None]).to(OUT.dtype.element_ty)
+    _store(OUT, values, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D)
+    lse = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(LSE + tl.program_id(1).to(tl.int64) * num_queries + queries, lse, mask=inside)
+
+
+# --- backward --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def delta_kernel(
+    OUT, DOUT, DELTA,
+    stride_ob, stride_oh, stride_o, stride_db, stride_dh, stride_d,
+    num_heads, num_queries,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """DELTA [B, H, Q] = rowsum(out * dout); programs (blocks of queries, B * H)."""
+    sample = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    out = _load(OUT + sample * stride_ob + head * stride_oh, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D, True)
+    dout = _load(DOUT + sample * stride_db + head * stride_dh, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(DELTA + tl.program_id(1).to(tl.int64) * num_queries + queries, delta, mask=queries < num_queries)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def dq_kernel(
+    Q, K, V, DOUT, LSE, DELTA, DQ,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
+    stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
+    num_heads, group, num_queries, num_keys, lo, hi, inner, outer, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """DQ [B, H, Q, D] in float32; programs (blocks of queries, B * H)."""
+    first_query = tl.program_id(0) * BLOCK_Q
+    sample = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    K += sample * stride_kb + head // group * stride_kh
+    V += sample * stride_vb + head // group * stride_vh
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    inside = queries < num_queries
+    row = tl.program_id(1).to(tl.int64) * num_queries + queries
+    lse = tl.load(LSE + row, mask=inside, other=0.0) * 1.4426950408889634
+    delta = tl.load(DELTA + row, mask=inside, other=0.0)
+    q = _load(Q + sample * stride_qb + head * stride_qh, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
+    dout = _load(DOUT + sample * stride_db + head * stride_dh, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
+    for phase in tl.static_range(3):
+        EDGE: tl.constexpr = phase != 1
+        start, stop = _phase(bounds, phase)
+        for first_key in range(start, stop, BLOCK_K):
+            keys = first_key + tl.arange(0, BLOCK_K)
+            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            scores = _scores(q, k, inner, outer, SOFTCAP)
+            probs = tl.exp2(scores - lse[:, None])
+            if EDGE:
+                visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
+                probs = tl.where(visible, probs, 0.0)
+            dscores = probs * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+            if SOFTCAP:
+                dscores *= 1 - (scores / outer) * (scores / outer)
+            dq += tl.dot(dscores.to(k.dtype), k, input_precision="ieee")
+    DQ += sample * stride_gb + head * stride_gh
+    _store(DQ, dq * scale, queries, stride_g, num_queries, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def dkv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, DK, DV,
+    stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
+    stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
+    num_kv_heads, group, num_queries, num_keys, lo, hi, inner, outer, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """DK and DV [B, G, K, D] in float32 with equal strides; programs (blocks of keys, B * G).
+
+    Scores and probabilities are transposed here, [keys, queries], as the left operands of both products.
+    """
+    first_key = tl.program_id(0) * BLOCK_K
+    sample = (tl.program_id(1) // num_kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
+    keys = first_key + tl.arange(0, BLOCK_K)
+    k = _load(K + sample * stride_kb + kv_head * stride_kh, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, True)
+    v = _load(V + sample * stride_vb + kv_head * stride_vh, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    bounds = _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
+    for head in range(kv_head * group, kv_head * group + group):
+        Q_h = Q + sample * stride_qb + head * stride_qh
+        DOUT_h = DOUT + sample * stride_db + head * stride_dh
+        row = (sample * num_kv_heads * group + head) * num_queries
+        for phase in tl.static_range(3):
+            EDGE: tl.constexpr = phase != 1
+            start, stop = _phase(bounds, phase)
+            for first_query in range(start, stop, BLOCK_Q):
+                queries = first_query + tl.arange(0, BLOCK_Q)
+                inside = queries < num_queries
+                q = _load(Q_h, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, EDGE)
+                dout = _load(DOUT_h, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, EDGE)
+                lse = tl.load(LSE + row + queries, mask=inside, other=0.0) * 1.4426950408889634
+                delta = tl.load(DELTA + row + queries, mask=inside, other=0.0)
+                scores = _scores(k, q, inner, outer, SOFTCAP)
+                probs = tl.exp2(scores - lse[None, :])
+                if EDGE:
+                    visible = _visible(queries[None, :], keys[:, None], num_queries, num_keys, lo, hi)
+                    probs = tl.where(visible, probs, 0.0)
+                dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")
+                dscores = probs * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+                if SOFTCAP:
+                    dscores *= 1 - (scores / outer) * (scores / outer)
+                dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
+    DK += sample * stride_gb + kv_head * stride_gh
+    DV += sample * stride_gb + kv_head * stride_gh
+    _store(DK, dk * scale, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)
+    _store(DV, dv, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)
