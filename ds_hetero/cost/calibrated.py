@@ -363,11 +363,11 @@ class CalibratedCostModel(BaseCostModel):
             ranks = grouping.order[grouping.offsets[group] : grouping.offsets[group + 1]]
             rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
             return Bottleneck.of_link(self.cluster, term, rank, self._slowest_peer(rank, ranks))
-        finish_s = float(ring_finish_s(ring)[0])
-        if self._gather_s + self._reduce_s > finish_s * self._repeats[0]:
+        finish = [float(ring_finish_s(self._ring(shape, one)[1])[0]) for one in self._passes]
+        if terms.block_s > 1.02 * sum(repeats * one for repeats, one in zip(self._repeats, finish, strict=True)):
             return Bottleneck.of_rank(self.cluster, term, "ZeRO traffic", 0)
         alone_K = (ring.start_s + ring.slope_s * self.workload.seq_len + ring.fixed_s * grouping.num_groups)[0]
-        if ring.contiguous_causal or finish_s > 1.02 * alone_K.max():
+        if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
             return self._slowest_transfer(shape, term)
         slope_BD, fixed_BD, _ = self._attention_s(shape, each)
         members_D = grouping.group_of == int(alone_K.argmax())

@@ -1,0 +1,220 @@
+"""Cluster files: people's units in, SI units out, and one clear message for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ds_hetero.cluster import CATALOGUE, cluster_from_dict, cluster_names, cluster_to_dict, load_cluster
+from ds_hetero.errors import ClusterError
+
+CONTRACT = """
+nodes:
+  - {name: h100, device: H100-SXM-80GB, count: 8, link: {bandwidth_gb_per_s: 450, latency_us: 5}}
+  - {name: a100, device: A100-SXM-80GB, count: 8, link: {bandwidth_gb_per_s: 300, latency_us: 5}}
+network: {bandwidth_gb_per_s: 25, latency_us: 10}
+links:   [{between: [h100, a100], bandwidth_gb_per_s: 12.5, latency_us: 20}]      # optional overrides
+devices: {my-gpu: {peak_tflops: 120, memory_gib: 24, memory_bandwidth_gb_per_s: 900}}
+"""
+
+
+def small(**changes):
+    data = {
+        "nodes": [
+            {"name": "a", "device": "L40S", "count": 2, "link": {"bandwidth_gb_per_s": 32}},
+            {"name": "b", "device": "T4"},
+        ],
+        "network": {"bandwidth_gb_per_s": 1},
+    }
+    return data | changes
+
+
+def test_file_of_the_contract_in_si_units(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(CONTRACT)
+    cluster = load_cluster(path)
+    assert cluster.num_ranks == 16
+    assert cluster.node_of_rank.tolist() == [0] * 8 + [1] * 8
+    assert cluster.devices[0].peak_flops_per_s == 989.5e12 and cluster.devices[0].memory_bytes == 80 * 2**30
+    assert cluster.link(0, 7).bytes_per_s == 450e9 and cluster.link(0, 7).latency_s == pytest.approx(5e-6)
+    assert cluster.link(8, 15).bytes_per_s == 300e9
+    assert cluster.link(0, 8) == cluster.link(15, 3) and cluster.link(0, 8).bytes_per_s == 12.5e9
+    assert cluster.link(0, 8).latency_s == pytest.approx(20e-6)
+
+
+def test_yaml_json_and_inline_are_the_same(tmp_path):
+    data = small()
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    (tmp_path / "c.yaml").write_text(json.dumps(data))  # JSON is YAML
+    assert load_cluster(tmp_path / "c.json") == load_cluster(tmp_path / "c.yaml") == load_cluster(data)
+
+
+def test_repeated_nodes_mixed_nodes_and_shared_ports():
+    cluster = cluster_from_dict(
+        {
+            "nodes": [
+                {
+                    "name": "a",
+                    "device": "RTX-4090",
+                    "count": 2,
+                    "repeat": 2,
+                    "nics": {"count": 2, "bandwidth_gb_per_s": 3},
+                },
+                {"name": "m", "devices": ["T4", "RTX-3090"], "link": {"bandwidth_gb_per_s": 8, "total_gb_per_s": 12}},
+            ],
+            "network": {"bandwidth_gb_per_s": 1.25, "latency_us": 0},
+            "links": [
+                {"between": ["a", "a"], "bandwidth_gb_per_s": 5},
+                {"between": ["a-1", "m"], "bandwidth_gb_per_s": 2},
+            ],
+        }
+    )
+    assert [node.name for node in cluster.nodes] == ["a-0", "a-1", "m"]
+    assert [device.name for device in cluster.devices] == ["RTX-4090"] * 4 + ["T4", "RTX-3090"]
+    assert cluster.nic_bytes_per_s.tolist() == [6e9, 6e9, float("inf")]
+    assert cluster.switch_bytes_per_s.tolist() == [float("inf"), float("inf"), 12e9]
+    assert cluster.node_bytes_per_s.tolist() == [[32e9, 5e9, 1.25e9], [5e9, 32e9, 2e9], [1.25e9, 2e9, 8e9]]
+    assert len(cluster.link_classes) == 5
+    assert cluster.rank_name(4) == "rank 4 (T4 on m)"
+
+
+def test_measured_values_override_the_catalogue():
+    cluster = cluster_from_dict(
+        small(devices={"L40S": {"peak_tflops": 181, "efficiency": {"matmul": 0.9, "attention_half_rows": 0}}})
+    )
+    device, known = cluster.devices[0], CATALOGUE["L40S"].device
+    assert device.peak_flops_per_s == 181e12 and device.memory_bytes == known.memory_bytes
+    assert device.efficiency.matmul == 0.9 and device.efficiency.attention_half_rows == 0
+    assert device.efficiency.attention_forward == known.efficiency.attention_forward
+
+
+def test_written_out_and_read_back():
+    for name in ("lab", "hexiscale-setting-3"):
+        cluster = load_cluster(name)
+        again = load_cluster(json.loads(json.dumps(cluster_to_dict(cluster))))
+        assert again.devices == cluster.devices
+        assert again.node_bytes_per_s.tolist() == cluster.node_bytes_per_s.tolist()
+        assert again.node_p2p_s_per_byte == pytest.approx(cluster.node_p2p_s_per_byte)
+        assert again.nic_bytes_per_s.tolist() == cluster.nic_bytes_per_s.tolist()
+
+
+def test_files_of_the_papers():
+    kinds = {name: {} for name in cluster_names()}
+    for name in cluster_names():
+        for device in load_cluster(name).devices:
+            kinds[name][device.name] = kinds[name].get(device.name, 0) + 1
+    h100, a100, a800, l40s = "H100-SXM-80GB", "A100-SXM-80GB", "A800-SXM-80GB", "L40S"
+    ti, r3090, r4090 = "RTX-3080Ti", "RTX-3090", "RTX-4090"
+    assert kinds["hexiseq-setting-1"] == {h100: 4, a100: 4}
+    assert kinds["hexiseq-setting-2"] == {h100: 4, a100: 8}
+    assert kinds["hexiseq-setting-3"] == {h100: 8, a100: 8}
+    assert kinds["hexiseq-simulation-1"] == {h100: 8, a100: 8, a800: 16}
+    assert kinds["hexiseq-simulation-2"] == {h100: 16, a100: 16, a800: 16, l40s: 16}
+    assert kinds["hexiseq-simulation-3"] == {h100: 16, a100: 16, a800: 48, l40s: 48}
+    assert kinds["hexiseq-simulation-4"] == {h100: 48, a100: 8}
+    assert kinds["hexiseq-simulation-4-homogeneous"] == {a100: 152}
+    assert kinds["hexiseq-simulation-5"] == {h100: 52, a100: 4, a800: 8}
+    assert kinds["hexiseq-simulation-5-homogeneous"] == {a100: 168}
+    assert kinds["hexiscale-setting-1"] == {ti: 8, r3090: 8, r4090: 24}
+    assert kinds["hexiscale-setting-2"] == {ti: 8, r3090: 8, r4090: 8, a800: 8}
+    assert kinds["hexiscale-setting-3"] == {r3090: 16, r4090: 32, a800: 8}
+    assert kinds["hexiscale-case-study"] == {a800: 3, r4090: 3, r3090: 2}
+    assert kinds["zeppelin-a"] == {a800: 16} and kinds["zeppelin-b"] == {"H800-SXM-80GB": 16}
+    assert kinds["zeppelin-c"] == {"H200-SXM-141GB": 16}
+    assert {"lab", "cloud"} <= set(kinds)
+
+
+def test_catalogue_has_what_people_own_with_sources():
+    names = set(CATALOGUE)
+    assert {"H100-SXM-80GB", "A100-SXM-80GB", "A800-SXM-80GB", "L40S", "RTX-4090", "RTX-3090", "RTX-3080Ti"} <= names
+    for part in (
+        "B300",
+        "B200",
+        "H200",
+        "H100-NVL",
+        "H100-PCIe",
+        "A100-SXM-40",
+        "H800",
+        "L40",
+        "L4",
+        "A10",
+        "V100",
+        "T4",
+    ):
+        assert any(name.startswith(part) for name in names), part
+    assert {"MI300X", "CPU"} <= names
+    assert all(entry.device.source for entry in CATALOGUE.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": []}, "nodes must be a list with at least one node"),
+        (
+            {"nodes": [{"name": "a", "device": "H100-SMX-80GB"}]},
+            r"nodes\[0\] \(a\): device 'H100-SMX-80GB' is not known; did you mean 'H100-SXM-80GB'",
+        ),
+        (
+            {"nodes": [{"name": "a", "device": "T4", "cuont": 2}]},
+            r"nodes\[0\]: unknown key 'cuont'; did you mean 'count'\?",
+        ),
+        ({"nodes": [{"device": "T4"}]}, r"nodes\[0\]: missing name"),
+        (
+            {"nodes": [{"name": "a", "device": "T4", "count": 0}]},
+            r"nodes\[0\] \(a\).count must be a whole number >= 1, got 0",
+        ),
+        ({"nodes": [{"name": "a", "device": "T4", "devices": ["T4"]}]}, "either device and count, or devices"),
+        ({"nodes": [{"name": "a", "device": "T4"}, {"name": "a", "device": "T4"}]}, "two nodes are named 'a'"),
+        ({"network": {"bandwidth_gb_per_s": 0}}, r"network.bandwidth_gb_per_s must be greater than 0, got 0"),
+        ({"network": {"bandwidth_gb_per_s": 1, "latency_us": -1}}, r"network.latency_us must be at least 0, got -1"),
+        (
+            {"network": {"bandwidth_gb_per_s": "25 GB/s"}},
+            "must be a number without a unit, got '25 GB/s'; the unit is in the key",
+        ),
+        ({"network": {"bandwidth_gb_per_s": float("inf")}}, "must be a number"),
+        ({"network": {"bandwidth_gbit_per_s": 100}}, r"gbit_per_s: this file has one unit per quantity"),
+        ({"network": {"bandwidth_gb_per_s": 1, "latency_ms": 1}}, "Give latency_us, in microseconds"),
+        ({"network": {}}, "network: missing bandwidth_gb_per_s"),
+        (
+            {"devices": {"x": {"peak_tflops": 1, "memory_gb": 2}}},
+            "devices.x.memory_gb: this file has one unit per quantity. Give memory_gib",
+        ),
+        ({"devices": {"x": {"peak_tflops": 1}}}, "devices.x: missing memory_bandwidth_gb_per_s, memory_gib"),
+        (
+            {"devices": {"T4": {"efficiency": {"matmull": 1}}}},
+            "devices.T4.efficiency: unknown key 'matmull'; did you mean 'matmul'",
+        ),
+        (
+            {"links": [{"between": ["a", "c"], "bandwidth_gb_per_s": 1}]},
+            r"links\[0\].between: there is no node 'c'. The nodes are a, b",
+        ),
+        ({"links": [{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]}, "names 'a' twice, which is one node"),
+        ({"links": [{"between": ["a"], "bandwidth_gb_per_s": 1}]}, "must name two nodes"),
+        ({"nets": {}}, "cluster: unknown key 'nets'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_files_words(changes, message):
+    with pytest.raises(ClusterError, match=message):
+        cluster_from_dict(small(**changes))
+
+
+def test_several_nodes_need_a_network():
+    data = small()
+    del data["network"]
+    with pytest.raises(ClusterError, match="network is missing, but there are 2 nodes"):
+        cluster_from_dict(data)
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ClusterError, match="did you mean 'hexiseq-setting-1'"):
+        load_cluster("hexiseq-seting-1")
+    (tmp_path / "c.yaml").write_text("nodes: [")
+    with pytest.raises(ClusterError, match=r"c\.yaml is not YAML"):
+        load_cluster(tmp_path / "c.yaml")
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(ClusterError, match=r"c\.json is not JSON"):
+        load_cluster(tmp_path / "c.json")
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    with pytest.raises(ClusterError, match="cluster must be a mapping"):
+        load_cluster(tmp_path / "list.yaml")
