@@ -341,10 +341,11 @@ class CalibratedCostModel(BaseCostModel):
         busy_D = np.zeros(len(tokens_D))
         for repeats, each in zip(self._repeats, self._passes, strict=True):
             slope_BD, fixed_BD, contiguous_causal = self._attention_s(shape, each)
-            seen_D = np.full(len(tokens_D), float(self.workload.seq_len))
+            seen_K, blocks_K = np.full((2, grouping.num_groups), [[self.workload.seq_len], [grouping.num_groups]])
             if contiguous_causal:  # earlier groups, and half of the own one
-                seen_D = (np.cumsum(shape.length_BK[0]) - shape.length_BK[0] / 2)[grouping.group_of]
-            attention_D = slope_BD[0] * seen_D + fixed_BD[0] * grouping.num_groups
+                seen_K = np.cumsum(shape.length_BK[0]) - shape.length_BK[0] / 2
+                blocks_K = np.arange(grouping.num_groups) + 0.5
+            attention_D = slope_BD[0] * seen_K[grouping.group_of] + fixed_BD[0] * blocks_K[grouping.group_of]
             busy_D += repeats * (self._non_attention_s(tokens_D, each) + attention_D)
         return busy_D
 
