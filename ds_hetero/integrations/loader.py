@@ -21,8 +21,8 @@ _PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNO
 class ModelLoader(ShardedLoader):
     """A `ShardedLoader` for one model, whose batches are on ``device``.
 
-    An epoch begun in ``model.eval()`` yields the wrapped loader's batches, whole. A rank that the schedule gives no
-    token of a batch gets one column of placeholders, which takes no part in attention or loss.
+    An epoch whose first batch is drawn in ``model.eval()`` yields the wrapped loader's batches, whole. A rank that the
+    schedule gives no token of a batch gets one column of placeholders, which takes no part in attention or loss.
     """
 
     def __init__(

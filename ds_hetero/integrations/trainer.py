@@ -17,6 +17,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
+from ds_hetero.integrations.transformers import sharding
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.shards import IGNORE_INDEX
 
@@ -24,9 +25,9 @@ __all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = (
     "transformers:Trainer._get_dataloader",
-    "transformers:Trainer._get_num_items_in_batch",
     "transformers:Trainer._track_num_input_tokens",
     "transformers:Trainer.compute_loss",
+    "transformers:Trainer.get_batch_samples",
     "transformers:Trainer.get_sp_size",
     "transformers:Trainer.get_total_train_batch_size",
     "transformers:Trainer.loss_is_scaled_for_ga",
@@ -40,7 +41,7 @@ def install(handle: Handle) -> None:
     replace = handle.patches.replace
     replace(Trainer, "_get_dataloader", _loading_over_replicas)
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
-    replace(Trainer, "_get_num_items_in_batch", lambda stock: _counting_items(handle, stock))
+    replace(Trainer, "get_batch_samples", lambda stock: _counting_items(handle, stock))
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(handle, stock))
     replace(Trainer, "_track_num_input_tokens", _not_counting_placeholders)
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
@@ -81,22 +82,28 @@ def _counting_batches_once(stock: Any) -> Any:
 
 
 def _counting_items(handle: Handle, stock: Any) -> Any:
-    """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike."""
+    """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike.
+
+    Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
+    """
 
     @functools.wraps(stock)
-    def get_num_items_in_batch(trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
+    def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         model = handle.find(trainer.model)
-        if model is None or not batch_samples or "shift_labels" not in batch_samples[0]:
-            return stock(trainer, batch_samples, device)
-        items = sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batch_samples)
-        items = torch.as_tensor(items, device=device)
+        if model is None:
+            return stock(trainer, epoch_iterator, num_batches, device)
+        with sharding(True):
+            batches, _ = stock(trainer, epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
         if trainer.args.average_tokens_across_devices:
             dist.all_reduce(items)
-            return items
+            return batches, items
         dist.all_reduce(items, group=model.replica.sp_group)
-        return items * model.replica.num_replicas
+        return batches, items * model.replica.num_replicas
 
-    return get_num_items_in_batch
+    return get_batch_samples
 
 
 def _loss_of_whole_batch(handle: Handle, stock: Any) -> Any:
