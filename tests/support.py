@@ -22,12 +22,14 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -72,7 +74,7 @@ def run_deepspeed(
     ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator. The working
     directory is a temporary one.
-    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `tests/preload_deepspeed.py`.
+    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `preload_deepspeed`.
     """
     launcher_env = {
         "MASTER_ADDR": "127.0.0.1",
@@ -88,9 +90,15 @@ def run_deepspeed(
 
 
 def preload_deepspeed() -> None:
-    """Have DeepSpeed and transformers imported once, in the server; to be called before the first rank starts."""
+    """Have DeepSpeed and transformers imported once, in the server; to be called before the first rank starts.
+
+    The first time in a clone this also compiles DeepSpeed's shared-memory extension, outside the timeout of any test.
+    """
     os.environ.update(_deepspeed_env())
     _preload.append("tests.preload_deepspeed")
+    if not Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so").exists():
+        print("compiling DeepSpeed's shared-memory extension, once, for a minute or two", file=sys.__stderr__)
+        subprocess.run([sys.executable, "-m", "tests.preload_deepspeed"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
 
 
 def free_port() -> int:
@@ -178,7 +186,8 @@ def _report(fn: Callable[..., Any], world_size: int, failures: dict[int, str], o
 
 
 def _deepspeed_env() -> dict[str, str]:
-    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions")}
+    build = f"{sys.implementation.cache_tag}-torch-{version('torch')}"
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions" / build)}
 
 
 # --- the rank's side --------------------------------------------------------------------------------
