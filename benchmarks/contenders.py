@@ -1,0 +1,199 @@
+"""Implementations of attention over a sequence that is split evenly over all ranks, behind one call.
+
+    stock       DeepSpeed's `UlyssesSPAttentionHF` around transformers' sdpa attention
+    torch-ring  torch's ring attention, the one behind its context_parallel, accelerate's cp and torchtitan
+    ulysses     this engine with the uniform schedule "ulysses"
+    ring        this engine with the uniform schedule "ring"
+
+Each is called with queries, keys and values as Llama hands them over, [B, heads, s, D] views of [B, s, heads, D], and
+returns [B, s, H * D].
+
+torch's ring: `context_parallel` itself takes CUDA's operators only. The ring beneath, `_templated_ring_attention`, is
+generic in the operator, and is run here with torch's flash operator for CPU, the kernel of all other contenders. Causal
+work is balanced by its own zigzag. Other published rings do not run on a CPU: ring-flash-attn needs flash-attn, and
+yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.runtime import kernels
+from ds_hetero.runtime.attention import attention
+from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import STRATEGIES
+
+__all__ = [
+    "CONTESTS",
+    "Contender",
+    "Layer",
+    "Shape",
+    "TorchRing",
+    "contiguous_positions",
+    "make_contender",
+    "zigzag_positions",
+]
+
+CONTESTS = {"ulysses": ("stock", "ulysses"), "ring": ("torch-ring", "ring")}
+"""What is compared with what: (peer, ours)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the models; float32. Narrow, so that attention has the share of a step that it has on long sequences."""
+
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    batch_size: int = 1
+    hidden_size: int = 256
+    num_layers: int = 2
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation, set up on this rank.
+
+    Args:
+        positions: length -> positions of this rank's tokens in the sequence.
+        attend: (q, k, v, position_ids [B, s]) -> out.
+    """
+
+    name: str
+    positions: Callable[[int], list[int]]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def layer(self, shape: Shape, length: int) -> Layer:
+        """One attention layer, forward and backward, on this rank's shard of a sequence that is the same for all."""
+        positions = self.positions(length)
+        generator = torch.Generator().manual_seed(0)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+        whole = [torch.randn(shape.batch_size, length, h, shape.head_dim, generator=generator) for h in heads]
+        q, k, v, dout = (x[:, positions].contiguous().transpose(1, 2) for x in whole)
+        return Layer(
+            attend=self.attend,
+            inputs=(q.requires_grad_(), k.requires_grad_(), v.requires_grad_()),
+            dout=dout.transpose(1, 2).flatten(2),
+            position_ids=torch.tensor([positions] * shape.batch_size),
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Call it to run forward and backward once; returns the output, the gradients are those of ``inputs``."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    position_ids: Tensor
+
+    def __call__(self) -> Tensor:
+        """Forward and backward."""
+        for x in self.inputs:
+            x.grad = None
+        out = self.attend(*self.inputs, self.position_ids)
+        out.backward(self.dout)
+        return out
+
+
+def make_contender(name: str, shape: Shape) -> Contender:
+    """Set one up on this rank; makes process groups, so every rank calls it in the same order."""
+    makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
+    return makers[name](name, shape)
+
+
+def contiguous_positions(length: int, rank: int, num_ranks: int) -> list[int]:
+    """What rank r holds under stock Ulysses: chunk r of n equal ones."""
+    if length % num_ranks:
+        raise ValueError(f"{length} tokens do not make an equal chunk for each of {num_ranks} ranks.")
+    chunk = length // num_ranks
+    return list(range(rank * chunk, (rank + 1) * chunk))
+
+
+def zigzag_positions(length: int, rank: int, num_ranks: int) -> list[int]:
+    """What rank r holds under the balanced ring of torch and others: chunks r and 2 n - 1 - r of 2 n equal ones."""
+    if length % (2 * num_ranks):
+        raise ValueError(f"{length} tokens do not make 2 equal chunks for each of {num_ranks} ranks.")
+    chunk = length // (2 * num_ranks)
+    return [c * chunk + i for c in (rank, 2 * num_ranks - 1 - rank) for i in range(chunk)]
+
+
+def _stock(name: str, shape: Shape) -> Contender:
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.comm.init_distributed("gloo", verbose=False)
+    ulysses = UlyssesSPAttentionHF(
+        ALL_ATTENTION_FUNCTIONS["sdpa"],
+        shape.batch_size,
+        shape.num_heads,
+        shape.head_dim,
+        shape.num_kv_heads,
+        num_hidden_layers=1,
+        process_group=dist.group.WORLD,
+        seq_length_is_variable=True,
+    )
+    module = SimpleNamespace(num_key_value_groups=shape.num_heads // shape.num_kv_heads, is_causal=True, training=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        out: Tensor = ulysses(module, q, k, v, None, position_ids=position_ids, scaling=shape.head_dim**-0.5)[0]
+        return out
+
+    return Contender(name, partial(contiguous_positions, rank=dist.get_rank(), num_ranks=dist.get_world_size()), attend)
+
+
+def _torch_ring(name: str, shape: Shape) -> Contender:
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        out: Tensor = TorchRing.apply(q, k, v, dist.group.WORLD)
+        return out.transpose(1, 2).flatten(2)
+
+    return Contender(name, partial(zigzag_positions, rank=dist.get_rank(), num_ranks=dist.get_world_size()), attend)
+
+
+class TorchRing(torch.autograd.Function):
+    """torch's ring attention with its flash operator for CPU, causal; KV goes from neighbour to neighbour."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: D102
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        _attention.set_rotate_method("alltoall")  # the other method is one all-gather
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = _attention._templated_ring_attention(group, 2, flash, q, k, v, is_causal=True, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        saved: Sequence[Tensor] = ctx.saved_tensors
+        dq, dk, dv = _attention._templated_ring_attention_backward(
+            ctx.group, 2, flash_backward, dout, "grad_out", *saved, is_causal=True, dropout_p=0.0
+        )
+        return dq, dk, dv, None
+
+
+def _engine(name: str, shape: Shape) -> Contender:
+    schedule = STRATEGIES[name](dist.get_world_size(), shape.num_heads, shape.num_kv_heads)
+    replica = make_replica([schedule])
+    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, softcap=None, requested=None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        # A model does this once for all its layers. Stock gathers position ids in every layer, so here every call does.
+        batch = agree_on_batch(replica, position_ids.shape, q.dtype, q.device, position_ids=position_ids)
+        return attention(q, k, v, replica, batch, kernel=kernel).flatten(2)
+
+    return Contender(name, partial(schedule.positions, rank=dist.get_rank()), attend)

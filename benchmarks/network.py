@@ -1,0 +1,309 @@
+"""A network of nodes on one Linux machine, with the rate and the delay of every link chosen.
+
+    with emulate(nodes=2, rate_bit_per_s=1e9, delay_s=100e-6) as network:
+        print(network.describe())                      # what was asked for, and what was measured
+        start_rank(..., node=network.nodes[0])         # picklable; the rank calls node.enter() before it opens a socket
+
+A node is a network namespace. A rank that entered it uses gloo through `Node.environment`; a command that must be
+started whole runs under ``nsenter --net=<node.namespace>``. See `benchmarks.relay` for how the links are made, and why
+nothing is left behind by a crash.
+
+Needs Linux, the ``ip`` and ``tc`` commands (Debian package iproute2) and the right to make network namespaces: root, or
+``unshare --user --map-root-user --net`` before the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.relay import DEVICE, address, enter_namespace
+
+__all__ = ["EmulationError", "LinkMeasurement", "Network", "Node", "emulate"]
+
+METHODS = ("relay", "veth")
+_START_S = 20
+_PROBE_S = 0.15  # of traffic per measured link
+_PINGS = 40
+
+
+class EmulationError(RuntimeError):
+    """This machine does not let us emulate the network; says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One emulated machine.
+
+    Args:
+        namespace: path of its network namespace; None for the machine itself.
+        address: where other nodes reach it.
+    """
+
+    namespace: str | None
+    address: str
+
+    def enter(self) -> None:
+        """Move the calling thread, and every process and thread it starts later, to this node."""
+        if self.namespace is not None:
+            enter_namespace(self.namespace)
+            os.environ.update(self.environment)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torch.distributed needs to be told; `enter` sets it."""
+        return {} if self.namespace is None else {"GLOO_SOCKET_IFNAME": DEVICE}
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """What TCP saw between two nodes that did nothing else."""
+
+    sender: int
+    receiver: int
+    rate_bit_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes and what is between them.
+
+    Args:
+        method: ``"relay"``, ``"veth"``, or ``"none"``: all nodes are this machine, and its loopback joins them.
+        rate_bit_per_s: of every node's link, each way.
+        delay_s: one way, by pair.
+        measured: from every node to the next, before anything else ran on it.
+        process: of `benchmarks.relay`.
+    """
+
+    method: str
+    nodes: tuple[Node, ...]
+    rate_bit_per_s: tuple[float, ...] = ()
+    delay_s: tuple[tuple[float, ...], ...] = ()
+    pair_bit_per_s: tuple[tuple[float | None, ...], ...] | None = None
+    measured: tuple[LinkMeasurement, ...] = ()
+    process: subprocess.Popen[str] | None = None
+
+    def asked(self, sender: int, receiver: int) -> tuple[float, float]:
+        """(rate, round trip) that were asked for between two nodes."""
+        rates = [self.rate_bit_per_s[sender], self.rate_bit_per_s[receiver]]
+        if self.pair_bit_per_s and (pair := self.pair_bit_per_s[sender][receiver]):
+            rates.append(pair)
+        return min(rates), self.delay_s[sender][receiver] + self.delay_s[receiver][sender]
+
+    def describe(self) -> str:
+        """One line: the request, the measurement, and whether they agree."""
+        if self.method == "none":
+            return "loopback, not shaped"
+        asked = [self.asked(link.sender, link.receiver) for link in self.measured]
+        got = [(link.rate_bit_per_s, link.round_trip_s) for link in self.measured]
+        rates, trips = ([[pair[i] for pair in pairs] for pairs in (asked, got)] for i in (0, 1))
+        # A TCP ping waits for two wake-ups of a process besides the delay; half a millisecond is a busy machine.
+        off = any(not 0.9 * a <= g <= 1.1 * a for a, g in zip(*rates, strict=True))
+        off = off or any(g > a + 0.5e-3 for a, g in zip(*trips, strict=True))
+        return (
+            f"{self.method}: {_span(rates[0], 1e6)} Mbit/s and {_span(trips[0], 1e-3)} ms round trip asked for, "
+            f"{_span(rates[1], 1e6)} Mbit/s and {_span(trips[1], 1e-3)} ms measured"
+            + (" (NOT as asked: the machine is too busy, or this method cannot do it)" if off else "")
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For result files."""
+        return {
+            "method": self.method,
+            "rate_bit_per_s": self.rate_bit_per_s,
+            "delay_s": self.delay_s,
+            "pair_bit_per_s": self.pair_bit_per_s,
+            "measured": [vars(link) for link in self.measured],
+        }
+
+    def carried(self) -> dict[str, float]:
+        """The relay's packets so far: how many, how many it dropped, and how late they left on average."""
+        if self.process is None or self.method != "relay":
+            return {}
+        assert self.process.stdout is not None
+        self.process.send_signal(signal.SIGUSR1)
+        counts: dict[str, float] = json.loads(self.process.stdout.readline())
+        return counts
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes whose CPU time is the price of the emulation."""
+        return () if self.process is None else (self.process.pid,)
+
+
+def _span(values: Sequence[float], unit: float) -> str:
+    low, high = (f"{pick(values) / unit:.4g}" for pick in (min, max))
+    return low if low == high else f"{low}-{high}"
+
+
+@contextmanager
+def emulate(
+    *,
+    nodes: int,
+    rate_bit_per_s: float | Sequence[float],
+    delay_s: float | Sequence[Sequence[float]] = 0.0,
+    pair_bit_per_s: Sequence[Sequence[float | None]] | None = None,
+    methods: Sequence[str] = METHODS,
+) -> Iterator[Network]:
+    """Make the network, measure it, and take it down at the end.
+
+    Args:
+        nodes: how many, at most 250.
+        rate_bit_per_s: of every node's link to the switch, each way; one number or one per node.
+        delay_s: one way between different nodes; one number or a matrix by (sender, receiver).
+        pair_bit_per_s: further limits by (sender, receiver), None for no limit; the relay only.
+        methods: to try, in this order. ``"veth"`` has no delay and no pair limits and is passed over where they are
+            asked for. ``"none"`` always works and shapes nothing: for callers that can do without.
+
+    Raises:
+        EmulationError: no method works here.
+    """
+    rates = _per_node(rate_bit_per_s, nodes)
+    delays = _per_pair(delay_s, nodes)
+    pairs = tuple(map(tuple, pair_bit_per_s)) if pair_bit_per_s is not None else None
+    reasons = []
+    for method in methods:
+        if method == "none":
+            yield Network("none", (Node(None, "127.0.0.1"),) * nodes)
+            return
+        if method == "veth" and (pairs or any(map(any, delays))):
+            reasons.append("veth: has no delay and no limits by pair")
+            continue
+        try:
+            process, namespaces = _start(
+                {"method": method, "rate_bit_per_s": rates, "delay_s": delays, "pair_bit_per_s": pairs}
+            )
+        except OSError as error:
+            reasons.append(f"{method}: {error}")
+            continue
+        try:
+            made = tuple(Node(path, address(node)) for node, path in enumerate(namespaces))
+            network = Network(method, made, rates, delays, pairs, process=process)
+            links = [_measure(network, node, (node + 1) % nodes) for node in range(nodes if nodes > 1 else 0)]
+            yield replace(network, measured=tuple(links))
+        finally:
+            process.terminate()
+            process.wait()
+        return
+    raise EmulationError(
+        f"no emulated network on this machine ({'; '.join(reasons)}). It needs Linux, the commands ip and tc "
+        "(package iproute2), /dev/net/tun, and root or: unshare --user --map-root-user --net COMMAND"
+    )
+
+
+def _per_node(value: float | Sequence[float], nodes: int) -> tuple[float, ...]:
+    rates = tuple(value) if isinstance(value, Sequence) else (value,) * nodes
+    if not 1 <= nodes <= 250 or len(rates) != nodes or min(rates) <= 0:
+        raise ValueError(
+            f"rate_bit_per_s needs a positive number for each of the {nodes} nodes (1 to 250), got {value}."
+        )
+    return rates
+
+
+def _per_pair(value: float | Sequence[Sequence[float]], nodes: int) -> tuple[tuple[float, ...], ...]:
+    if isinstance(value, Sequence):
+        matrix = tuple(map(tuple, value))
+        if [len(row) for row in matrix] != [nodes] * nodes:
+            raise ValueError(f"delay_s needs a number for each of {nodes} x {nodes} pairs, got {value}.")
+        return matrix
+    return tuple(tuple(value if i != j else 0.0 for j in range(nodes)) for i in range(nodes))
+
+
+def _start(config: dict[str, Any]) -> tuple[subprocess.Popen[str], list[str]]:
+    """The process that owns the namespaces, and their paths."""
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            raise FileNotFoundError(f"the command {command} is missing: install the package iproute2")
+    # Not in our session, so that Ctrl-C reaches us first and the ranks still find their network while they stop.
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("relay.py")), json.dumps(config | {"parent": os.getpid()})],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    ready, _, _ = select.select([process.stdout], [], [], _START_S)
+    line = process.stdout.readline() if ready else ""
+    if not line:
+        process.kill()
+        said = process.stderr.read().strip().splitlines()
+        raise OSError(said[-1] if said else f"not ready within {_START_S} s")
+    namespaces: list[str] = json.loads(line)["namespaces"]
+    return process, namespaces
+
+
+# --- measuring --------------------------------------------------------------------------------------
+
+
+def _measure(network: Network, sender: int, receiver: int) -> LinkMeasurement:
+    """One TCP connection from ``sender`` to ``receiver``: pings, then a stream whose second half is timed."""
+    size = max(1 << 19, int(network.asked(sender, receiver)[0] / 8 * _PROBE_S))
+    listener = _socket_in(network.nodes[receiver])
+    listener.bind((network.nodes[receiver].address, 0))
+    listener.listen()
+    rates: list[float] = []
+    serving = threading.Thread(target=lambda: rates.append(_serve(listener, size)))
+    serving.start()
+    with listener, _socket_in(network.nodes[sender]) as connection:
+        connection.connect(listener.getsockname())
+        trips = []
+        for _ in range(_PINGS):
+            begin = time.perf_counter()
+            connection.sendall(b"?")
+            connection.recv(1)
+            trips.append(time.perf_counter() - begin)
+        connection.sendall(bytes(size))
+        serving.join()
+    return LinkMeasurement(sender, receiver, rates[0], statistics.median(trips))
+
+
+def _serve(listener: socket.socket, size: int) -> float:
+    """Answer the pings, take ``size`` bytes, and return the rate of their second half in bit/s."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    buffer = bytearray(1 << 20)
+    with connection:
+        for _ in range(_PINGS):
+            connection.recv(1)
+            connection.sendall(b"!")
+        left = size
+        while left > size // 2:
+            left -= connection.recv_into(buffer)
+        second_half, begin = left, time.perf_counter()
+        while left > 0:
+            left -= connection.recv_into(buffer)
+        return second_half * 8 / (time.perf_counter() - begin)
+
+
+def _socket_in(node: Node) -> socket.socket:
+    """A socket belongs to the namespace of the thread that makes it, so a short-lived thread makes it."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        assert node.namespace is not None
+        enter_namespace(node.namespace)
+        made.append(socket.socket())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    made[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made[0]

@@ -1,0 +1,58 @@
+"""From times of alternating runs to a ratio that can be trusted: paired medians with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import median, quantiles
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Times of a peer against ours.
+
+    Args:
+        pairs: runs of each.
+        peer_s, ours_s: median seconds.
+        ratio: median over pairs of peer / ours; above 1 ours is faster.
+        quartiles: of the same ratios.
+        interval: of their median, at least 95 % sure by the sign test; all ratios where that takes more pairs.
+    """
+
+    pairs: int
+    peer_s: float
+    ours_s: float
+    ratio: float
+    quartiles: tuple[float, float]
+    interval: tuple[float, float]
+
+
+def compare(peer_s: Sequence[float], ours_s: Sequence[float]) -> Comparison:
+    """Compare runs that were made in pairs, one right after the other, so that both saw the same machine."""
+    ratios = sorted(peer / ours for peer, ours in zip(peer_s, ours_s, strict=True))
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    trim = _outside_of_interval(len(ratios))
+    return Comparison(
+        pairs=len(ratios),
+        peer_s=median(peer_s),
+        ours_s=median(ours_s),
+        ratio=median(ratios),
+        quartiles=(low, high),
+        interval=(ratios[trim], ratios[-1 - trim]),
+    )
+
+
+def _outside_of_interval(pairs: int) -> int:
+    """How many values at each end of the sorted ratios the median's 95 % interval can do without.
+
+    The true median lies below the k-th smallest of n values with the probability that fewer than k of n fair coins show
+    heads; both ends together may take 5 %.
+    """
+    below, trim = 1, 0  # ways to have at most `trim` heads
+    while 2 * below <= 0.05 * 2**pairs:
+        trim += 1
+        below += comb(pairs, trim)
+    return max(0, trim - 1)

@@ -1,0 +1,135 @@
+"""Whole training steps of a small Llama through DeepSpeed engines: forward, backward, optimizer.
+
+Contenders are those of `benchmarks.contenders`, each with a model and an engine of its own, all in the same processes.
+Stock is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged
+over ranks by tokens. Ours is set up as README.md says. The model's parameters and every batch are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+
+import ds_hetero
+from benchmarks.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+
+__all__ = ["Step", "make_step"]
+
+Step = Callable[[int], float]
+"""Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""
+
+_VOCABULARY = 512
+_IGNORED = -100
+
+
+def make_step(name: str, shape: Shape, max_length: int) -> Step:
+    """Set a contender up on this rank. Every rank calls it in the same order, with "stock" before any of ours."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
+    return makers[name](name, shape, max_length)
+
+
+def _model(shape: Shape, max_length: int, attention: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.hidden_size * 11 // 4,
+        head_dim=shape.head_dim,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=max_length,
+        use_cache=False,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _engine_for(model: LlamaForCausalLM, shape: Shape, mpu: Any = None, **config: Any) -> Any:
+    ds_config = {
+        "train_micro_batch_size_per_gpu": shape.batch_size,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        **config,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=mpu)[0]
+
+
+def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]:
+    """This rank's shard of a batch; steps are measured, not loaders."""
+    tokens = torch.randint(_VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
+    return {
+        "input_ids": tokens[:, positions],
+        "position_ids": torch.tensor([positions] * shape.batch_size),
+        "shift_labels": labels[:, positions],
+    }
+
+
+def _stock(name: str, shape: Shape, max_length: int) -> Step:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = _model(shape, max_length, "sdpa")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=num_ranks,
+        micro_batch_size=shape.batch_size,
+    )
+    engine = _engine_for(model, shape, mpu, sequence_parallel_size=num_ranks)
+    batch = cache(lambda length: _batch(shape, length, contiguous_positions(length, rank, num_ranks)))
+    return lambda length: _documented_step(engine, batch(length), mpu.get_sequence_parallel_group())
+
+
+def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
+        out: Tensor = TorchRing.apply(q, k, v, dist.group.WORLD)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    engine = _engine_for(_model(shape, max_length, name), shape)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    batch = cache(lambda length: _batch(shape, length, zigzag_positions(length, rank, num_ranks)))
+    return lambda length: _documented_step(engine, batch(length), dist.group.WORLD)
+
+
+def _documented_step(engine: Any, batch: Mapping[str, Tensor], group: Any) -> float:
+    """As in DeepSpeed's tutorial and transformers' Trainer: means over the ranks' tokens, weighted by their number."""
+    labels = batch["shift_labels"]
+    logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=_VOCABULARY)
+    losses = all_gather(loss, group=group)
+    counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
+    loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _engine(name: str, shape: Shape, max_length: int) -> Step:
+    num_ranks = dist.get_world_size()
+    handle = ds_hetero.register()
+    model = _model(shape, max_length, "sdpa")
+    engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity={"schedule": name})
+    batch = cache(lambda length: _batch(shape, length, handle.schedule.positions(length, dist.get_rank())))
+
+    def step(length: int) -> float:
+        shard = batch(length)
+        outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+        loss = handle.loss(outputs, shard)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
