@@ -85,15 +85,12 @@ def _counting_processes(stock: Any) -> Any:
     def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
         stock(accelerator, *args, **kwargs)
         if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
-            local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank())
-            truth = {
-                "backend": dist.get_backend(),
-                "num_processes": dist.get_world_size(),
-                "process_index": dist.get_rank(),
-                "local_process_index": local_rank,
-            }
-            AcceleratorState._shared_state.update(truth)
-            PartialState._shared_state.update(truth)
+            _tell_state(
+                backend=dist.get_backend(),
+                num_processes=dist.get_world_size(),
+                process_index=dist.get_rank(),
+                local_process_index=dist.get_node_local_rank(fallback_rank=dist.get_rank()),
+            )
 
     return init
 
@@ -161,11 +158,17 @@ def _stepping_by_replicas(handle: Handle, stock: Any) -> Any:
         if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
             stock(scheduler, *args, **kwargs)
             return
-        shared = AcceleratorState._shared_state
-        num_processes, shared["num_processes"] = shared["num_processes"], handle.replica.num_replicas
+        num_processes = state.num_processes
+        _tell_state(num_processes=handle.replica.num_replicas)
         try:
             stock(scheduler, *args, **kwargs)
         finally:
-            shared["num_processes"] = num_processes
+            _tell_state(num_processes=num_processes)
 
     return step
+
+
+def _tell_state(**truth: Any) -> None:
+    """Set attributes of accelerate's process-wide state, which it keeps twice."""
+    PartialState._shared_state.update(truth)
+    AcceleratorState._shared_state.update(truth)
