@@ -113,20 +113,19 @@ def forward_kernel(
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
     for phase in tl.static_range(3):
-        EDGE: tl.constexpr = phase != 1
         start, stop = _phase(bounds, phase)
         for first_key in range(start, stop, BLOCK_K):
             keys = first_key + tl.arange(0, BLOCK_K)
-            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
             scores = _scores(q, k, inner, outer, SOFTCAP)
-            if EDGE:
+            if phase != 1:
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 scores = tl.where(visible, scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query that has seen nothing yet
             probs = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
-            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
             acc = acc * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
             total = total * shrink + tl.sum(probs, 1)
             top = new_top
@@ -183,15 +182,14 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
     for phase in tl.static_range(3):
-        EDGE: tl.constexpr = phase != 1
         start, stop = _phase(bounds, phase)
         for first_key in range(start, stop, BLOCK_K):
             keys = first_key + tl.arange(0, BLOCK_K)
-            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, EDGE)
-            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, EDGE)
+            k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
+            v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, phase != 1)
             scores = _scores(q, k, inner, outer, SOFTCAP)
             probs = tl.exp2(scores - lse[:, None])
-            if EDGE:
+            if phase != 1:
                 visible = _visible(queries[:, None], keys[None, :], num_queries, num_keys, lo, hi)
                 probs = tl.where(visible, probs, 0.0)
             dscores = probs * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
@@ -228,18 +226,17 @@ def dkv_kernel(
         DOUT_h = DOUT + sample * stride_db + head * stride_dh
         row = (sample * num_kv_heads * group + head) * num_queries
         for phase in tl.static_range(3):
-            EDGE: tl.constexpr = phase != 1
             start, stop = _phase(bounds, phase)
             for first_query in range(start, stop, BLOCK_Q):
                 queries = first_query + tl.arange(0, BLOCK_Q)
                 inside = queries < num_queries
-                q = _load(Q_h, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, EDGE)
-                dout = _load(DOUT_h, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, EDGE)
+                q = _load(Q_h, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, phase != 1)
+                dout = _load(DOUT_h, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, phase != 1)
                 lse = tl.load(LSE + row + queries, mask=inside, other=0.0) * 1.4426950408889634
                 delta = tl.load(DELTA + row + queries, mask=inside, other=0.0)
                 scores = _scores(k, q, inner, outer, SOFTCAP)
                 probs = tl.exp2(scores - lse[None, :])
-                if EDGE:
+                if phase != 1:
                     visible = _visible(queries[None, :], keys[:, None], num_queries, num_keys, lo, hi)
                     probs = tl.where(visible, probs, 0.0)
                 dv += tl.dot(probs.to(dout.dtype), dout, input_precision="ieee")

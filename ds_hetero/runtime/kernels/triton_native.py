@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,46 +12,55 @@ from torch import Tensor
 
 from ds_hetero.runtime.kernels.interface import Band
 
-__all__ = ["BlockSizes", "TritonKernel", "block_sizes"]
+__all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes"]
 
 _LOG2_E = 1.4426950408889634
 
 
 class BlockSizes(NamedTuple):
-    """Rows of queries and of keys that one step of a kernel holds on the chip, and how many warps share them."""
+    """Queries and keys that a program takes at a time, its warps, and the blocks that are loaded ahead."""
 
     queries: int
     keys: int
-    num_warps: int
-    num_stages: int
+    num_warps: int = 8
+    num_stages: int = 2
 
 
-def block_sizes(shared_bytes: int, pipelined: bool, head_dim: int, itemsize: int, backward: bool) -> BlockSizes:
-    """The largest blocks that fit.
+class Launch(NamedTuple):
+    """Block sizes of the three kernels."""
+
+    forward: BlockSizes
+    dq: BlockSizes
+    dkv: BlockSizes
+
+
+def block_sizes(head_dim: int, tensor_cores: bool) -> Launch:
+    """Blocks whose accumulators fit into registers and whose tiles fit into every supported GPU's shared memory.
+
+    Found by compiling with Triton 3.9 for sm75, sm80, sm86 and sm90 and reading registers, spills and shared memory; on
+    no GPU was it timed. At most 80 KiB of shared memory on sm80 with tensor cores (sm86 has 99), 65 KiB without.
 
     Args:
-        shared_bytes: shared memory per block of threads: 64 KiB on T4, 96 on V100, 99 on 8.6 and 8.9, 163 on A100,
-            227 on H100.
-        pipelined: asynchronous copies exist (Ampere and newer), so that the next block of the loop is held as well.
         head_dim: D padded to a power of two.
-        itemsize: bytes per element.
-        backward: of the gradient kernels, which hold two tensors of each kind and two score matrices.
+        tensor_cores: products of 16-bit numbers from Ampere on. Triton 3.9 multiplies all others with ordinary
+            arithmetic: float32, and anything on Volta and Turing.
     """
-    num_stages = 2 if pipelined else 1
-    for queries, keys, num_warps in ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4), (16, 16, 2)):
-        if head_dim * itemsize > 256 and queries * keys > 64 * 64:
-            continue  # the accumulators would no longer fit into registers
-        resident, streamed = (2 * max(queries, keys), 2 * max(queries, keys)) if backward else (queries, 2 * keys)
-        scores = (2 if backward else 1) * queries * keys * itemsize
-        if (resident + num_stages * streamed) * head_dim * itemsize + scores <= shared_bytes:
-            return BlockSizes(queries, keys, num_warps, num_stages)
-    return BlockSizes(16, 16, 2, 1)
+    if tensor_cores and head_dim <= 64:
+        return Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 128))
+    if tensor_cores and head_dim <= 128:
+        return Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 64))
+    if tensor_cores:
+        return Launch(BlockSizes(64, 32), BlockSizes(32, 32), BlockSizes(32, 32))
+    if head_dim <= 64:
+        return Launch(BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1), BlockSizes(16, 32, 8, 1))
+    return Launch(*(BlockSizes(16, 16, 8, 1),) * 3)
 
 
 class TritonKernel:
-    """Flash attention forward and backward in Triton, for every head size up to 256, with soft caps and bands.
+    """Flash attention forward and backward in Triton, with every band, soft caps and grouped heads.
 
-    It is there for GPUs and head sizes that flash-attn and torch's operators leave out, and as the place for fusion.
+    It is there for what flash-attn and torch's operators leave out, and as the place for fusion. Below Ampere Triton
+    does not use tensor cores, so that torch's memory-efficient operator is preferred wherever it applies.
     """
 
     name = "triton"
@@ -65,14 +73,16 @@ class TritonKernel:
             return f"Triton runs on CUDA devices, not on {device.type} (in its interpreter with TRITON_INTERPRET=1)"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"the Triton kernel takes float32, float16 and bfloat16, not {dtype}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
-            return "the Triton kernel needs a Volta GPU (sm70) or newer"
-        if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            return "bfloat16 needs an Ampere GPU (sm80) or newer"
         if dtype == torch.bfloat16 and device.type == "cpu":
             return "Triton's interpreter does not multiply bfloat16"
-        if head_dim > 256:
-            return f"the Triton kernel takes head sizes up to 256, not {head_dim}"
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if capability is not None and capability < (7, 0):
+            return "the Triton kernel needs a Volta GPU (sm70) or newer"
+        if capability is not None and capability < (8, 0) and dtype == torch.bfloat16:
+            return "bfloat16 needs an Ampere GPU (sm80) or newer"
+        limit = 128 if capability is not None and capability < (8, 0) else 256  # 64 KiB of shared memory on Turing
+        if head_dim > limit:
+            return f"the Triton kernel takes head sizes up to {limit} here, not {head_dim}"
         return None
 
     def forward(
@@ -83,7 +93,7 @@ class TritonKernel:
         batch_size, heads, num_queries, head_dim = q.shape
         out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        blocks = _blocks(q, backward=False)
+        blocks = _launch(q).forward
         _kernels().forward_kernel[_grid(num_queries, blocks.queries, q)](
             *(q, k, v, out, lse),
             *_strides(q, k, v, out),
@@ -110,25 +120,31 @@ class TritonKernel:
         lse = lse.contiguous()
         delta = torch.empty_like(lse)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        blocks = _blocks(q, backward=True)
-        kernels, num_queries, num_keys = _kernels(), q.shape[2], k.shape[2]
-        constants = _constants(q, blocks, softcap)
-        kernels.delta_kernel[_grid(num_queries, 64, q)](
+        kernels, launch = _kernels(), _launch(q)
+        kernels.delta_kernel[_grid(q.shape[2], launch.dq.queries, q)](
             *(out, dout, delta),
             *_strides(out, dout),
-            *(q.shape[1], num_queries),
+            *(q.shape[1], q.shape[2]),
             HEAD_DIM=q.shape[3],
-            BLOCK_Q=64,
-            BLOCK_D=constants["BLOCK_D"],
+            BLOCK_Q=launch.dq.queries,
+            BLOCK_D=_padded(q.shape[3]),
         )
         operands = (q, k, v, dout, lse, delta)
         factors = (*_score_factors(scale, softcap), scale)
-        kernels.dq_kernel[_grid(num_queries, blocks.queries, q)](
-            *(*operands, dq), *_strides(q, k, v, dout, dq), *_sizes(q, k, band), *factors, **constants
+        heads, group, *sizes = _sizes(q, k, band)
+        kernels.dq_kernel[_grid(q.shape[2], launch.dq.queries, q)](
+            *(*operands, dq),
+            *_strides(q, k, v, dout, dq),
+            *(heads, group, *sizes),
+            *factors,
+            **_constants(q, launch.dq, softcap),
         )
-        heads, *sizes = _sizes(q, k, band)
-        kernels.dkv_kernel[_grid(num_keys, blocks.keys, k)](
-            *(*operands, dk, dv), *_strides(q, k, v, dout, dk), heads // sizes[0], *sizes, *factors, **constants
+        kernels.dkv_kernel[_grid(k.shape[2], launch.dkv.keys, k)](
+            *(*operands, dk, dv),
+            *_strides(q, k, v, dout, dk),
+            *(heads // group, group, *sizes),
+            *factors,
+            **_constants(q, launch.dkv, softcap),
         )
         return dq, dk, dv
 
@@ -186,14 +202,8 @@ def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _blocks(q: Tensor, backward: bool) -> BlockSizes:
-    if q.device.type != "cuda":
-        return BlockSizes(16, 16, 1, 1)  # the interpreter, for tests of small blocks
-    shared_bytes, pipelined = _device_limits(q.device)
-    return block_sizes(shared_bytes, pipelined, _padded(q.shape[3]), q.element_size(), backward)
-
-
-@cache
-def _device_limits(device: torch.device) -> tuple[int, bool]:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.major >= 8  # type: ignore[attr-defined]
+def _launch(q: Tensor) -> Launch:
+    if q.device.type != "cuda":  # the interpreter, in tests of small blocks
+        return Launch(*(BlockSizes(16, 16, 1, 1),) * 3)
+    tensor_cores = q.element_size() == 2 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return block_sizes(_padded(q.shape[3]), tensor_cores)
