@@ -99,3 +99,26 @@ def _entry(
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {row[0]: _entry(*row) for row in _ROWS}
+
+
+def catalogue_name(driver_name: str, memory_bytes: int) -> str | None:
+    """The catalogue's name of a device that its driver calls, say, ``NVIDIA A100-SXM4-80GB``, or None.
+
+    The longest model word that occurs decides (A100 before A10), then the form factor, then the nearest memory.
+    """
+    squeezed = driver_name.upper().replace(" ", "").replace("-", "")
+    words = {
+        name: name.split("-")[0].upper() if not name.startswith("RTX") else name.replace("-", "").upper()
+        for name in CATALOGUE
+    }
+    found = [name for name, word in words.items() if word in squeezed and name != "CPU"]
+    if not found:
+        return None
+    longest = max(len(words[name]) for name in found)
+
+    def mismatch(name: str) -> tuple[bool, float]:
+        form = next((form for form in ("PCIE", "NVL") if form in squeezed), "SXM")
+        has_form = [form for form in ("SXM", "PCIE", "NVL") if form in name.upper()]
+        return bool(has_form) and form not in has_form, abs(CATALOGUE[name].device.memory_bytes - memory_bytes)
+
+    return min((name for name in found if len(words[name]) == longest), key=mismatch)

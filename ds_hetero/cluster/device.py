@@ -18,7 +18,8 @@ class Efficiency:
     Time of a product of ``m`` tokens with a weight: ``flops / (peak * matmul) * (1 + matmul_half_tokens / m)``.
     Time of attention between ``r`` query rows (tokens x heads x batch) and ``t`` keys:
     ``flops / (peak * attention) * (1 + attention_half_rows / r) * (1 + attention_half_kv / t)``: few heads or short
-    shards leave parts of the device idle, short keys leave the kernel's prologue and epilogue uncovered.
+    shards leave parts of the device idle, short keys leave the kernel's prologue and epilogue uncovered. A causal
+    square takes ``attention_edge_keys`` more keys per query than its half.
     """
 
     matmul: float = 1.0
@@ -28,6 +29,9 @@ class Efficiency:
     matmul_half_tokens: float = 0.0
     attention_half_rows: float = 0.0
     attention_half_kv: float = 0.0
+    attention_edge_keys: float = (
+        0.0  # keys per query that a causal square costs beyond its half, computed in whole tiles
+    )
     kernel_overhead_s: float = 0.0  # host and launch time of one layer's forward outside attention
     attention_overhead_s: float = 0.0  # host and launch time of one attention block
 

@@ -20,9 +20,10 @@ devices:                                                # optional: new devices,
 profile: {...}                                          # optional: raw measurements, written by ds-hetero profile
 ```
 
-Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry ``p2p_efficiency`` and
-``all_to_all_efficiency``, achieved shares of its bandwidth. Without ``nics`` every rank has a port of its own to the
-network. This file is the only place where GB/s, TFLOPS and microseconds exist.
+Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry measured values:
+``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth, and ``all_to_all_latency_us``.
+Without ``nics`` every rank has a port of its own to the network. This file is the only place where GB/s, TFLOPS and
+microseconds exist.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ _DEVICE_KEYS = {
     "memory_bandwidth_gb_per_s": ("memory_bytes_per_s", GB),
     "reserved_gib": ("reserved_bytes", GIB),
 }
-_LINK_KEYS = {"bandwidth_gb_per_s", "latency_us", "p2p_efficiency", "all_to_all_efficiency"}
+_LINK_KEYS = {
+    "bandwidth_gb_per_s",
+    "latency_us",
+    "p2p_efficiency",
+    "all_to_all_efficiency",
+    "all_to_all_latency_us",
+}
 _EFFICIENCY_KEYS = {field.name for field in fields(Efficiency)}
 _UNIT_OF = {
     "bandwidth": "bandwidth_gb_per_s, in GB/s (10^9 bytes per second, one direction)",
@@ -260,12 +267,15 @@ def _link(where: str, name: str, data: Any) -> Link:
     shares = {
         key: _number(f"{where}.{key}", data[key]) for key in ("p2p_efficiency", "all_to_all_efficiency") if key in data
     }
-    latency_s = DEFAULT_LATENCY_S
-    if "latency_us" in data:
-        latency_s = _number(f"{where}.latency_us", data["latency_us"], zero_ok=True) * MICRO
+    latencies = {
+        key: _number(f"{where}.{key}", data[key], zero_ok=True) * MICRO
+        for key in ("latency_us", "all_to_all_latency_us")
+        if key in data
+    }
     return Link(
         name=name,
-        latency_s=latency_s,
+        latency_s=latencies.get("latency_us", DEFAULT_LATENCY_S),
+        all_to_all_latency_s=latencies.get("all_to_all_latency_us"),
         bytes_per_s=_number(f"{where}.bandwidth_gb_per_s", data["bandwidth_gb_per_s"]) * GB,
         **shares,
     )
@@ -349,6 +359,8 @@ def _link_to_dict(link: Link) -> dict[str, float]:
     for key in ("p2p_efficiency", "all_to_all_efficiency"):
         if getattr(link, key) != 1.0:
             out[key] = getattr(link, key)
+    if link.all_to_all_latency_s is not None:
+        out["all_to_all_latency_us"] = link.all_to_all_latency_s / MICRO
     return out
 
 

@@ -33,6 +33,7 @@ class Link:
         bytes_per_s: nominal bandwidth of one pair in one direction, B of HexiSeq.
         p2p_efficiency: achieved share of ``bytes_per_s`` by point-to-point transfers (ring steps).
         all_to_all_efficiency: achieved share by a ragged all-to-all.
+        all_to_all_latency_s: start-up time of an all-to-all, ``latency_s`` where it is not known.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Link:
     bytes_per_s: float
     p2p_efficiency: float = 1.0
     all_to_all_efficiency: float = 1.0
+    all_to_all_latency_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +129,13 @@ class Cluster:
     def node_latency_s(self) -> Floats:
         """Latency for every pair of nodes, ``[nodes, nodes]``."""
         return np.array([link.latency_s for link in self.link_classes])[self.link_class]
+
+    @cached_property
+    def node_all_to_all_latency_s(self) -> Floats:
+        """Start-up time of an all-to-all for every pair of nodes, ``[nodes, nodes]``."""
+        known = [link.all_to_all_latency_s for link in self.link_classes]
+        plain = [link.latency_s for link in self.link_classes]
+        return np.array([b if a is None else a for a, b in zip(known, plain, strict=True)])[self.link_class]
 
     @cached_property
     def node_bytes_per_s(self) -> Floats:

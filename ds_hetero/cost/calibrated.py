@@ -89,6 +89,7 @@ class CalibratedCostModel(BaseCostModel):
             for field in fields(Efficiency)
         }
         self._half_rows_D, self._half_kv_D = share["attention_half_rows"], share["attention_half_kv"]
+        self._edge_keys_D = share["attention_edge_keys"] if work.causal else np.zeros(len(devices))
         self._attention_overhead_D = share["attention_overhead_s"]
         self._memory_s_per_byte_D = 1 / (cluster.memory_bytes_per_s * share["memory"])
         self._s_per_flop_D = 1 / (cluster.peak_flops_per_s * share["matmul"])
@@ -288,6 +289,8 @@ class CalibratedCostModel(BaseCostModel):
         active_BD = shape.rows_BD > 0
         slope_BD = np.where(active_BD, share * each.attention_s * (shape.rows_BD + self._half_rows_D), 0.0)
         fixed_BD = slope_BD * self._half_kv_D + np.where(active_BD, self._attention_overhead_D, 0.0)
+        # The local block's diagonal, once per pass and therefore spread over the blocks.
+        fixed_BD = fixed_BD + shape.rows_BD * (each.attention_s * self._edge_keys_D / shape.grouping.num_groups)
         if several:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self._memory_s_per_byte_D
             fixed_BD = fixed_BD + shape.rows_BD * merge_s_D

@@ -70,7 +70,7 @@ def _shared_s(grouping: Grouping, tokens_BC: Floats, bytes_BC: Floats, same_BC: 
 
 def exchange_latency_s(grouping: Grouping) -> Floats:
     """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
-    node, latency_s = grouping.cell_node, grouping.cluster.node_latency_s
+    node, latency_s = grouping.cell_node, grouping.cluster.node_all_to_all_latency_s
     worst_C = np.where(grouping.cell_sizes > 1, latency_s[node, node], 0.0)
     source, destination = grouping.cell_pairs
     np.maximum.at(worst_C, source, latency_s[node[source], node[destination]])

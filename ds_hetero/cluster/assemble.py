@@ -1,0 +1,262 @@
+"""From what the ranks have timed to a cluster file: kinds of devices, links, shared ports, and the errors of the fits.
+
+Samples are plain data, one mapping per rank: ``peak_flops_per_s``, ``memory_bytes_per_s``, ``layers``, ``attention``
+(tuples of `ds_hetero.cluster.fit`) and ``links`` by the name of the round. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.fit import (
+    AttentionSample,
+    FitError,
+    LayerSample,
+    TransferFit,
+    TransferSample,
+    fit_efficiency,
+    fit_transfer,
+)
+from ds_hetero.cluster.rounds import rounds_between
+from ds_hetero.errors import ClusterError
+
+__all__ = ["VERSION", "RankFacts", "cluster_content", "fingerprint", "nodes_of"]
+
+VERSION = 1
+SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
+SHARED_PORT = 0.8  # a NIC or switch is shared if all pairs together get less than this share of what each got alone
+GB, GIB, TERA, MICRO = 1e9, 2**30, 1e12, 1e-6
+
+Nodes = Mapping[str, Sequence[int]]
+Samples = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFacts:
+    """What a rank is, before anything is timed.
+
+    Args:
+        node: the same for ranks that share a machine and its network; host: the machine's name.
+        device: the catalogue's name where it has one. memory_bytes: of the device; of a CPU, the rank's share.
+    """
+
+    node: str
+    host: str
+    device: str
+    memory_bytes: int
+    torch: str
+    dtype: str
+
+
+def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, Any]:
+    """The content of a cluster file for ranks and their samples."""
+    nodes = nodes_of(ranks)
+    names, devices, errors = _devices(ranks, samples)
+    entries = []
+    for node, members in nodes.items():
+        entry: dict[str, Any] = {"name": node, "devices": [names[rank] for rank in members]}
+        entry["link"], link_errors = _inside(node, members, samples)
+        errors |= link_errors
+        if nic := _shared_nic(members, samples):
+            entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB}
+        entries.append(entry)
+    content: dict[str, Any] = {
+        "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, torch {ranks[0].torch}",
+        "nodes": entries,
+    }
+    if len(nodes) > 1:
+        content["network"], content["links"], network_errors = _network(nodes, samples)
+        errors |= network_errors
+    content["devices"] = devices
+    content["profile"] = {
+        "version": VERSION,
+        "fingerprint": fingerprint(ranks),
+        "ranks": [asdict(rank) for rank in ranks],
+        "fit_errors": {term: asdict(error) for term, error in errors.items()},
+        "samples": list(samples),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(content))  # lists for tuples, as they will be read back
+    return plain
+
+
+def fingerprint(ranks: Sequence[RankFacts]) -> str:
+    """Short hash of what must be the same for a profile to hold."""
+    facts = [[rank.host, rank.device, rank.memory_bytes, rank.torch, rank.dtype] for rank in ranks]
+    return hashlib.sha256(json.dumps([VERSION, facts]).encode()).hexdigest()[:16]
+
+
+# --- devices ----------------------------------------------------------------------------------------
+
+
+def _devices(
+    ranks: Sequence[RankFacts], samples: Samples
+) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, FitError]]:
+    """Kind of every rank, the kinds as entries of the file, and the errors of their fits."""
+    names = [""] * len(ranks)
+    entries: dict[str, dict[str, Any]] = {}
+    errors: dict[str, FitError] = {}
+    for kind in _kinds(ranks, samples):
+        name = _unused(ranks[kind[0]].device, entries)
+        known = CATALOGUE.get(ranks[kind[0]].device) if ranks[kind[0]].device != "CPU" else None
+        peak = known.device.peak_flops_per_s if known else median(_best_rate(samples[r]) for r in kind)
+        memory = known.device.memory_bytes_per_s if known else median(samples[r]["memory_bytes_per_s"] for r in kind)
+        efficiency, kind_errors = fit_efficiency(
+            peak,
+            memory,
+            [_middle(LayerSample, each) for each in zip(*(samples[r]["layers"] for r in kind), strict=True)],
+            [_middle(AttentionSample, each) for each in zip(*(samples[r]["attention"] for r in kind), strict=True)],
+        )
+        entries[name] = {
+            "peak_tflops": peak / TERA,
+            "memory_gib": ranks[kind[0]].memory_bytes / GIB,
+            "memory_bandwidth_gb_per_s": memory / GB,
+            "reserved_gib": known.device.reserved_bytes / GIB if known else 0,
+            "source": f"measured on ranks {', '.join(map(str, kind))}",
+            "efficiency": asdict(efficiency),
+        }
+        errors |= {f"{name}, {term}": error for term, error in kind_errors.items()}
+        for rank in kind:
+            names[rank] = name
+    return names, entries, errors
+
+
+def _best_rate(sample: Mapping[str, Any]) -> float:
+    """What a device that no catalogue knows has been seen to do."""
+    return max(sample["peak_flops_per_s"], *(layer[1] / layer[3] for layer in sample["layers"]))
+
+
+def _kinds(ranks: Sequence[RankFacts], samples: Samples) -> list[list[int]]:
+    """Ranks by kind of device: equal hardware is one kind, unless something slows some of it down."""
+    speed = [1 / sum(sample[3] + sample[4] for sample in rank["layers"]) for rank in samples]
+    hardware = [(rank.device, rank.memory_bytes) for rank in ranks]
+    kinds: list[list[int]] = []
+    for rank in sorted(range(len(ranks)), key=lambda r: (hardware[r], -speed[r], r)):
+        fastest = kinds[-1][0] if kinds else rank
+        if kinds and hardware[fastest] == hardware[rank] and speed[fastest] < SAME_SPEED * speed[rank]:
+            kinds[-1].append(rank)
+        else:
+            kinds.append([rank])
+    return sorted(map(sorted, kinds))
+
+
+def _middle(kind: Any, samples: Sequence[Sequence[float]]) -> Any:
+    """A sample of the medians over ranks; what is not a time is the same on all of them."""
+    return kind(*(v[0] if len(set(v)) == 1 else median(v) for v in zip(*samples, strict=True)))
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    return name if name not in taken else next(f"{name}#{i}" for i in range(2, 10_000) if f"{name}#{i}" not in taken)
+
+
+# --- links ------------------------------------------------------------------------------------------
+
+
+def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[str, float], dict[str, FitError]]:
+    """Link inside a node: alone, all pairs at once, and in an all-to-all."""
+    if len(members) < 2:
+        return {"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0}, {}  # a file needs a link, and nobody uses this one
+    alone = _fit(samples[members[0]]["links"]["inside"])
+    entry = {"bandwidth_gb_per_s": alone.bytes_per_s / GB, "latency_us": alone.latency_s / MICRO}
+    crowd = [samples[rank]["links"].get("inside, all at once") for rank in members]
+    pairs = [_fit(each).bytes_per_s for each in crowd if each]
+    if pairs and sum(pairs) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
+        entry["total_gb_per_s"] = sum(pairs) / GB
+    ports = [([rank], [other for other in members if other != rank], 1.0) for rank in members]
+    exchange = _all_to_all(f"all-to-all inside {node}", members, samples, ports)
+    entry["all_to_all_efficiency"] = exchange.bytes_per_s / alone.bytes_per_s
+    entry["all_to_all_latency_us"] = exchange.latency_s / MICRO
+    return entry, {f"inside {node}": alone.error, f"all-to-all inside {node}": exchange.error}
+
+
+def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dict[str, Any]], dict[str, FitError]]:
+    """The usual link between nodes, links that differ from it by a fifth, and the errors of the fits."""
+    node_of = {rank: node for node, members in nodes.items() for rank in members}
+    fits: dict[tuple[str, str], TransferFit] = {}
+    for name, pairs in rounds_between(list(nodes.values())).items():
+        if name != "between, all at once":
+            for a, b in pairs:
+                fits[node_of[a], node_of[b]] = _fit(samples[a]["links"][name])
+    usual = median(fit.bytes_per_s for fit in fits.values())
+    latency_s = median(fit.latency_s for fit in fits.values())
+    ports = []
+    for members in nodes.values():
+        others = [rank for rank in node_of if rank not in members]
+        ports += [([rank], others, 1.0) for rank in members]
+        if nic := _shared_nic(members, samples):
+            ports.append((list(members), others, usual / nic))
+    exchange = _all_to_all("all-to-all of all", list(node_of), samples, ports)
+    entry = {
+        "bandwidth_gb_per_s": usual / GB,
+        "latency_us": latency_s / MICRO,
+        "all_to_all_efficiency": exchange.bytes_per_s / usual,
+        "all_to_all_latency_us": exchange.latency_s / MICRO,
+    }
+    overrides = [
+        {"between": list(ends), "bandwidth_gb_per_s": fit.bytes_per_s / GB, "latency_us": fit.latency_s / MICRO}
+        for ends, fit in fits.items()
+        if not 0.8 < fit.bytes_per_s / usual < 1.25
+    ]
+    worst = max((fit.error for fit in fits.values()), key=lambda error: error.median)
+    return entry, overrides, {"network": worst, "all-to-all of all": exchange.error}
+
+
+def _shared_nic(members: Sequence[int], samples: Samples) -> float | None:
+    """What the ranks of a node get together towards another node, if it is less than each got alone."""
+    crowd = [samples[rank]["links"].get("between, all at once") for rank in members]
+    together = [_fit(each).bytes_per_s for each in crowd if each]
+    alone = [samples[rank]["links"].get("between 0") for rank in members]
+    rates = [_fit(each).bytes_per_s for each in alone if each]
+    if not rates or len(together) < 2 or sum(together) > SHARED_PORT * len(together) * rates[0]:
+        return None
+    return max(sum(together), rates[0])
+
+
+def _all_to_all(
+    name: str, members: Sequence[int], samples: Samples, ports: Sequence[tuple[list[int], list[int], float]]
+) -> TransferFit:
+    """Bytes at the busiest port against the time of the slowest rank.
+
+    A port is (the ranks behind it, the ranks beyond it, how much slower it is than a rank's own port).
+    """
+    times = []
+    for step in zip(*(samples[rank]["links"][name] for rank in members), strict=True):
+        sent = dict(zip(members, step[0][0], strict=True))  # by each rank to any one
+        busiest = max(
+            slower * max(sum(sent[rank] for rank in near) * len(far), sum(sent[rank] for rank in far) * len(near))
+            for near, far, slower in ports
+        )
+        times.append(TransferSample(busiest, max(seconds for _, (_, seconds) in step)))
+    return fit_transfer(times)
+
+
+def _fit(samples: Sequence[Sequence[float]]) -> TransferFit:
+    return fit_transfer([TransferSample(*each) for each in samples])
+
+
+# --- ranks ------------------------------------------------------------------------------------------
+
+
+def nodes_of(ranks: Sequence[RankFacts]) -> dict[str, list[int]]:
+    """Ranks by node, named by host, in order of rank.
+
+    Raises:
+        ClusterError: ranks of other nodes lie between those of a node.
+    """
+    by_node: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        by_node.setdefault(rank.node, []).append(number)
+    named: dict[str, list[int]] = {}
+    for members in by_node.values():
+        if members != list(range(members[0], members[-1] + 1)):
+            raise ClusterError(
+                f"ranks {members} share the host {ranks[members[0]].host}, but ranks of other hosts lie between them. "
+                "Launch the ranks of each host consecutively."
+            )
+        named[_unused(ranks[members[0]].host, named)] = members
+    return named

@@ -1,0 +1,83 @@
+"""What ranks can time together: transfers inside nodes and between them, alone and all at once, and all-to-alls.
+
+Every rank takes part in every round of `ds_hetero.cluster.rounds`, if only to wait for its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hetero.cluster.fit import TransferSample
+from ds_hetero.cluster.rounds import Pairs
+
+__all__ = ["all_to_all_round", "pair_round"]
+
+SIZES = (2**12, 2**18, 2**22, 2**24)
+REPEATS = (30, 20, 8, 4)
+
+
+def pair_round(pairs: Pairs, rank: int, device: torch.device) -> list[TransferSample]:
+    """Times of exchanges between ``rank`` and its partner, at several sizes; empty for a rank without one."""
+    partners = dict(pairs) | {b: a for a, b in pairs}
+    peer = partners.get(rank)
+    samples = []
+    for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
+        dist.barrier()
+        if peer is None:
+            continue
+        out = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        into = torch.empty_like(out)
+
+        def exchange(out: torch.Tensor = out, into: torch.Tensor = into, peer: int = peer) -> None:
+            # gloo queues its note that a receive is ready behind a large send, so receives are posted first.
+            operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        samples.append(TransferSample(num_bytes, _time_s(exchange, repeats, device)))
+    dist.barrier()
+    return samples
+
+
+def all_to_all_round(
+    members: Sequence[int], group: Any, rank: int, device: torch.device
+) -> Iterator[tuple[list[int], TransferSample]]:
+    """Ragged all-to-alls among ``members``: rank i sends (i % 3 + 1) units to each.
+
+    Yields the bytes that each member sends to any one, and this rank's time. Ranks outside yield nothing.
+    """
+    for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
+        dist.barrier()
+        if rank not in members or len(members) < 2:
+            continue
+        unit = max(num_bytes // len(members), 64)
+        sent = [unit * (i % 3 + 1) for i in range(len(members))]
+        mine = sent[list(members).index(rank)]
+        out = torch.ones(mine * len(members), dtype=torch.uint8, device=device)
+        into = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+
+        def exchange(
+            out: torch.Tensor = out, into: torch.Tensor = into, sent: list[int] = sent, mine: int = mine
+        ) -> None:
+            dist.all_to_all_single(into, out, sent, [mine] * len(sent), group=group)
+
+        yield sent, TransferSample(unit, _time_s(exchange, repeats, device))
+    dist.barrier()
+
+
+def _time_s(exchange: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Median seconds of a call that both ends make equally often, after one to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        exchange()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
