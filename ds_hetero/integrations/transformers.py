@@ -139,8 +139,11 @@ class ShardedModel:
     @property
     def takes_shards(self) -> bool:
         """Whether a forward without a cache would now take a shard."""
-        override = _sharding.get()
-        return bool(self._decoder.training) if override is None else override
+        return _takes_shards(self._decoder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """Hooks of a copied model go on working; the replica is the same."""
+        return self
 
     def restore(self) -> None:
         """Give the model the implementation it had, and forget it."""
@@ -153,7 +156,7 @@ class ShardedModel:
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         forced = _sharding.get() is True
-        if not self.takes_shards or (kwargs.get("past_key_values") is not None and not forced):
+        if not _takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not forced):
             return (), kwargs
         tokens: Any = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         positions: Any = kwargs.get("position_ids")
@@ -185,6 +188,11 @@ class ShardedModel:
         if self._token is not None:
             _forward.reset(self._token)
             self._token = None
+
+
+def _takes_shards(decoder: nn.Module) -> bool:
+    override = _sharding.get()
+    return decoder.training if override is None else override
 
 
 def _check_shapes(positions: Any, mask: Any) -> None:

@@ -1,0 +1,226 @@
+"""What users do besides training: generate, evaluate, adapters, recomputation, compilation, accumulation, checkpoints.
+
+Budget: 80 s.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integration.tiny import (
+    ONE_GROUP_2,
+    UNEVEN_2,
+    UNEVEN_4,
+    adam,
+    assert_same_parameters,
+    batches,
+    ds_config,
+    llama,
+    parameters,
+    train_on_one_process,
+)
+from tests.support import run_deepspeed
+
+
+def start(model: Any, stage: int = 2, schedule: Any = UNEVEN_2, **more: Any) -> tuple[Any, Any]:
+    """Handle and engine."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(stage, schedule, **more))
+    return handle, engine
+
+
+def train(handle: Any, engine: Any, whole: list[dict[str, Tensor]], **arguments: Any) -> list[float]:
+    """Losses of one step per batch."""
+    losses = []
+    for batch in handle.dataloader(whole, batches="same"):
+        loss = handle.loss(engine(**batch, **arguments), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_features_on_two_ranks(tmp_path: Path) -> None:
+    run_deepspeed(_all_on_two_ranks, 2)
+
+
+def _all_on_two_ranks(rank: int) -> None:
+    _check_generate_and_evaluate()
+    _check_lora()
+    for reentrant in (True, False):
+        _check_recomputation(reentrant)
+    _check_compiled()
+    _check_accumulation()
+    _check_bf16()
+    _check_other_models()
+
+
+def _check_generate_and_evaluate() -> None:
+    model, whole = llama(), batches(4)
+    handle, engine = start(model, stage=1)
+    losses = train(handle, engine, whole[:2])
+    twin = llama()
+    twin.load_state_dict(model.state_dict())
+    prompt = whole[0]["input_ids"][:, :9]
+    expected = twin.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert engine.module.training
+    assert torch.equal(engine.module.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    engine.eval()
+    assert torch.equal(engine.module.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(**whole[0]).loss, twin(**whole[0]).loss)
+        for batch in handle.dataloader(whole[:1]):  # in evaluation the loader gives whole batches
+            assert batch["input_ids"].shape == whole[0]["input_ids"].shape and "labels" in batch
+    engine.train()
+    losses += train(handle, engine, whole[2:])
+    expected_losses, _ = train_on_one_process(llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
+def _check_lora() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(3)
+        return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+    model, twin = adapted(), adapted()
+    whole = batches(3)
+    losses = train(*start(model, stage=3), whole)
+    expected, _ = train_on_one_process(twin, [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_parameters(parameters(model, 3), parameters(twin))
+
+
+def _check_recomputation(reentrant: bool) -> None:
+    model, whole = llama(), batches(3)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    losses = train(*start(model, stage=2), whole)
+    expected, _ = train_on_one_process(twin := llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_parameters(parameters(model, 2), parameters(twin))
+
+
+def _check_compiled() -> None:
+    model, whole = llama(), batches(3)
+    handle, engine = start(model, stage=1)
+    engine.compile(backend="aot_eager")
+    losses = train(handle, engine, whole)
+    expected, _ = train_on_one_process(twin := llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_parameters(parameters(model, 1), parameters(twin))
+
+
+def _check_accumulation() -> None:
+    """The token-weighted mean over three micro-batches, as one process computes it on all of them."""
+    model, whole = llama(), batches(6, batch_size=1)
+    handle, engine = start(model, stage=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=3)
+    shards = list(handle.dataloader(whole, batches="same"))
+    twin = llama()
+    optimizer = adam(twin)
+    for first in (0, 3):
+        items = handle.count_items(shards[first : first + 3])
+        ours = 0.0
+        for batch in shards[first : first + 3]:
+            loss = handle.loss(engine(**batch), batch, items)
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            ours += loss.item()
+        optimizer.zero_grad()
+        step = {name: torch.cat([batch[name] for batch in whole[first : first + 3]]) for name in whole[0]}
+        loss = twin(**step).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        np.testing.assert_allclose(ours, loss.item(), rtol=1e-5)
+        np.testing.assert_allclose(float(engine.get_global_grad_norm()), float(norm), rtol=1e-5)
+
+
+def _check_bf16() -> None:
+    whole = batches(3)
+    losses = train(*start(llama(), stage=2, bf16={"enabled": True}), whole)
+    expected, _ = train_on_one_process(llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-2)  # 8 bits of mantissa
+
+
+def _check_other_models() -> None:
+    """A model that was not prepared, and an engine without a section, are as they would be without this engine."""
+    import deepspeed
+
+    reference, whole = llama(), batches(2)
+    handle, engine = start(llama(), stage=1)
+    assert reference.config._attn_implementation == "sdpa"
+    assert engine.module.config._attn_implementation == "ds_hetero"
+    copied = copy.deepcopy(engine.module).eval()
+    with torch.no_grad():
+        expected = reference(**whole[0]).loss
+        torch.testing.assert_close(copied(**whole[0]).loss, expected)
+    other, *_ = deepspeed.initialize(model=reference, config=ds_config(0, None, train_batch_size=4))
+    torch.testing.assert_close(other(**whole[0]).loss, expected)
+    train(handle, engine, whole)
+    handle.undo()
+    assert engine.module.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoint_resumes_under_another_schedule(stage: int, tmp_path: Path) -> None:
+    whole = batches(6)
+    first = run_deepspeed(_save, 2, stage, str(tmp_path), whole[:3])[0]
+    again = run_deepspeed(_resume, 2, stage, str(tmp_path), whole[3:])[0]
+    expected, _ = train_on_one_process(twin := llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(first + again[0], expected, rtol=1e-5)
+    assert_same_parameters(again[1], parameters(twin))
+
+
+def _save(rank: int, stage: int, folder: str, whole: list[dict[str, Tensor]]) -> list[float]:
+    handle, engine = start(llama(), stage)
+    losses = train(handle, engine, whole)
+    engine.save_checkpoint(folder)
+    return losses
+
+
+def _resume(rank: int, stage: int, folder: str, whole: list[dict[str, Tensor]]) -> Any:
+    model = llama()
+    handle, engine = start(model, stage, ONE_GROUP_2)
+    assert engine.load_checkpoint(folder)[0] is not None
+    losses = train(handle, engine, whole)
+    if rank == 0 and stage:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        saved = get_fp32_state_dict_from_zero_checkpoint(folder)
+        assert saved["model.embed_tokens.weight"].shape == (64, 32)
+    return losses, parameters(model, stage)
+
+
+def test_dead_rank_is_reported_by_the_others() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_deepspeed(_one_dies, 4, timeout_s=60)
+    assert str(caught.value).count("PeerError: rank ") == 3
+    assert "another rank has failed or stopped answering" in str(caught.value)
+
+
+def _one_dies(rank: int) -> None:
+    import os
+
+    handle, engine = start(llama(), 2, UNEVEN_4)
+    for step, batch in enumerate(handle.dataloader(batches(3), batches="same")):
+        if rank == 2 and step == 1:
+            os._exit(7)
+        loss = handle.loss(engine(**batch), batch)
+        engine.backward(loss)
+        engine.step()

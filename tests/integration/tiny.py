@@ -1,0 +1,127 @@
+"""Tiny models, batches and schedules, and training by plain torch on one process, with which parity tests compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+VOCAB, LENGTH, LR, CLIP = 64, 37, 1e-2, 1.0
+
+# Two groups, tokens 3:1, four heads.
+UNEVEN_2 = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "groups": [{"ranks": [0], "tokens": [3], "heads": [4]}, {"ranks": [1], "tokens": [1], "heads": [4]}],
+}
+# One group, tokens 1:2, the second rank computes no head.
+ONE_GROUP_2 = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "layout": "contiguous",
+    "groups": [{"ranks": [0, 1], "tokens": [1, 2], "heads": [4, 0]}],
+}
+# Two groups over four ranks; rank 1 holds no token, rank 3 computes no head.
+UNEVEN_4 = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "groups": [
+        {"ranks": [0, 2], "tokens": [3, 1], "heads": [3, 1]},
+        {"ranks": [1, 3], "tokens": [0, 2], "heads": [4, 0]},
+    ],
+}
+
+
+def llama(**changes: Any) -> Any:
+    """Two layers, four heads over two KV heads, the same weights on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "attn_implementation": "sdpa", **changes}))
+
+
+def samples(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
+    """Random tokens; the i-th sample trains on fewer labels than the one before."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i in range(count):
+        ids = torch.randint(0, VOCAB, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 + 3 * i % (length // 2)] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def batches(count: int, batch_size: int = 2, length: int = LENGTH) -> list[dict[str, Tensor]]:
+    """`samples`, collated."""
+    rows = samples(count * batch_size, length)
+    return [collate(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack every entry."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW whose denominator does not turn the rounding of a gradient near zero into a step of full size."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
+
+
+def train_on_one_process(model: nn.Module, steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of plain torch; the loss of a step is the mean over its batches."""
+    optimizer = adam(model)
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = torch.stack([model(**batch).loss for batch in step]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def parameters(model: nn.Module, stage: int = 0) -> dict[str, np.ndarray]:
+    """Whole trained parameters in fp32, gathered where ZeRO partitions them."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    read = safe_get_full_fp32_param if stage else (lambda p: p)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: read(p).detach().float().numpy().copy() for name, p in trained.items()}
+
+
+def assert_same_parameters(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-5) -> None:
+    """Every parameter within ``rtol`` of its norm."""
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        error = np.linalg.norm(ours[name] - value) / np.linalg.norm(value)
+        assert error <= rtol, f"{name} is off by {error:.2e}"
+
+
+def ds_config(stage: int, schedule: Any, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration with buckets for tiny models."""
+    zero = {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, **more.pop("zero", {})}
+    section = {} if schedule is None else {"heterogeneity": {"schedule": schedule}}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": CLIP,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        **section,
+        **more,
+    }
