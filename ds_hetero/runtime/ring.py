@@ -13,6 +13,8 @@ Source: Ring Attention (arXiv:2310.01889); sub-rings, HexiSeq (arXiv:2605.07569)
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +89,7 @@ class Ring:
     @cached_property
     def calls(self) -> tuple[tuple[tuple[Call, ...], ...], ...]:
         """Kernel calls ``[source][sub-ring]``, in the order of the forward steps."""
-        covered: list[tuple[range, range, range]] = []
+        covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # queries by first head and first row
         found: dict[int, tuple[tuple[Call, ...], ...]] = {}
         for step in range(self.size):
             source = self.source(step)
@@ -95,20 +97,18 @@ class Ring:
             found[source] = tuple(tuple(self._calls(source, sub, offset, covered)) for sub in self.sub_rings)
         return tuple(found[source] for source in range(self.size))
 
-    def _calls(self, source: int, sub: SubRing, offset: int, covered: list[tuple[range, range, range]]) -> list[Call]:
+    def _calls(
+        self, source: int, sub: SubRing, offset: int, covered: dict[tuple[int, int], list[tuple[int, int]]]
+    ) -> list[Call]:
         calls = []
-        for (h0, h1), (g0, g1) in sub.segments:
+        for (h0, h1), kv_heads in sub.segments:
             for rows, blocks in self.table.blocks(self.position, source):
                 for block in blocks:
-                    area = (range(rows.start, rows.stop), range(h0, h1), range(*block.q))
-                    first = not any(all(map(_overlap, area, old)) for old in covered)
-                    covered.append(area)
+                    first = _claim(covered[h0, rows.start], block.q)
                     k = slice(block.k[0] - offset, block.k[1] - offset)
                     band = Band(block.lo, block.hi)
                     calls.append(
-                        Call(
-                            slice(rows.start, rows.stop), slice(h0, h1), slice(*block.q), slice(g0, g1), k, band, first
-                        )
+                        Call(slice(*rows[:2]), slice(h0, h1), slice(*block.q), slice(*kv_heads), k, band, first)
                     )
         return calls
 
@@ -164,8 +164,17 @@ def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int
     return [piece for piece in ((start, low), (low, high), (high, stop)) if piece[0] < piece[1]]
 
 
-def _overlap(a: range, b: range) -> bool:
-    return a.start < b.stop and b.start < a.stop
+def _claim(covered: list[tuple[int, int]], new: tuple[int, int]) -> bool:
+    """Add a range to sorted disjoint ranges; whether it met none of them."""
+    low = bisect_left(covered, new)
+    if low > 0 and covered[low - 1][1] > new[0]:
+        low -= 1
+    high = low
+    while high < len(covered) and covered[high][0] < new[1]:
+        high += 1
+    met = covered[low:high]
+    covered[low:high] = [(min(new[0], met[0][0]), max(new[1], met[-1][1]))] if met else [new]
+    return not met
 
 
 def _covers(call: Call, ring: Ring) -> bool:
