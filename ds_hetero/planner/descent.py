@@ -1,0 +1,218 @@
+"""Stage III: descent over heads and tokens of one partition.
+
+HexiSeq moves a little between two devices and accepts what strictly lowers the block time. With equal
+devices every bottleneck is a tie of many, and no move of a pair lowers a maximum; so sets of equal ranks move
+together, heads and tokens move in one step, and single ranks move where there are few.
+
+One round proposes all moves of one step size, evaluates them in one call and takes the best.
+
+Dimension key: D ranks, K groups, S sets of ranks, X proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.planner.problem import Assignment, Problem
+
+__all__ = ["IMAX", "STEPS", "descend"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Masks = NDArray[np.bool_]
+
+IMAX = 100  # rounds, HexiSeq's value
+STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
+MAX_SETS = 48  # finer labels than this do not become sets
+MIN_GAIN = 1e-6  # relative; less is rounding
+MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
+MAX_TABLE = 4_000_000  # numbers in one batch of proposals
+
+
+def descend(problem: Problem, start: Assignment, steps: tuple[float, ...] = STEPS) -> Assignment:
+    """The local optimum reached from ``start`` in at most `IMAX` rounds with moves of ever smaller size."""
+    grouping = problem.grouping(start.groups)
+    best = start
+    step = 0
+    for _ in range(IMAX):
+        moved = _best_move(problem, grouping, best, steps[step])
+        if moved is not None:
+            best = moved
+        elif step + 1 < len(steps):
+            step += 1
+        else:
+            break
+    return best
+
+
+def _best_move(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> Assignment | None:
+    best = at
+    for tokens_XD, heads_XD in _proposals(problem, grouping, at, step):
+        size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
+        for first in range(0, len(tokens_XD), size):
+            tokens, heads = tokens_XD[first : first + size], heads_XD[first : first + size]
+            row, block_s = problem.best(grouping, tokens, heads, best.block_s * (1 - MIN_GAIN))
+            if row >= 0:
+                best = Assignment(block_s, at.groups, tokens[row], heads[row])
+    if best is at:
+        return None
+    return _further(problem, grouping, at, best)
+
+
+def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment) -> Assignment:
+    """Go on in the direction of a move of tokens alone, as far as that pays."""
+    if (moved.heads != at.heads).any():
+        return moved
+    ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
+    tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
+    tokens_XD = problem.round(tokens_XD * (problem.seq_len / tokens_XD.sum(axis=1, keepdims=True)))
+    row, block_s = problem.best(grouping, tokens_XD, np.broadcast_to(at.heads, tokens_XD.shape), moved.block_s)
+    return Assignment(block_s, at.groups, tokens_XD[row], at.heads) if row >= 0 else moved
+
+
+def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> Iterator[tuple[Floats, Ints]]:
+    rank_class = _rank_classes(problem, grouping, at)
+    moved_XD = _token_moves(problem, grouping, at.tokens, rank_class, step)
+    yield problem.round(moved_XD), np.broadcast_to(at.heads, moved_XD.shape)
+    changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
+    if len(changed_XD):
+        followed_XD = _tokens_follow(problem, grouping, at, changed_XD)
+        stay_XD = np.broadcast_to(at.tokens, followed_XD.shape)
+        beside_XD = _tokens_beside(grouping, at, changed_XD)
+        yield (
+            np.concatenate([stay_XD, problem.round(np.concatenate([followed_XD, beside_XD]))]),
+            np.concatenate([changed_XD] * 3),
+        )
+    if problem.coarse and step == STEPS[-1]:
+        unit_XD = at.tokens + problem.token_unit * _unit_moves(problem, grouping, rank_class)
+        unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
+        heads_YD = np.concatenate([at.heads[None], changed_XD])
+        yield np.repeat(unit_XD, len(heads_YD), axis=0), np.tile(heads_YD, (len(unit_XD), 1))
+
+
+# --- which ranks move together --------------------------------------------------------------------------
+
+
+def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
+    """Class of every rank, ``[D]``: one class is ranks that do the same work in groups of the same make-up."""
+    _, own = np.unique(problem.kind * (problem.num_heads + 1) + at.heads, return_inverse=True)
+    count = int(own.max()) + 1
+    if grouping.num_groups * count > MAX_TABLE:
+        return np.asarray(own)
+    makeup = np.bincount(grouping.group_of * count + own, minlength=grouping.num_groups * count)
+    _, group_class = np.unique(makeup.reshape(-1, count), axis=0, return_inverse=True)
+    _, rank_class = np.unique(group_class.reshape(-1)[grouping.group_of] * count + own, return_inverse=True)
+    return np.asarray(rank_class)
+
+
+def _sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Masks:
+    """Ranks to move together: by kind, by class, by node, by group, one by one; as masks ``[S, D]``."""
+    masks = []
+    single = np.arange(problem.num_ranks)
+    few = MAX_SETS // 3
+    for label, limit in (
+        (problem.kind, MAX_SETS), (rank_class, MAX_SETS), (problem.node, few), (grouping.group_of, few), (single, few)
+    ):  # fmt: skip
+        values = np.arange(int(label.max()) + 1)
+        if 1 < len(values) <= limit:
+            masks.append(label == values[:, None])
+    if not masks:
+        return np.zeros((0, problem.num_ranks), dtype=bool)
+    unique = {mask.tobytes(): mask for mask in np.concatenate(masks)}
+    return np.stack(list(unique.values()))
+
+
+# --- moves ----------------------------------------------------------------------------------------------
+
+
+def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_class: Ints, step: float) -> Floats:
+    """Give a set of ranks a little more or less: at the expense of everybody, or of the rest of their groups."""
+    masks_SD = _sets(problem, grouping, rank_class)
+    factors = np.array([1 + step, 1 / (1 + step)])
+    scaled = (tokens * np.where(masks_SD[:, None, :], factors[:, None], 1.0)).reshape(-1, problem.num_ranks)
+    everybody = scaled * (tokens.sum() / scaled.sum(axis=1, keepdims=True))
+    part_of_a_group = grouping.by_group(np.logical_or, masks_SD) & ~grouping.by_group(np.logical_and, masks_SD)
+    scaled = scaled[np.repeat(part_of_a_group.any(axis=1), 2)]
+    inside_XK = grouping.by_group(np.add, scaled)
+    before_K = grouping.by_group(np.add, tokens)
+    scale_XK = np.divide(before_K, inside_XK, out=np.ones_like(inside_XK), where=inside_XK > 0)
+    return np.concatenate([everybody, scaled * scale_XK[:, grouping.group_of]])
+
+
+def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:
+    """Heads after moving one unit between two classes of a group: in every group that has both, and in the first alone.
+
+    Where there are few ranks, also two such moves at once.
+    """
+    num_classes = int(rank_class.max()) + 1
+    if num_classes > MAX_SETS:
+        return np.zeros((0, problem.num_ranks), dtype=np.int64)
+    members = [grouping.order[(rank_class == c)[grouping.order]] for c in range(num_classes)]
+    changes = []
+    for a, b in product(range(num_classes), repeat=2):
+        pairs = _one_pair_per_group(grouping, members[a], members[b])
+        both = pairs + [(t, g) for g, t in pairs] if a == b else pairs
+        for unit, chosen in product(problem.head_units, {len(pairs), 1} if pairs else ()):
+            for some in (both[:chosen], both[len(pairs) :][:chosen]):
+                if some and at.heads[some[0][0]] >= unit:
+                    change = np.zeros(problem.num_ranks, dtype=np.int64)
+                    for giver, taker in some:
+                        change[giver] -= unit
+                        change[taker] += unit
+                    changes.append(change)
+    if not changes:
+        return np.zeros((0, problem.num_ranks), dtype=np.int64)
+    change_XD = np.array(changes)
+    if paired and problem.num_ranks <= MAX_PAIRED_RANKS:
+        i, j = np.triu_indices(len(change_XD), k=1)
+        change_XD = np.unique(np.concatenate([change_XD, change_XD[i] + change_XD[j]]), axis=0)
+    heads_XD = at.heads + change_XD
+    return np.asarray(heads_XD[(heads_XD >= 0).all(axis=1)])
+
+
+def _one_pair_per_group(grouping: Grouping, givers: Ints, takers: Ints) -> list[tuple[int, int]]:
+    """The first giver and the first (of one class: the last) taker of every group that has both."""
+    first = dict(zip(grouping.group_of[givers][::-1].tolist(), givers[::-1].tolist(), strict=True))
+    if givers is takers:
+        other = dict(zip(grouping.group_of[takers].tolist(), takers.tolist(), strict=True))
+    else:
+        other = dict(zip(grouping.group_of[takers][::-1].tolist(), takers[::-1].tolist(), strict=True))
+    return [(first[k], other[k]) for k in sorted(first.keys() & other.keys()) if first[k] != other[k]]
+
+
+def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
+    """Tokens of every group scaled by how much faster the new heads make its slowest rank."""
+    before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
+    after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
+    moved_XD = at.tokens * (before_K / after_XK)[:, grouping.group_of]
+    return np.asarray(moved_XD * (problem.seq_len / moved_XD.sum(axis=1, keepdims=True)))
+
+
+def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
+    """Tokens of every rank scaled like its heads within its group: what a rank keeps it need not send."""
+    ratio_XD = np.divide(heads_XD, at.heads, out=np.ones(heads_XD.shape), where=at.heads > 0)
+    moved_XD = at.tokens * ratio_XD
+    before_K, after_XK = grouping.by_group(np.add, at.tokens), grouping.by_group(np.add, moved_XD)
+    scale_XK = np.divide(before_K, after_XK, out=np.ones_like(after_XK), where=after_XK > 0)
+    moved_XD = moved_XD * scale_XK[:, grouping.group_of]
+    return np.asarray(moved_XD * (at.tokens.sum() / moved_XD.sum(axis=1, keepdims=True)))
+
+
+def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
+    """Whole token units from one rank to another, or from every rank of a set to those of another set, ``[X, D]``."""
+    eye = np.eye(problem.num_ranks)
+    single = (eye[None, :, :] - eye[:, None, :])[~eye.astype(bool)]
+    moves = [units * single for units in (1, 2, 3)]
+    labels = (rank_class, problem.kind, grouping.group_of)
+    masks = np.unique(np.stack([label == value for label in labels for value in np.unique(label)]), axis=0)
+    for a in masks:
+        for b in masks:
+            if not (a & b).any():
+                whole = np.lcm(a.sum(), b.sum())
+                moves.append((whole // b.sum() * b - whole // a.sum() * a.astype(float))[None])
+    return np.concatenate(moves)

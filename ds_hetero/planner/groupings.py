@@ -1,0 +1,272 @@
+"""Stage I: which ranks exchange by all-to-all.
+
+HexiSeq merges the fastest links first (arXiv:2605.07569, section 4.3). That alone finds groups of one kind
+of device; mixes that waste fewer heads, groups of equal speed and the meshes of USP are added, and starts in which some
+devices stay idle: over slow links the optimum drops devices.
+
+A grouping is a list of arrays of canonical ranks, in ring order; heads are cut in the order of an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hetero.planner.covering import best_levels
+from ds_hetero.planner.problem import Problem
+
+__all__ = ["M1", "active_sets", "groupings", "neighbours", "set_partitions", "with_idle"]
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+M1 = 64  # partitions kept by stage I, HexiSeq's value
+
+
+def groupings(problem: Problem, active: Mask, keep: int = M1) -> list[list[Ints]]:
+    """At most ``keep`` partitions of the active ranks, without repeats; idle ranks are left out."""
+    ranks = np.flatnonzero(active)
+    found: dict[bytes, list[Ints]] = {}
+    for groups in _candidates(problem, ranks):
+        found.setdefault(b"|".join(group.tobytes() for group in groups), groups)
+        if len(found) == keep:
+            break
+    return list(found.values())
+
+
+def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
+    node = problem.node[ranks]
+    yield [ranks]
+    yield list(ranks[:, None])
+    yield from _meshes(problem, ranks)
+    for pieces in (1, 2, 4, 8):
+        yield _pieces_of_nodes(ranks, node, pieces)
+    yield from _agglomerated(problem, ranks)
+    yield from _covers(problem, ranks)
+    for num_groups in _ladder(len(ranks)):
+        yield _balanced(problem, ranks, num_groups)
+
+
+def _ladder(limit: int) -> list[int]:
+    """Group counts worth trying: all small ones, then about three per octave."""
+    steps = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384, 512]
+    return [k for k in steps if k <= limit]
+
+
+def _meshes(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
+    """USP's meshes: equal groups of neighbours, and of ranks at equal distance (all-to-all across nodes)."""
+    num = len(ranks)
+    for size in range(2, num):
+        if num % size == 0 and size <= problem.num_heads:
+            yield list(ranks.reshape(-1, size))
+    for size in range(2, num):
+        if num % size == 0 and size <= min(problem.num_heads, 16):
+            yield list(np.ascontiguousarray(ranks.reshape(size, -1).T))
+
+
+def _pieces_of_nodes(ranks: Ints, node: Ints, pieces: int) -> list[Ints]:
+    """Every node cut into ``pieces`` groups of neighbours."""
+    groups = []
+    for n in np.unique(node):
+        inside = ranks[node == n]
+        groups += [group for group in np.array_split(inside, min(pieces, len(inside)))]
+    return groups
+
+
+def _agglomerated(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
+    """Merge nodes (whose own links come first) along ever slower links, a partition after every level and every merge."""
+    node = problem.node[ranks]
+    present = [int(n) for n in np.unique(node)]
+    cost = problem.inverse_bandwidth
+    edges = sorted((float(cost[a, b]), a, b) for i, a in enumerate(present) for b in present[i + 1 :])
+    parent = {n: n for n in present}
+
+    def root(n: int) -> int:
+        while parent[n] != n:
+            n = parent[n]
+        return n
+
+    merges = 0
+    for _, a, b in edges if len(present) <= 64 else []:
+        if root(a) != root(b):
+            parent[max(root(a), root(b))] = min(root(a), root(b))
+            merges += 1
+            if merges <= 8 or merges >= len(present) - 4:
+                label = np.array([root(int(n)) for n in node])
+                yield [ranks[label == r] for r in np.unique(label)]
+
+
+def _covers(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
+    """Bin covers of the heads, turned into ranks; what is left over joins the weakest groups or makes a group."""
+    speed = problem.speed[ranks]
+    speeds, kind = np.unique(-speed, return_inverse=True)
+    count = np.bincount(kind)
+    keep = 10 if len(ranks) <= 256 else 6
+    for unit in problem.head_units:
+        for _, mixes, left in best_levels(-speeds, count, problem.num_heads // unit, keep):
+            for spread in (False, True):
+                groups, rest = _deal(problem, ranks, kind, mixes, spread)
+                yield _give_to_weakest(problem, groups, rest)
+                if len(rest) and left @ -speeds > 0.5 * -(speeds @ count) / len(mixes):
+                    yield groups + [rest]
+
+
+def _deal(problem: Problem, ranks: Ints, kind: Ints, mixes: Sequence[Ints], spread: bool) -> tuple[list[Ints], Ints]:
+    """Fill the mixes with ranks of their classes: from one node after the other, or from all nodes in turn."""
+    pools = []
+    for c in range(int(kind.max()) + 1):
+        pool = ranks[kind == c]
+        if spread:
+            place = np.arange(len(pool)) - np.searchsorted(problem.node[pool], problem.node[pool])
+            pool = pool[np.lexsort((problem.node[pool], place))]
+        pools.append(pool)
+    used = np.zeros(len(pools), dtype=np.int64)
+    groups = []
+    for mix in mixes:
+        groups.append(np.sort(np.concatenate([pool[u : u + m] for pool, u, m in zip(pools, used, mix, strict=True)])))
+        used = used + mix
+    return groups, np.sort(np.concatenate([pool[u:] for pool, u in zip(pools, used, strict=True)]))
+
+
+def _give_to_weakest(problem: Problem, groups: Sequence[Ints], rest: Ints) -> list[Ints]:
+    groups = list(groups)
+    power = np.array([problem.speed[group].sum() for group in groups])
+    for rank in rest[np.argsort(-problem.speed[rest], kind="stable")]:
+        k = int(np.argmin(power))
+        groups[k] = np.sort(np.append(groups[k], rank))
+        power[k] += problem.speed[rank]
+    return groups
+
+
+def _balanced(problem: Problem, ranks: Ints, num_groups: int) -> list[Ints]:
+    """Groups of nearly equal speed: fastest rank first, always to the weakest group (LPT)."""
+    power = np.zeros(num_groups)
+    label = np.empty(len(ranks), dtype=np.int64)
+    for i in np.argsort(-problem.speed[ranks], kind="stable"):
+        k = int(np.argmin(power))
+        label[i] = k
+        power[k] += problem.speed[ranks[i]]
+    return [ranks[label == k] for k in range(num_groups)]
+
+
+# --- idle devices -------------------------------------------------------------------------------------
+
+
+def active_sets(problem: Problem) -> list[Mask]:
+    """Sets of ranks that work: all, without the slowest classes, single nodes, all but one node, the best nodes."""
+    num_nodes = int(problem.node.max()) + 1
+    sets: list[Mask] = [np.ones(problem.num_ranks, dtype=bool)]
+    sets += [problem.speed >= threshold for threshold in np.unique(problem.speed)[1:][:8]]
+    power = np.bincount(problem.node, weights=problem.speed)
+    by_power = np.lexsort((np.arange(num_nodes), -power))
+    few = range(num_nodes) if num_nodes <= 8 else []
+    sets += [problem.node == n for n in few] + [problem.node != n for n in few]
+    sizes = [n for n in _ladder(num_nodes - 1) if n >= 1]
+    sets += [np.isin(problem.node, by_power[:size]) for size in sizes]
+    sets += [_near(problem, int(by_power[0]), size) for size in sizes]
+    unique: dict[bytes, Mask] = {}
+    for active in sets:
+        if active.any():
+            unique.setdefault(active.tobytes(), active)
+    return list(unique.values())
+
+
+def _near(problem: Problem, center: int, size: int) -> Mask:
+    """The ``size`` nodes with the fastest links to ``center``, itself included."""
+    distance = problem.inverse_bandwidth[center].copy()
+    distance[center] = -1.0
+    chosen = np.lexsort((np.arange(len(distance)), distance))[:size]
+    return np.isin(problem.node, chosen)
+
+
+def with_idle(problem: Problem, groups: Sequence[Ints], active: Mask) -> list[Ints]:
+    """Put idle ranks, which get neither tokens nor heads, where they disturb least: into the group with the fastest link."""
+    groups = list(groups)
+    if active.all():
+        return groups
+    idle = np.flatnonzero(~active)
+    first = problem.node[np.array([group[0] for group in groups])]
+    for n in np.unique(problem.node[idle]):
+        k = int(np.argmin(problem.inverse_bandwidth[n, first]))
+        groups[k] = np.append(groups[k], idle[problem.node[idle] == n])
+    return groups
+
+
+# --- neighbours of a partition --------------------------------------------------------------------------
+
+
+def neighbours(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]:
+    """Partitions one step away: a rank changes its group, two ranks trade places, two groups merge, a group is split.
+
+    Interchangeable ranks (equal devices of one node) and groups of equal make-up are tried once.
+    """
+    name = problem.kind * (int(problem.node.max()) + 1) + problem.node
+    makeup = [tuple(np.sort(name[group]).tolist()) for group in groups]
+    kinds = [dict(zip(name[group].tolist()[::-1], group.tolist()[::-1], strict=True)) for group in groups]
+    seen = {tuple(sorted(makeup))}
+
+    def fresh(changed: dict[int, list[int]], added: Sequence[list[int]] = ()) -> list[Ints] | None:
+        new = [np.array(sorted(changed.get(k, group))) for k, group in enumerate(groups) if changed.get(k, [0])]
+        new += [np.array(group) for group in added]
+        key = tuple(sorted(tuple(np.sort(name[group]).tolist()) for group in new))
+        if key in seen:
+            return None
+        seen.add(key)
+        return new
+
+    members = [group.tolist() for group in groups]
+    pairs = [(i, j) for i in range(len(groups)) for j in range(len(groups)) if i != j]
+    for i, j in _once(pairs, lambda pair: (makeup[pair[0]], makeup[pair[1]])):
+        for rank in kinds[i].values():
+            left = [r for r in members[i] if r != rank]
+            yield from _given(fresh({i: left, j: members[j] + [rank]}))
+            for other in kinds[j].values():
+                if i < j and name[other] != name[rank]:
+                    right = [r for r in members[j] if r != other]
+                    yield from _given(fresh({i: left + [other], j: right + [rank]}))
+        if i < j:
+            yield from _given(fresh({i: members[i] + members[j], j: []}))
+    for i in _once(range(len(groups)), lambda k: makeup[k]):
+        if len(members[i]) > 1:
+            halves = _balanced(problem, groups[i], 2)
+            yield from _given(fresh({i: halves[0].tolist()}, [halves[1].tolist()]))
+            for rank in kinds[i].values():
+                yield from _given(fresh({i: [r for r in members[i] if r != rank]}, [[rank]]))
+
+
+def _once(items: Iterable[T], key: Callable[[T], object]) -> Iterator[T]:
+    seen = set()
+    for item in items:
+        if key(item) not in seen:
+            seen.add(key(item))
+            yield item
+
+
+def _given(groups: list[Ints] | None) -> Iterator[list[Ints]]:
+    if groups is not None:
+        yield groups
+
+
+# --- small clusters -----------------------------------------------------------------------------------
+
+
+def set_partitions(num: int) -> Iterator[list[list[int]]]:
+    """Every partition of ``range(num)``, by restricted growth strings."""
+
+    def grow(i: int, blocks: list[list[int]]) -> Iterator[list[list[int]]]:
+        if i == num:
+            yield [list(block) for block in blocks]
+            return
+        for block in blocks:
+            block.append(i)
+            yield from grow(i + 1, blocks)
+            block.pop()
+        blocks.append([i])
+        yield from grow(i + 1, blocks)
+        blocks.pop()
+
+    yield from grow(0, [])

@@ -1,0 +1,184 @@
+"""The search problem in canonical order: what a planner may look at, as arrays by rank.
+
+Nodes are sorted by what they are and not by where the cluster file lists them, and so are the devices inside
+a node. Every later tie is broken by this order, so relabelling the ranks of a cluster relabels the plan.
+
+Dimension key: D ranks (canonical), K groups, M nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hetero.cluster.topology import Cluster, Node
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.types import CostModel, Workload
+from ds_hetero.planner.shares import whole_shares
+
+__all__ = ["Assignment", "Problem", "canonical"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, Ints]:
+    """The same cluster with its ranks in canonical order.
+
+    Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
+
+    Returns:
+        cluster, workload (whose per-rank weights move along) and ``rank_of[D]``, the original rank of each canonical one.
+    """
+    reach = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]
+
+    def device_key(node: Node, i: int) -> tuple[float | str, ...]:
+        device = node.devices[i]
+        return (-device.peak_flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, device.name)
+
+    inside = [sorted(range(len(node.devices)), key=lambda i, node=node: (device_key(node, i), i)) for node in cluster.nodes]  # type: ignore[misc]
+
+    def node_key(n: int) -> tuple[object, ...]:
+        node = cluster.nodes[n]
+        devices = tuple(device_key(node, i) for i in inside[n])
+        return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-reach[n]), node.name, n)
+
+    nodes = sorted(range(len(cluster.nodes)), key=node_key)
+    place = {n: i for i, n in enumerate(nodes)}
+    first = np.concatenate([[0], np.cumsum([len(node.devices) for node in cluster.nodes])])
+    rank_of = np.array([first[n] + i for n in nodes for i in inside[n]], dtype=np.int64)
+    moved = Cluster(
+        nodes=tuple(
+            replace(cluster.nodes[n], devices=tuple(cluster.nodes[n].devices[i] for i in inside[n])) for n in nodes
+        ),
+        network=cluster.network,
+        links=tuple(
+            sorted(
+                (((min(place[a], place[b]), max(place[a], place[b])), link) for (a, b), link in cluster.links),
+                key=lambda item: item[0],
+            )
+        ),
+    )
+    weights = workload.zero_weights
+    if weights is not None:
+        workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
+    return moved, workload, rank_of
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A point of the search space and its value.
+
+    Args:
+        block_s: the cost model's time of one block.
+        groups: canonical ranks of every group, in ring order.
+        tokens: by canonical rank, summing to seq_len; heads: by canonical rank.
+    """
+
+    block_s: float
+    groups: tuple[Ints, ...]
+    tokens: Floats
+    heads: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One cost model bound to a canonical cluster, and the numbers that closed forms need.
+
+    Args:
+        cost: the objective; its ranks are canonical.
+        token_unit: tokens are handed out in multiples of this.
+        head_units: allowed granularities of head cuts, in query heads.
+        zigzag: layout of the positions when there is more than one group.
+    """
+
+    cost: CostModel
+    token_unit: int
+    head_units: tuple[int, ...]
+    zigzag: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """D."""
+        return self.cost.cluster.num_ranks
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the model."""
+        return self.cost.model.num_heads
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return self.cost.workload.seq_len
+
+    @property
+    def sees_everything(self) -> bool:
+        """Whether every group computes its share of attention with every other one: not if contiguous and causal."""
+        return self.zigzag or not self.cost.workload.causal
+
+    @cached_property
+    def node(self) -> Ints:
+        """Node of every rank."""
+        return self.cost.cluster.node_of_rank
+
+    @cached_property
+    def speed(self) -> Floats:
+        """Attention speed of every rank; the fastest has 1."""
+        return np.asarray(self.cost.attention_s_D.min() / self.cost.attention_s_D)
+
+    @cached_property
+    def kind(self) -> Ints:
+        """Class of every rank: ranks of one class are equal but for the node they sit in. Class 0 is the fastest."""
+        rows = np.stack([-self.speed, self.cost.non_attention_s_per_token_D, -self.cost.capacity_bytes_D], axis=1)
+        kind = np.unique(rows, axis=0, return_inverse=True)[1]
+        return np.asarray(kind.reshape(-1), dtype=np.int64)
+
+    @cached_property
+    def token_speed(self) -> Floats:
+        """Shares of the sequence per second outside attention, by rank."""
+        return np.asarray(1 / (self.cost.non_attention_s_per_token_D * self.seq_len))
+
+    @cached_property
+    def attention_s(self) -> Floats:
+        """Seconds in which each rank alone would do the attention of one head over the whole sequence."""
+        return np.asarray(self.cost.attention_s_D * float(self.seq_len) ** 2)
+
+    @cached_property
+    def inverse_bandwidth(self) -> Floats:
+        """Seconds per byte between ranks of two nodes, ``[M, M]``."""
+        return np.asarray(1 / self.cost.cluster.node_bytes_per_s)
+
+    def best(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float = np.inf) -> tuple[int, float]:
+        """The fastest assignment that fits into memory and takes less than ``below_s``: its row and block time.
+
+        Returns (-1, infinity) where there is none. Memory is only looked at for rows that would be chosen.
+        """
+        block_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD)
+        rows = np.flatnonzero(block_s < below_s)
+        rows = rows[np.argsort(block_s[rows], kind="stable")]
+        for first in range(0, len(rows), 32):
+            some = rows[first : first + 32]
+            need = self.cost.memory_bytes(grouping, tokens_BD[some], heads_BD[some])
+            fits = (need <= self.cost.capacity_bytes_D).all(axis=-1)
+            if fits.any():
+                row = int(some[np.argmax(fits)])
+                return row, float(block_s[row])
+        return -1, np.inf
+
+    def grouping(self, groups: Sequence[Ints]) -> Grouping:
+        """What the cost model takes; ``groups`` in ring order."""
+        return Grouping(self.cost.cluster, groups, zigzag=self.zigzag and len(groups) > 1)
+
+    @cached_property
+    def coarse(self) -> bool:
+        """Whether a token unit is so large that candidates must be rounded before they are compared."""
+        return self.seq_len < 512 * self.token_unit * self.num_ranks
+
+    def round(self, tokens: Floats) -> Floats:
+        """Tokens (leading dimensions are kept) in whole units where units are coarse; as they are elsewhere."""
+        return whole_shares(tokens, self.seq_len, self.token_unit).astype(float) if self.coarse else tokens

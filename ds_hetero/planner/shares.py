@@ -1,0 +1,159 @@
+"""Closed forms of the search: heads over a group, tokens over groups, tokens inside groups.
+
+All of them solve "finish together" problems exactly or by a handful of scaled guesses; the cost model then
+chooses between their answers. Numbers in, numbers out: nothing here knows a cluster or a cost model.
+
+Dimension key: D ranks, K groups. ``group_of[D]`` is the ring position of a rank's group.
+Seconds per token and per head are reciprocal speeds; a rank that is to stay idle has weight zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "two_speed_fill", "whole_shares"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@lru_cache(maxsize=65536)
+def apportion(speeds: tuple[float, ...], total: int) -> tuple[int, ...]:
+    """Whole shares of ``total`` that minimize ``max(share / speed)``; ties go to the faster, then to the lower index.
+
+    Start from the rounded-down ideal and hand out the rest one by one where it hurts least; exchange shows
+    that no other whole split is better. A speed of zero gets nothing.
+    """
+    whole = sum(speeds)
+    shares = [int(total * speed / whole) for speed in speeds]
+    for _ in range(total - sum(shares)):
+        best = min(
+            (i for i, speed in enumerate(speeds) if speed > 0),
+            key=lambda i: ((shares[i] + 1) / speeds[i], -speeds[i], i),
+        )
+        shares[best] += 1
+    return tuple(shares)
+
+
+def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
+    """Shares of the sequence by group when each token passes through two machines, one after the other.
+
+    Group k handles its tokens at ``token_speed_K[k]`` outside attention and at ``attention_speed_K[k]`` in it; all
+    groups wait for the slowest after each. The linear program
+
+        minimize t1 + t2   subject to   x_k <= t1 * token_speed_k,  x_k <= t2 * attention_speed_k,  sum x = 1
+
+    has its optimum where t2 / t1 is the ratio of the two speeds of some group, so all K ratios are tried.
+
+    Returns:
+        x_K, summing to 1.
+    """
+    ratio_K = np.divide(
+        token_speed_K, attention_speed_K, out=np.full(len(token_speed_K), np.inf), where=attention_speed_K > 0
+    )
+    usable = attention_speed_K > 0
+    ratios = np.unique(ratio_K[usable])
+    if len(ratios) > 256:
+        ratios = ratios[np.linspace(0, len(ratios) - 1, 256).astype(int)]
+    order = np.argsort(ratio_K, kind="stable")
+    token_sum = np.concatenate([[0.0], np.cumsum(np.where(usable, token_speed_K, 0.0)[order])])
+    attention_sum = np.cumsum(attention_speed_K[order][::-1])[::-1]
+    attention_sum = np.append(attention_sum, 0.0)
+    below = np.searchsorted(ratio_K[order], ratios, side="right")
+    # With t1 = 1 and t2 = r, the groups whose ratio is at most r are limited by tokens, the others by attention.
+    handled = token_sum[below] + ratios * attention_sum[below]
+    best = int(np.argmin((1 + ratios) / handled))
+    share_K = np.minimum(token_speed_K, ratios[best] * attention_speed_K)
+    return np.asarray(share_K / share_K.sum())
+
+
+def fill_groups(token_speed_K: Floats, attention_speed_K: Floats) -> Iterator[Floats]:
+    """Candidate shares of the sequence by group, best guesses first: HexiSeq's stage II with closed forms added.
+
+    The two-machine optimum, shares in proportion to attention speed, to non-attention speed and to their
+    square roots (arXiv:2605.07569, section 4.3), equal shares, and proportional shares clipped at quantiles: a
+    barrier at every ring step favours equal groups, its absence favours proportional ones.
+    """
+    seen: set[bytes] = set()
+    active = (token_speed_K > 0) & (attention_speed_K > 0)
+    two = two_speed_fill(token_speed_K, attention_speed_K)
+    candidates = [two, attention_speed_K, active.astype(float), np.sqrt(two), token_speed_K]
+    candidates += [np.sqrt(attention_speed_K), np.sqrt(token_speed_K)]
+    candidates += [np.minimum(attention_speed_K, q) for q in np.quantile(attention_speed_K[active], (0.1, 0.25, 0.5, 0.75))]
+    for weight_K in candidates:
+        share_K = np.where(active, weight_K, 0.0)
+        share_K = share_K / share_K.sum()
+        key = np.round(share_K, 9).tobytes()
+        if key not in seen:
+            seen.add(key)
+            yield share_K
+
+
+def fill_ranks(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats | None = None) -> Floats | None:
+    """Shares of the sequence by rank: inside each group all ranks finish together, none above its cap.
+
+    Args:
+        share_K: share of each group.
+        group_of: ring position of each rank's group.
+        token_speed: tokens per second of each rank outside attention, zero for an idle one.
+        cap: most that each rank may hold, as a share of the sequence; left out, no limit.
+
+    Returns:
+        share[D], or None where the caps of a group do not hold its share.
+    """
+    num_groups = len(share_K)
+    if cap is None:
+        return np.asarray(token_speed * (share_K / _group_sum(token_speed, group_of, num_groups))[group_of])
+    return cap_shares(share_K, group_of, token_speed, cap)
+
+
+def cap_shares(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats) -> Floats | None:
+    """Water-filling of `fill_ranks` with caps: ranks at their cap are fixed, the rest share what remains."""
+    num_groups = len(share_K)
+    cap = np.where(token_speed > 0, cap, 0.0)
+    if np.any(_group_sum(cap, group_of, num_groups) < share_K * (1 - 1e-12)):
+        return None
+    full = token_speed <= 0
+    while True:
+        rest_K = share_K - _group_sum(np.where(full, cap, 0.0), group_of, num_groups)
+        speed_K = _group_sum(np.where(full, 0.0, token_speed), group_of, num_groups)
+        level_K = np.divide(rest_K, speed_K, out=np.zeros(num_groups), where=speed_K > 0)
+        share = np.where(full, cap, token_speed * level_K[group_of])
+        over = (share > cap) & ~full
+        if not over.any():
+            return share
+        full = full | over
+
+
+def whole_shares(share: Floats, total: int, unit: int) -> Ints:
+    """``total`` tokens in whole multiples of ``unit``, in proportion to ``share[..., D]``, by largest remainder.
+
+    What does not fill a unit goes to the last rank that has tokens.
+    """
+    ideal = share * (total // unit / share.sum(axis=-1, keepdims=True))
+    units = np.floor(ideal + 1e-9).astype(np.int64)
+    missing = total // unit - units.sum(axis=-1, keepdims=True)
+    by_remainder = np.argsort(np.where(share > 0, units - ideal, np.inf), axis=-1, kind="stable")
+    place = np.empty_like(by_remainder)
+    np.put_along_axis(place, by_remainder, np.arange(share.shape[-1]), axis=-1)
+    units += place < missing
+    tokens = units * unit
+    if total % unit:
+        last = share.shape[-1] - 1 - np.argmax(units[..., ::-1] > 0, axis=-1)
+        last = np.expand_dims(last, -1)
+        np.put_along_axis(tokens, last, np.take_along_axis(tokens, last, axis=-1) + total % unit, axis=-1)
+    return tokens
+
+
+def _group_sum(values: Floats, group_of: Ints, num_groups: int) -> Floats:
+    return np.bincount(group_of, weights=values, minlength=num_groups)
+
+
+def proportional(weights: Sequence[float]) -> Floats:
+    """Weights scaled to sum to 1."""
+    out = np.asarray(weights, dtype=float)
+    return np.asarray(out / out.sum())
