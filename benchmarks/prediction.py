@@ -1,0 +1,319 @@
+"""How well does the calibrated cost model predict training steps on ranks that it has profiled?
+
+    python -m benchmarks.prediction [--cores 0.6 0.45 0.3 0.15] [--tokens 4096] [--steps 7] [--link 1gbit] [--json]
+
+Gloo ranks on this machine, slowed down to the given shares of a core (`benchmarks.quota`), are profiled with
+`ds_hetero.cluster.profile`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
+Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
+measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import ranks
+from benchmarks.machine import cpu_s_of, describe_machine, machine_busy_s
+from benchmarks.network import emulate
+from benchmarks.quota import SpeedLimits
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.models import load_model
+from ds_hetero.schedule import Group, Schedule, proportional, ring, ulysses, usp
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _VOCABULARY = 8, 4, 64, 2, 512
+_MODEL = {
+    "model_type": "llama",
+    "hidden_size": _HEADS * _HEAD_DIM,
+    "intermediate_size": 1408,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "vocab_size": _VOCABULARY,
+    "hidden_act": "silu",
+}
+_LINKS = {"loopback": None, "1gbit": (1e9, 100e-6), "200mbit": (2e8, 500e-6)}
+_RESULTS = Path(__file__).parent / "results"
+MEDIAN_ERROR, CLEAR = 0.10, 0.10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 if the targets are met."""
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=True)
+    outcome = run(options, console)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps(outcome, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(outcome))
+    else:
+        show(outcome, Console(width=None if sys.stdout.isatty() else 120))
+    console.print(f"written to {options.output}")
+    return 0 if outcome["met"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.partition("\n")[0])
+    parser.add_argument("--cores", type=float, nargs="+", default=[0.6, 0.45, 0.3, 0.15], help="of each rank")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per schedule, after two to warm up")
+    parser.add_argument("--link", choices=_LINKS, default="loopback")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--output", type=Path, default=_RESULTS / "prediction.json")
+    return parser
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Profile, train, predict; plain data."""
+    num_ranks = len(options.cores)
+    schedules = candidates(options.cores)
+    link = _LINKS[options.link]
+    shaped = {"rate_bit_per_s": link[0], "delay_s": link[1]} if link else {"rate_bit_per_s": 1.0, "methods": ["none"]}
+    limits = SpeedLimits(num_ranks) if SpeedLimits.available() else nullcontext()
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
+    with (
+        limits as limit,
+        emulate(nodes=num_ranks, **shaped) as network,
+        Progress(*columns, console=console) as progress,
+    ):
+        task = progress.add_task("starting ranks", total=1 + len(schedules))
+        results = ranks.run(
+            measure,
+            network.nodes,
+            limit,
+            options.cores,
+            [(name, schedule.to_dict()) for name, schedule in schedules.items()],
+            options.tokens,
+            options.steps,
+            on_report=lambda done, now: progress.update(task, completed=done, description=now),
+        )
+        described = network.describe()
+    cluster, steps = results[0]
+    cost = make_cost_model("calibrated", cluster_from_dict(cluster), load_model(_MODEL), workload(options.tokens))
+    rows = []
+    for name, schedule in schedules.items():
+        seconds = [max(times) for times in zip(*(result[1][name]["seconds"] for result in results), strict=True)]
+        prediction = cost.predict(schedule)
+        rows.append(
+            {
+                "name": name,
+                "schedule": schedule.to_dict(),
+                "predicted_s": prediction.iteration_s,
+                "measured_s": median(seconds),
+                "seconds": seconds,
+                "others_cores": steps[name]["others_cores"],
+                "prediction": prediction.to_dict(),
+            }
+        )
+    return judge(rows) | {
+        "rows": rows,
+        "cores": options.cores,
+        "tokens": options.tokens,
+        "link": described,
+        "limited": bool(SpeedLimits.available()),
+        "machine": describe_machine(),
+        "profile_s": cluster["profile"].get("seconds"),
+        "fit_errors": cluster["profile"]["fit_errors"],
+        "cluster": {key: value for key, value in cluster.items() if key != "profile"},
+    }
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors, and pairs that measurement sets apart by more than a tenth but prediction puts the other way round."""
+    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
+    clear, swapped = 0, []
+    for a, b in combinations(rows, 2):
+        fast, slow = sorted((a, b), key=lambda row: float(row["measured_s"]))
+        if slow["measured_s"] > (1 + CLEAR) * fast["measured_s"]:
+            clear += 1
+            if fast["predicted_s"] >= slow["predicted_s"]:
+                swapped.append([fast["name"], slow["name"]])
+    met = median(errors) <= MEDIAN_ERROR and not swapped
+    return {
+        "median_error": median(errors),
+        "largest_error": max(errors),
+        "pairs": clear,
+        "swapped": swapped,
+        "met": met,
+    }
+
+
+def workload(tokens: int) -> Workload:
+    """Of the engines below: fp32, ZeRO-1, no checkpointing, loss of all tokens at once."""
+    return Workload(
+        seq_len=tokens,
+        zero_stage=1,
+        activation_checkpointing=False,
+        tiled_logits=False,
+        element_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=12,
+    )
+
+
+def candidates(cores: Sequence[float]) -> dict[str, Schedule]:
+    """Uniform schedules, proportional ones, and mixtures of ranks; few are good."""
+    num_ranks = len(cores)
+    shape = (_HEADS, _KV_HEADS)
+    found = {
+        "ulysses": ulysses(num_ranks, *shape),
+        "ring": ring(num_ranks, *shape),
+        "ring, proportional": proportional(cores, *shape),
+    }
+    if num_ranks % 2 == 0 and num_ranks > 2:
+        found["usp 2 x 2"] = usp(num_ranks, *shape, num_ranks // 2)
+        half = num_ranks // 2
+        fast, slow = tuple(range(half)), tuple(range(half, num_ranks))
+        mixed = tuple(range(0, num_ranks, 2)), tuple(range(1, num_ranks, 2))
+        for name, groups in (("fast and slow apart", (fast, slow)), ("fast and slow mixed", mixed)):
+            found[f"{name}, proportional"] = _weighted(groups, cores)
+        found["fast and slow apart, even tokens"] = _weighted((fast, slow), cores, tokens=[1.0] * num_ranks)
+    found["ulysses, proportional"] = _weighted((tuple(range(num_ranks)),), cores)
+    found["ring, too much to the slowest"] = proportional(list(reversed(cores)), *shape)
+    return found
+
+
+def _weighted(
+    groups: Sequence[tuple[int, ...]], cores: Sequence[float], tokens: Sequence[float] | None = None
+) -> Schedule:
+    """Heads by speed, each rank one at least; tokens by speed and so that groups finish together."""
+    parts = []
+    for group in groups:
+        heads = [1] * len(group)
+        for _ in range(_HEADS - len(group)):
+            least = min(range(len(group)), key=lambda i: (heads[i] + 1) / cores[group[i]])
+            heads[least] += 1
+        speed = min(cores[rank] / n for rank, n in zip(group, heads, strict=True))
+        whole = sum(cores[rank] for rank in group)
+        share = [speed * cores[rank] / whole for rank in group] if tokens is None else [tokens[rank] for rank in group]
+        parts.append(Group(ranks=tuple(group), tokens=tuple(share), heads=tuple(heads)))
+    layout = "zigzag" if len(parts) > 1 else "contiguous"
+    return Schedule(num_heads=_HEADS, num_kv_heads=_KV_HEADS, groups=tuple(parts), layout=layout)
+
+
+# --- on every rank ----------------------------------------------------------------------------------
+
+
+def measure(
+    rank: int,
+    report: Callable[[float, str], None],
+    limits: SpeedLimits | None,
+    cores: Sequence[float],
+    schedules: Sequence[tuple[str, dict[str, Any]]],
+    tokens: int,
+    num_steps: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Profile all ranks, then train with each schedule; the cluster file, and seconds by schedule and step."""
+    import torch
+
+    from ds_hetero.cluster.probes import KernelProbe
+    from ds_hetero.cluster.profile import measure as profile
+    from ds_hetero.runtime.kernels import Band, select
+
+    if limits is not None:
+        limits.join(rank, cores[rank])
+    say = report if rank == 0 else lambda done, now: None
+    say(0, "profiling")
+    kernel = select(torch.device("cpu"), torch.float32, _HEAD_DIM, None, None)
+    begin = time.perf_counter()
+    cluster = profile(attention=KernelProbe(kernel, Band(None, None), Band(None, 0)), window_s=0.5, show_progress=False)
+    cluster["profile"]["seconds"] = time.perf_counter() - begin
+    found = {}
+    for number, (name, schedule) in enumerate(schedules):
+        say(1 + number, name)
+        found[name] = _train(rank, schedule, tokens, num_steps)
+    return cluster, found
+
+
+def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> dict[str, Any]:
+    import os
+
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ds_hetero
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    handle = ds_hetero.register()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_MODEL, max_position_embeddings=tokens, use_cache=False))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "sequence_parallel_size": dist.get_world_size(),
+        "heterogeneity": {"schedule": schedule},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    positions = handle.schedule.positions(tokens, rank)
+    ids = torch.randint(_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    shard = {
+        "input_ids": ids[:, positions],
+        "position_ids": torch.tensor([positions]),
+        "shift_labels": labels[:, positions],
+    }
+    seconds = []
+    for step in range(num_steps + 2):
+        if step == 2:
+            busy_s, own_s, start_s = machine_busy_s(), cpu_s_of([os.getpid()]), time.perf_counter()
+        dist.barrier()
+        begin = time.perf_counter()
+        outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+        engine.backward(handle.loss(outputs, shard))
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    ours = torch.tensor([cpu_s_of([os.getpid()]) - own_s])
+    dist.all_reduce(ours)
+    others = (machine_busy_s() - busy_s - ours.item()) / (time.perf_counter() - start_s)
+    handle.undo()
+    return {"seconds": seconds[2:], "others_cores": others}
+
+
+# --- for people -------------------------------------------------------------------------------------
+
+
+def show(outcome: dict[str, Any], console: Console) -> None:
+    """A table and a verdict."""
+    speeds = ", ".join(f"{cores:g}" for cores in outcome["cores"])
+    table = Table(
+        title=f"Seconds per step of {outcome['tokens']:,} tokens on ranks of {speeds} cores; {outcome['link']}"
+    )
+    for heading in ("schedule", "measured", "predicted", "error", "others' cores"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for row in sorted(outcome["rows"], key=lambda row: float(row["measured_s"])):
+        error = row["predicted_s"] / row["measured_s"] - 1
+        cells = f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", f"{error:+.1%}", f"{row['others_cores']:.2f}"
+        table.add_row(row["name"], *cells)
+    console.print(table)
+    console.print(
+        f"Median error {outcome['median_error']:.1%} (target {MEDIAN_ERROR:.0%}), "
+        f"largest {outcome['largest_error']:.1%}; "
+        f"{outcome['pairs'] - len(outcome['swapped'])} of {outcome['pairs']} clear pairs ranked alike."
+    )
+    fits = Table(title="Fit of the profile, by term")
+    for heading in ("term", "median error", "largest"):
+        fits.add_column(heading, justify="left" if heading == "term" else "right")
+    for term, error in outcome["fit_errors"].items():
+        fits.add_row(term, f"{error['median']:.1%}", f"{error['largest']:.1%}")
+    console.print(fits)
+    console.print("[green]MET[/]" if outcome["met"] else "[red]NOT MET[/]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
