@@ -1,0 +1,51 @@
+"""A training loop with accelerate on ranks that are not alike.
+
+What is new against a script for stock DeepSpeed: the two lines with ``handle``, and the section "heterogeneity" in the
+ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
+
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+    deepspeed --num_gpus 4 --no_local_rank examples/accelerate_loop.py
+    accelerate launch --use_deepspeed --num_processes 4 examples/accelerate_loop.py
+    torchrun --nproc-per-node 4 examples/accelerate_loop.py
+
+With a configuration that has no such section the same script trains on whole sequences, as stock DeepSpeed does:
+
+    torchrun --nproc-per-node 1 examples/accelerate_loop.py --ds-config MY_CONFIG.json
+"""
+
+import argparse
+import os
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
+
+import corpus
+import ds_hetero
+from tiny_llama import tiny_llama, without_compiling
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--ds-config", default="ds_configs/zero2.json")
+parser.add_argument("--sp-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")), help="all ranks if left out")
+parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
+args = parser.parse_args()
+
+without_compiling()
+handle = ds_hetero.register()
+
+accelerator = Accelerator(
+    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=args.ds_config),
+    parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size) if args.sp_size > 1 else None,
+)
+model = tiny_llama()
+data = corpus.long_files(min_tokens=args.tokens, max_tokens=2 * args.tokens, count=args.steps)
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.utils.data.DataLoader(data, batch_size=1)
+)
+for step, batch in enumerate(loader):
+    outputs = model(**batch)
+    loss = handle.loss(outputs, batch) if "shift_labels" in batch else outputs.loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.print(f"step {step}: loss {loss.item():.4f}, gradient norm {model.get_global_grad_norm():.4f}")

@@ -1,0 +1,49 @@
+"""A loop of one's own around ``deepspeed.initialize`` on ranks that are not alike.
+
+What is new against a script for stock DeepSpeed: the three lines with ``handle``, and the section "heterogeneity" in the
+ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
+
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+    deepspeed --num_gpus 4 --no_local_rank examples/deepspeed_loop.py
+    accelerate launch --use_deepspeed --num_processes 4 examples/deepspeed_loop.py
+    torchrun --nproc-per-node 4 examples/deepspeed_loop.py
+
+With a configuration that has no such section the same script trains on whole sequences, as stock DeepSpeed does.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import deepspeed
+import torch
+
+import corpus
+import ds_hetero
+from tiny_llama import tiny_llama, without_compiling
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--ds-config", type=Path, default="ds_configs/zero1.json")
+parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
+args = parser.parse_args()
+config = json.loads(args.ds_config.read_text())
+
+without_compiling()
+handle = ds_hetero.register()
+
+model = tiny_llama()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+data = corpus.long_files(min_tokens=args.tokens, max_tokens=2 * args.tokens, count=args.steps)
+loader = torch.utils.data.DataLoader(data, batch_size=1)
+if "heterogeneity" in config:
+    loader = handle.dataloader(loader)
+
+for step, batch in enumerate(loader):
+    outputs = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+    loss = handle.loss(outputs, batch) if "heterogeneity" in config else outputs.loss
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == 0:
+        print(f"step {step}: loss {loss.item():.4f}, gradient norm {engine.get_global_grad_norm():.4f}")
