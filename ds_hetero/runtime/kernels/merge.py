@@ -21,6 +21,6 @@ def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> No
 
     Source: the online softmax (arXiv:1805.02867), as in Ring Attention (arXiv:2310.01889).
     """
-    share = torch.sigmoid(lse_block - lse).nan_to_num_(0.0)
+    share = torch.sigmoid(lse_block - lse.clamp(min=torch.finfo(lse.dtype).min))
     out.lerp_(out_block.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, lse_block, out=lse)

@@ -28,7 +28,7 @@ def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Se
         return attend(q, k, v, tiles[0].band)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = _token_major(q, wide)
-    lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+    lse = torch.empty_like(out[..., 0])
     for tile in tiles:
         for (out_tile, lse_tile, q_tile), (k_tile, v_tile) in _copies(tile, (out, lse, q), (k, v)):
             part = attend(q_tile, k_tile, v_tile, tile.band)
