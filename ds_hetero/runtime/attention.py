@@ -72,7 +72,7 @@ def attention(
         )
     exchange, ring = _plan(replica, batch, causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = UnevenAttention.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _UnevenAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks, replica, exchange, ring, kernel, scale, softcap
     )
     return out
@@ -85,7 +85,7 @@ def _plan(replica: Replica, batch: BatchLayout, causal: bool, window: int | None
     return make_exchange(replica, batch.length), make_ring(batch.ring_table(causal, window), replica.rank)
 
 
-class UnevenAttention(torch.autograd.Function):
+class _UnevenAttention(torch.autograd.Function):
     """See `attention`."""
 
     @staticmethod

@@ -205,7 +205,7 @@ def ring_forward(
         out [B, h, S, D], laid out token-major; lse [B, h, S] in fp32 (fp64 for fp64), -inf where nothing is visible
         kept: the remote KV of the last step, one [2, B, heads, n, D] per sub-ring, for `ring_backward`; may be empty
 
-    Caller: every rank of the replica, in UnevenAttention.forward.
+    Caller: every rank of the replica, in the forward of `attention`.
     Messages: one KV block per sub-ring and round to the next group that needs it.
     """
     if call := ring.undivided:
@@ -312,7 +312,7 @@ def ring_backward(
 
     ``out`` and ``lse`` are the merged ones, so that every block's backward is exact by itself.
 
-    Caller: every rank of the replica, in UnevenAttention.backward.
+    Caller: every rank of the replica, in the backward of `attention`.
     Messages: per sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
     """
     dq, dk, dv = grads
