@@ -6,6 +6,9 @@ Gloo ranks on this machine, slowed down to the given shares of a core (`benchmar
 `ds_hetero.cluster.profile`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
 Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
 measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
+
+The column "machine" says how fast the ranks compute products around a measurement, compared with right after the
+profile: on a shared machine the neighbours' use of caches and memory changes that, and no profile can know.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -115,6 +118,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 "measured_s": median(seconds),
                 "seconds": seconds,
                 "others_cores": steps[name]["others_cores"],
+                "speed": mean(result[1][name]["speed"] for result in results),
                 "prediction": prediction.to_dict(),
             }
         )
@@ -232,10 +236,24 @@ def measure(
     cluster = profile(attention=KernelProbe(kernel, Band(None, None), Band(None, 0)), window_s=0.5, show_progress=False)
     cluster["profile"]["seconds"] = time.perf_counter() - begin
     found = {}
+    speed = [_speed()]
     for number, (name, schedule) in enumerate(schedules):
         say(1 + number, name)
         found[name] = _train(rank, schedule, tokens, num_steps)
+        speed.append(_speed())
+        found[name]["speed"] = (speed[-2] + speed[-1]) / 2 / speed[0]
     return cluster, found
+
+
+def _speed() -> float:
+    """Rate of a product on all ranks at once: how fast this machine is just now, whatever its neighbours do."""
+    import torch
+    import torch.distributed as dist
+
+    from ds_hetero.cluster.probes import Timer, matmul_probe
+
+    dist.barrier()
+    return matmul_probe(Timer(torch.device("cpu"), 0.5), torch.float32)
 
 
 def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> dict[str, Any]:
@@ -294,12 +312,12 @@ def show(outcome: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"Seconds per step of {outcome['tokens']:,} tokens on ranks of {speeds} cores; {outcome['link']}"
     )
-    for heading in ("schedule", "measured", "predicted", "error", "others' cores"):
+    for heading in ("schedule", "measured", "predicted", "error", "machine", "others' cores"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for row in sorted(outcome["rows"], key=lambda row: float(row["measured_s"])):
         error = row["predicted_s"] / row["measured_s"] - 1
-        cells = f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", f"{error:+.1%}", f"{row['others_cores']:.2f}"
-        table.add_row(row["name"], *cells)
+        cells = f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", f"{error:+.1%}", f"{row['speed']:.0%}"
+        table.add_row(row["name"], *cells, f"{row['others_cores']:.2f}")
     console.print(table)
     console.print(
         f"Median error {outcome['median_error']:.1%} (target {MEDIAN_ERROR:.0%}), "
