@@ -308,6 +308,10 @@ def test_block_time_is_consistent(case):
     many = bound.block_s_many(grouping, np.stack([tokens, other]), np.stack([heads, heads]))
     assert many.tolist() == pytest.approx([found.block_s, bound.block_s(grouping, other, heads)], rel=1e-12)
     assert found.bound_s <= found.block_s * (1 + 1e-9)
+    if schedule.layout == "zigzag":
+        length_D = grouping.by_group(np.add, tokens)[grouping.group_of]
+        least_D = bound.least_token_s_D * tokens + bound.least_attention_s_D * heads * length_D * 4096
+        assert least_D.max() <= found.block_s * (1 + 1e-9)
     assert max(found.busy_s) <= found.block_s * (1 + 1e-9)
     assert 0 <= found.bottleneck.rank < sum(sizes) and found.bottleneck.text
 
