@@ -128,7 +128,7 @@ def _devices(
 
 def _best_rate(sample: Mapping[str, Any]) -> float:
     """What a device that no catalogue knows has been seen to do."""
-    return max(sample["peak_flops_per_s"], *(layer[1] / layer[3] for layer in sample["layers"]))
+    return max([float(sample["peak_flops_per_s"]), *(float(layer[1] / layer[3]) for layer in sample["layers"])])
 
 
 def _kinds(ranks: Sequence[RankFacts], samples: Samples) -> list[list[int]]:

@@ -29,8 +29,6 @@ class BaseCostModel(ABC):
     attention_s_D: Floats
     non_attention_s_per_token_D: Floats
     least_attention_s_D: Floats
-    least_token_s_D: Floats
-    least_attention_s_D: Floats
     least_non_attention_s_per_token_D: Floats
     capacity_bytes_D: Floats
     bound_s: float

@@ -131,7 +131,6 @@ class CalibratedCostModel(BaseCostModel):
         fixed_D = np.sum([repeats * each.fixed_s for repeats, each in passes], axis=0)
         rows = 1 + self._half_rows_D / (work.micro_batch * model.num_heads * even)
         keys = 1 + self._half_kv_D * len(self.cluster.nodes) / work.seq_len
-        self.least_token_s_D, self.least_attention_s_D = np.asarray(token_D), np.asarray(attention_D)
         self.attention_s_D = attention_D * rows * keys
         self.non_attention_s_per_token_D = token_D + fixed_D / even
         self.least_attention_s_D, self.least_non_attention_s_per_token_D = attention_D, token_D

@@ -59,7 +59,6 @@ class PublishedCostModel(BaseCostModel):
         self._memory_bound_D = NON_ATTENTION_ELEMENTS * batch * hidden * element / b_D
         self.non_attention_s_per_token_D = np.maximum(self._compute_bound_D, self._memory_bound_D)
         self.attention_s_D = ATTENTION_FLOPS * batch * model.head_dim / c_D
-        self.least_token_s_D, self.least_attention_s_D = self.non_attention_s_per_token_D, self.attention_s_D
         self.least_attention_s_D = self.attention_s_D
         self.least_non_attention_s_per_token_D = self.non_attention_s_per_token_D
         self._a2a_bytes = A2A_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 8

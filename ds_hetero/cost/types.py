@@ -165,10 +165,6 @@ class CostModel(Protocol):
     non_attention_s_per_token_D: Floats  # forward and backward of one block, curves frozen at an even share
     least_attention_s_D: Floats  # the same two for shapes without limit: no share of whatever size is done faster
     least_non_attention_s_per_token_D: Floats
-    # The same for infinitely large shapes. For every rank d of every group k, unless contiguous groups attend causally,
-    # block_s >= least_token_s_D[d] * s_d + least_attention_s_D[d] * n_d * L_k * seq_len.
-    least_attention_s_D: Floats
-    least_token_s_D: Floats
     capacity_bytes_D: Floats
     bound_s: float  # time of one block at perfect balance with free communication
 

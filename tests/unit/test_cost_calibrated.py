@@ -310,7 +310,7 @@ def test_block_time_is_consistent(case):
     assert found.bound_s <= found.block_s * (1 + 1e-9)
     if schedule.layout == "zigzag":
         length_D = grouping.by_group(np.add, tokens)[grouping.group_of]
-        least_D = bound.least_token_s_D * tokens + bound.least_attention_s_D * heads * length_D * 4096
+        least_D = bound.least_non_attention_s_per_token_D * tokens + bound.least_attention_s_D * heads * length_D * 4096
         assert least_D.max() <= found.block_s * (1 + 1e-9)
     assert max(found.busy_s) <= found.block_s * (1 + 1e-9)
     assert 0 <= found.bottleneck.rank < sum(sizes) and found.bottleneck.text
