@@ -12,6 +12,7 @@ Source: DeepSpeed-Ulysses (arXiv:2309.14509); uneven form, HexiSeq (arXiv:2605.0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -108,51 +109,52 @@ def make_exchange(replica: Replica, length: int) -> Exchange:
     )
 
 
-def gather_sequence(q_BHsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, exchange: Exchange) -> Tensor:
+def gather_sequence(
+    q_BHsD: Tensor, k_BGsD: Tensor, v_BGsD: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
     """Trade this rank's tokens of every head for the group's tokens of this rank's heads.
 
         q [B, H, s, D], k and v [B, G, s, D]
-        result [S, B, W, D]: query heads, then K heads, then V heads
+        result: q [B, h, S, D], k and v [B, g, S, D], each contiguous, as kernels like them and the ring sends them
 
     Collectives: one all_to_all_single.
     Sends: s B D (sum over other ranks of their W) elements.
     """
     batch_size, _, tokens, head_dim = q_BHsD.shape
-    unit = batch_size * head_dim
+    own, unit = exchange.own, batch_size * head_dim
     send_sizes = [tokens * unit * member.width for member in exchange.members]
+    recv_sizes = [member.tokens * unit * own.width for member in exchange.members]
     send = q_BHsD.new_empty(sum(send_sizes))
     for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
-        packed = part.view(tokens, batch_size, member.width, head_dim).permute(1, 2, 0, 3)
-        q, k, v = packed.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=1)
+        q, k, v = _heads(part.view(tokens, batch_size, member.width, head_dim), member)
         q.copy_(q_BHsD[:, slice(*member.q)])
         k.copy_(k_BGsD[:, slice(*member.kv)])
         v.copy_(v_BGsD[:, slice(*member.kv)])
-    shape = (exchange.group_tokens, batch_size, exchange.own.width, head_dim)
-    if exchange.process_group is None:
-        return send.view(shape)
-    recv = send.new_empty(shape)
-    recv_sizes = [member.tokens * unit * exchange.own.width for member in exchange.members]
+    recv = send.new_empty(exchange.group_tokens, batch_size, own.width, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
-    return recv
+    q, k, v = (x.contiguous() for x in _heads(recv, own))
+    return q, k, v
 
 
-def scatter_sequence(grad_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """Mirror of `gather_sequence` for gradients: [S, B, W, D] to dq [B, H, s, D], dk and dv [B, G, s, D].
+def scatter_sequence(
+    dq_BhSD: Tensor, dk_BgSD: Tensor, dv_BgSD: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mirror of `gather_sequence` for gradients: to dq [B, H, s, D], dk and dv [B, G, s, D].
 
     Collectives: one all_to_all_single.
     """
-    _, batch_size, _, head_dim = grad_SBWD.shape
+    batch_size, _, _, head_dim = dq_BhSD.shape
     own, unit = exchange.own, batch_size * head_dim
     recv_sizes = [own.tokens * unit * member.width for member in exchange.members]
     send_sizes = [member.tokens * unit * own.width for member in exchange.members]
-    send = grad_SBWD.reshape(-1)
-    if exchange.process_group is None:
-        recv = send
-    else:
-        recv = send.new_empty(sum(recv_sizes))
-        exchange.run(recv, send, recv_sizes, send_sizes)
-    dq_sBHD = send.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
-    dkv_sBGD = [send.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
+    send = dq_BhSD.new_empty(exchange.group_tokens, batch_size, own.width, head_dim)
+    for part, grad in zip(_heads(send, own), (dq_BhSD, dk_BgSD, dv_BgSD), strict=True):
+        part.copy_(grad)
+    recv = send.new_empty(sum(recv_sizes))
+    exchange.run(recv, send.view(-1), recv_sizes, send_sizes)
+    del send
+    dq_sBHD = recv.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
+    dkv_sBGD = [recv.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
     written = 0  # KV heads below this one hold a gradient already; the next member may share the last of them
     parts = zip(recv.split_with_sizes(recv_sizes), exchange.members, strict=True)
     for part, member in sorted(parts, key=lambda pair: pair[1].q):
@@ -167,6 +169,11 @@ def scatter_sequence(grad_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Ten
         written = max(written, last)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv
+
+
+def _heads(packed_SBWD: Tensor, member: Member) -> Sequence[Tensor]:
+    """Views q [B, h, S, D], k and v [B, g, S, D] of a buffer as it travels."""
+    return packed_SBWD.permute(1, 2, 0, 3).split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=1)
 
 
 def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over a sequence that is split unevenly: ragged all-to-all, sub-rings, ragged all-to-all back.
 
-One autograd function holds the three phases, so that their buffers are handed on without copies and nothing but the
-exchanged q, k, v, the output, its log-sum-exp and one remote KV block is kept for the backward.
+Each phase is an autograd function, so that in the backward what a phase kept is gone before the next one starts. Kept
+are the exchanged q, k, v, the output, its log-sum-exp and one remote KV block.
 
 Dimension key: B batch, s this rank's tokens, H query heads, G KV heads, D head size; S and h, g after the exchange.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.all_to_all import (
     Exchange,
+    Member,
     gather_output_heads,
     gather_sequence,
     make_exchange,
@@ -72,9 +73,14 @@ def attention(
         )
     exchange, ring = _plan(replica, batch, causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _UnevenAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, sinks, replica, exchange, ring, kernel, scale, softcap
+    if exchange.process_group is not None:
+        q, k, v = _GatherSequence.apply(q, k, v, exchange)  # type: ignore[no-untyped-call]
+    out_SBhD: Tensor = _GroupAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sinks, replica, exchange.own, ring, kernel, scale, softcap
     )
+    if exchange.process_group is None:
+        return out_SBhD.transpose(0, 1).contiguous()
+    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -85,8 +91,21 @@ def _plan(replica: Replica, batch: BatchLayout, causal: bool, window: int | None
     return make_exchange(replica, batch.length), make_ring(batch.ring_table(causal, window), replica.rank)
 
 
-class _UnevenAttention(torch.autograd.Function):
-    """See `attention`."""
+class _GatherSequence(torch.autograd.Function):
+    """See `gather_sequence`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange = exchange
+        return gather_sequence(q, k, v, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return *scatter_sequence(dq, dk, dv, ctx.exchange), None
+
+
+class _GroupAttention(torch.autograd.Function):
+    """Attention of the group's tokens, for this rank's heads: [B, h, S, D] in, [S, B, h, D] out."""
 
     @staticmethod
     def forward(
@@ -96,61 +115,51 @@ class _UnevenAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         replica: Replica,
-        exchange: Exchange,
+        own: Member,
         ring: Ring,
         kernel: AttentionKernel,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        if exchange.process_group is not None:
-            packed = gather_sequence(q, k, v, exchange)
-            saved: tuple[Tensor, ...] = (packed,)
-            q, k, v = _unpack(packed, exchange)
-        else:
-            saved = (q, k, v)
         out, lse, kept = ring_forward(q, k, v, ring, replica.sp_group, kernel, scale, softcap)
         if sinks is not None:
-            mine = sinks[slice(*exchange.own.q)].to(lse.dtype)[:, None]
+            mine = sinks[slice(*own.q)].to(lse.dtype)[:, None]
             out = (out * torch.sigmoid(lse - mine).unsqueeze(-1)).to(out.dtype)
             lse = torch.logaddexp(lse, mine)
         out = out.permute(2, 0, 1, 3).contiguous()
-        ctx.plan = (replica, exchange, ring, kernel, scale, softcap)
-        ctx.num_packed = len(saved)
-        ctx.save_for_backward(sinks, out, lse, *saved, *kept)
-        return scatter_output(out, exchange)
+        ctx.plan = (replica, own, ring, kernel, scale, softcap)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        replica, exchange, ring, kernel, scale, softcap = ctx.plan
-        sinks, out, lse, *saved = ctx.saved_tensors
-        kept, saved = saved[ctx.num_packed :], saved[: ctx.num_packed]
-        dout = gather_output_heads(dout, exchange).permute(1, 2, 0, 3)
-        out = out.permute(1, 2, 0, 3)
-        q, k, v = _unpack(saved[0], exchange) if exchange.process_group is not None else saved
+        replica, own, ring, kernel, scale, softcap = ctx.plan
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
         dsinks = None
         if sinks is not None:
-            mine = sinks[slice(*exchange.own.q)].to(lse.dtype)[:, None]
+            mine = sinks[slice(*own.q)].to(lse.dtype)[:, None]
             delta = (dout.to(lse.dtype) * out).sum(-1)
             dsinks = torch.zeros_like(sinks)
-            dsinks[slice(*exchange.own.q)] = -(torch.exp(mine - lse) * delta).sum((0, 2)).to(sinks.dtype)
+            dsinks[slice(*own.q)] = -(torch.exp(mine - lse) * delta).sum((0, 2)).to(sinks.dtype)
         if call := ring.undivided:
             grads = kernel.backward(dout, q, k, v, out, lse, call.band, scale, softcap)
-            packed_grad = None
         else:
             wide = torch.promote_types(q.dtype, torch.float32)
-            packed_grad = q.new_zeros(exchange.group_tokens, q.shape[0], exchange.own.width, q.shape[3], dtype=wide)
-            grads = _unpack(packed_grad, exchange)
+            grads = tuple(torch.zeros_like(x, dtype=wide) for x in (q, k, v))
             ring_backward(dout, q, k, v, out, lse, kept, grads, ring, replica.sp_group, kernel, scale, softcap)
-        if exchange.process_group is not None:
-            if packed_grad is None:
-                packed_grad = torch.cat(grads, dim=1).permute(2, 0, 1, 3)
-            grads = scatter_sequence(packed_grad.to(q.dtype), exchange)
         dq, dk, dv = (x.to(q.dtype) for x in grads)
         return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
-def _unpack(packed_SBWD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q [B, h, S, D], k and v [B, g, S, D] of an exchanged buffer."""
-    own = exchange.own
-    q, k, v = packed_SBWD.permute(1, 2, 0, 3).split_with_sizes([own.num_q, own.num_kv, own.num_kv], dim=1)
-    return q, k, v
+class _ScatterOutput(torch.autograd.Function):
+    """See `scatter_output`."""
+
+    @staticmethod
+    def forward(ctx: Any, out_SBhD: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return scatter_output(out_SBhD, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, dout_BsHD: Tensor) -> tuple[Tensor, None]:
+        return gather_output_heads(dout_BsHD, ctx.exchange), None

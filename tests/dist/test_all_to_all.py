@@ -45,10 +45,10 @@ def _check_exchange(rank):
             mine = schedule.positions(length, rank)
             own_q, own_kv = slice(*group.head_range(rank)), slice(*schedule.kv_heads(*group.head_range(rank)))
             with CommDebugMode() as comms:
-                packed = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
+                gathered = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
             assert comms.get_total_counts() == 1
-            whole = torch.cat([q[:, own_q], k[:, own_kv], v[:, own_kv]], dim=1)
-            assert torch.equal(packed.permute(1, 2, 0, 3), whole)
+            for found, expected in zip(gathered, (q[:, own_q], k[:, own_kv], v[:, own_kv]), strict=True):
+                assert torch.equal(found, expected)
 
             with CommDebugMode() as comms:
                 out = scatter_output(q[:, own_q].permute(2, 0, 1, 3), exchange)
@@ -56,16 +56,16 @@ def _check_exchange(rank):
             assert torch.equal(out, q[:, :, mine].transpose(1, 2))
 
             with CommDebugMode() as comms:
-                gathered = gather_output_heads(q[:, :, mine].transpose(1, 2), exchange)
+                out = gather_output_heads(q[:, :, mine].transpose(1, 2), exchange)
             assert comms.get_total_counts() == 1
-            assert torch.equal(gathered.permute(1, 2, 0, 3), q[:, own_q])
+            assert torch.equal(out.permute(1, 2, 0, 3), q[:, own_q])
 
             # Each holder of a KV head sends a gradient of ones, so the rank with the tokens gets their number.
             holders = torch.zeros(num_kv_heads)
             for r in ranks:
                 holders[slice(*schedule.kv_heads(*group.head_range(r)))] += 1
             with CommDebugMode() as comms:
-                dq, dk, dv = scatter_sequence(torch.ones_like(packed), exchange)
+                dq, dk, dv = scatter_sequence(*map(torch.ones_like, gathered), exchange)
             assert comms.get_total_counts() == 1
             assert torch.equal(dq, torch.ones_like(dq)) and dq.shape == (batch_size, schedule.num_heads, len(mine), 4)
             for grad in (dk, dv):
