@@ -35,6 +35,7 @@ from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.heads import kv_heads_of_ranks, ring_edges
 from ds_hetero.cost.memory import memory_parts
 from ds_hetero.cost.ring_time import RingCoefficients, ring_finish_s, ring_schedule
+from ds_hetero.cost.transfer_time import ring_transfers_s
 from ds_hetero.cost.types import Bottleneck, Span, Terms, Workload
 from ds_hetero.cost.zero_time import Collective
 from ds_hetero.models import ModelSpec
@@ -172,10 +173,11 @@ class CalibratedCostModel(BaseCostModel):
         )
 
     def _shape(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> _Shape:
-        kv_heads_BD = kv_heads_of_ranks(grouping, heads_BD, self.model.queries_per_kv_head)
         length_BK = grouping.by_group(np.add, tokens_BD)
         length_BD = length_BK[:, grouping.group_of]
-        latency_BK, transfer_BK, shared_BK = self._transfers(grouping, heads_BD, length_BK)
+        per_kv_head = self.model.queries_per_kv_head
+        kv_heads_BD = kv_heads_of_ranks(grouping, heads_BD, per_kv_head)
+        latency_BK, transfer_BK, shared_BK = ring_transfers_s(grouping, heads_BD, length_BK, per_kv_head)
         return _Shape(
             grouping=grouping,
             tokens_BD=tokens_BD,
@@ -209,44 +211,6 @@ class CalibratedCostModel(BaseCostModel):
         copies_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self._memory_s_per_byte_D)
         moved_BK = both[: len(tokens_BD)] + both[len(tokens_BD) :] + copies_BK
         return np.where(grouping.sizes > 1, moved_BK + 2 * exchange_latency_s(grouping), 0.0)
-
-    def _transfers(self, grouping: Grouping, heads_BD: Ints, length_BK: Floats) -> tuple[Floats, Floats, Floats]:
-        """Ring transfers into every group: latency, seconds per token and byte, and least seconds per byte.
-
-        What a rank receives (or sends) in one step adds up at its inner port and at its network port; what the ranks of
-        a node do adds up at its NIC and its switch, for blocks of average length.
-        """
-        num_sets, num_groups = length_BK.shape
-        zeros = np.zeros((num_sets, num_groups))
-        if num_groups == 1:
-            return zeros, zeros, zeros
-        cluster = self.cluster
-        edges = ring_edges(grouping, heads_BD, self.model.queries_per_kv_head)
-        send_node, receive_node = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
-        outside_E = send_node != receive_node
-        port_s_E = edges.heads * cluster.node_p2p_s_per_byte[send_node, receive_node]
-        row_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
-        worst_E = np.zeros(len(port_s_E))
-        for rank_E in (edges.sender, edges.receiver):
-            port_E = (row_E * cluster.num_ranks + rank_E) * 2 + outside_E
-            np.maximum(worst_E, np.bincount(port_E, weights=port_s_E)[port_E], out=worst_E)
-        pair = send_node, receive_node
-        latency_BK = np.maximum.reduceat(cluster.node_latency_s[pair], edges.starts).reshape(num_sets, num_groups)
-        transfer_BK = np.maximum.reduceat(worst_E, edges.starts).reshape(num_sets, num_groups)
-        if not cluster.shares_ports:
-            return latency_BK, transfer_BK, zeros
-        shared_E = np.zeros(len(port_s_E))
-        mean_E = (length_BK.mean(axis=1)[row_E]) * edges.heads
-        for node_E, capacity, users_E in (
-            (send_node, cluster.nic_bytes_per_s, outside_E),
-            (receive_node, cluster.nic_bytes_per_s, outside_E),
-            (receive_node, cluster.switch_bytes_per_s, ~outside_E),
-        ):
-            key_E = row_E * len(cluster.nodes) + node_E
-            load_E = np.bincount(key_E, weights=np.where(users_E, mean_E, 0.0))[key_E] / capacity[node_E]
-            np.maximum(shared_E, np.where(users_E, load_E, 0.0), out=shared_E)
-        shared_BK = np.maximum.reduceat(shared_E, edges.starts).reshape(num_sets, num_groups)
-        return latency_BK, transfer_BK, shared_BK
 
     def _ring(self, shape: _Shape, each: _Pass) -> tuple[Floats, RingCoefficients]:
         """Non-attention time of every group, ``[B, K]``, and one pass around the ring."""

@@ -1,0 +1,72 @@
+"""Time of the transfers of one ring step when the bytes of a device add up at its ports.
+
+As in `exchange_time`: what a rank receives (or sends) in one step adds up at its inner port and at its network port,
+and what the ranks of a node do adds up at its NIC and its switch. HexiSeq's Eq. 12 lets different sources run side by
+side (arXiv:2605.07569, section A.4).
+
+Dimension key: B assignments, D ranks, K groups in ring order, E edges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.heads import Edges, ring_edges
+
+__all__ = ["ring_transfers_s"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def ring_transfers_s(
+    grouping: Grouping, heads_BD: Ints, length_BK: Floats, queries_per_kv_head: int
+) -> tuple[Floats, Floats, Floats]:
+    """Transfers from the group one position back into every group, each ``[B, K]``.
+
+    Returns:
+        latency in seconds; seconds per token and byte of a KV head; and the least seconds per byte of a KV head that a
+        NIC or a switch allows which all transfers of the step share, for blocks of average length.
+    """
+    num_sets, num_groups = length_BK.shape
+    zeros = np.zeros((num_sets, num_groups))
+    if num_groups == 1:
+        return zeros, zeros, zeros
+    cluster = grouping.cluster
+    edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
+    set_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
+    pair = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
+    outside_E = pair[0] != pair[1]
+    port_s_E = edges.heads * cluster.node_p2p_s_per_byte[pair]
+    worst_E = np.zeros(len(port_s_E))
+    for rank_E in (edges.sender, edges.receiver):
+        port_E = (set_E * cluster.num_ranks + rank_E) * 2 + outside_E
+        np.maximum(worst_E, np.bincount(port_E, weights=port_s_E)[port_E], out=worst_E)
+
+    def by_group(values_E: Floats) -> Floats:
+        return np.asarray(np.maximum.reduceat(values_E, edges.starts).reshape(num_sets, num_groups))
+
+    latency_BK, transfer_BK = by_group(cluster.node_latency_s[pair]), by_group(worst_E)
+    if not cluster.shares_ports:
+        return latency_BK, transfer_BK, zeros
+    return latency_BK, transfer_BK, by_group(_shared_s(grouping, edges, set_E, length_BK.mean(axis=1)))
+
+
+def _shared_s(grouping: Grouping, edges: Edges, set_E: Ints, length_B: Floats) -> Floats:
+    """The time that the busiest shared port of every edge needs for all its edges, ``[E]``."""
+    cluster = grouping.cluster
+    send, receive = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
+    outside_E = send != receive
+    amount_E = length_B[set_E] * edges.heads
+    shared_E = np.zeros(len(amount_E))
+    for node_E, capacity, users_E in (
+        (send, cluster.nic_bytes_per_s, outside_E),
+        (receive, cluster.nic_bytes_per_s, outside_E),
+        (receive, cluster.switch_bytes_per_s, ~outside_E),
+    ):
+        port_E = set_E * len(cluster.nodes) + node_E
+        load_E = np.bincount(port_E, weights=np.where(users_E, amount_E, 0.0))[port_E] / capacity[node_E]
+        np.maximum(shared_E, np.where(users_E, load_E, 0.0), out=shared_E)
+    return shared_E
