@@ -6,6 +6,7 @@ Budget: 100 s.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 
 from tests.integration.tiny import (
     CLIP,
+    ONE_GROUP_2,
     UNEVEN_2,
+    VOCAB,
     assert_same_parameters,
     ds_config,
     llama,
@@ -60,12 +63,18 @@ def make_trainer(ds: dict[str, Any] | None, sp_size: int, kind: type | None = No
     }
     torch.manual_seed(0)
     dataset = options.pop("dataset", None) or samples(options.pop("num_samples", 11))
-    return (kind or Trainer)(
-        model=llama(),
-        args=TrainingArguments(**{**arguments, **options}),
-        train_dataset=dataset,
-        eval_dataset=samples(4),
-    )
+    config = options.pop("config", TrainingArguments)
+    more = {"processing_class": _tokenizer()} if kind else {"eval_dataset": samples(4)}
+    return (kind or Trainer)(model=llama(), args=config(**{**arguments, **options}), train_dataset=dataset, **more)
+
+
+def _tokenizer() -> Any:
+    """One word per id; TRL wants to see a tokenizer, though the samples are ids already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -122,3 +131,79 @@ def test_training_equals_one_process(world_size: int, stages: list[int], num_sam
         for stage, (logs, trained) in zip(stages, results, strict=True):
             assert_same_logs(logs, expected[0], norm=stage > 0)
             assert_same_parameters(trained, expected[1])
+
+
+def test_resume_under_another_schedule(tmp_path: Path) -> None:
+    options = {"output_dir": str(tmp_path / "one"), "save_steps": 4, "max_steps": 7, "save_strategy": "steps"}
+    expected = one_process(_train_and_resume, [None, None], {**options})[0]
+    ours = ranks(_train_and_resume, 2, [UNEVEN_2, ONE_GROUP_2], {**options, "output_dir": str(tmp_path / "two")})
+    for whole, resumed in ours:
+        assert_same_logs(whole, expected)
+        assert_same_logs(resumed[4:-1], expected[4:-1])
+
+
+def _train_and_resume(rank: int, schedules: list[Any], options: dict[str, Any]) -> list[Any]:
+    """Logs of a run of seven steps, and of one that goes on after the fourth."""
+    import ds_hetero
+
+    if schedules[0] is not None:
+        ds_hetero.register()
+    logs = []
+    for schedule, checkpoint in zip(schedules, [None, f"{options['output_dir']}/checkpoint-4"], strict=True):
+        ds = None if schedule is None else ds_config(1, schedule, train_micro_batch_size_per_gpu=1)
+        trainer = make_trainer(ds, 2, per_device_train_batch_size=1, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logs.append(logged(trainer))
+    return logs
+
+
+def test_trl_trains_packed_documents_as_one_process(tmp_path: Path) -> None:
+    expected = one_process(_train_sft, None)
+    for logs, trained in ranks(_train_sft, 2, UNEVEN_2):
+        assert_same_logs(logs, expected[0])
+        assert_same_parameters(trained, expected[1])
+
+
+def _train_sft(rank: int, schedule: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    import ds_hetero
+
+    ds = None
+    if schedule is not None:
+        ds_hetero.register()
+        ds = ds_config(2, schedule, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2)
+    rows = [{"input_ids": row["input_ids"][: 12 + 3 * i].tolist()} for i, row in enumerate(samples(8))]
+    trainer = make_trainer(
+        ds,
+        2,
+        SFTTrainer,
+        config=SFTConfig,
+        dataset=Dataset.from_list(rows),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        packing=True,
+        padding_free=True,
+        max_length=32,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    trainer.train()
+    return logged(trainer), parameters(trainer.model, 0 if ds is None else 2)
+
+
+def test_ranks_that_accelerate_counts_itself() -> None:
+    """As on GPUs, where accelerate would give every rank batches of its own."""
+    options = {"num_samples": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+    expected = one_process(_train, [None], 1, options)[0]
+    (results, _) = ranks(_train_with_counted_ranks, 2, options)
+    assert_same_logs(results[0][0], expected[0])
+
+
+def _train_with_counted_ranks(rank: int, options: dict[str, Any]) -> list[Any]:
+    from accelerate.state import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    assert PartialState(backend="gloo").num_processes == 2
+    return _train(rank, [1], 2, {**options, "accelerator_config": {"use_configured_state": True}})
