@@ -32,6 +32,8 @@ class BaseCostModel(ABC):
     least_non_attention_s_per_token_D: Floats
     capacity_bytes_D: Floats
     bound_s: float
+    floor_s: float
+    loss_s_per_token_D: Floats
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
         self.cluster = cluster

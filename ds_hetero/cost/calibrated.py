@@ -119,6 +119,11 @@ class CalibratedCostModel(BaseCostModel):
         layer, stage = model.layer_parameters, work.zero_stage
         self._gather_s = self._collective(layer * work.element_bytes) if stage == 3 else 0.0
         self._reduce_s = self._collective(layer * work.gradient_bytes) if stage >= 2 else 0.0
+        self.floor_s = 2 * self._gather_s + self._reduce_s
+        self._logits_s_per_token_D = flops.logit_flops(model, tiled=work.tiled_logits) * self._s_per_flop_D
+        self.loss_s_per_token_D = work.micro_batch * (
+            self._logits_s_per_token_D + flops.logit_elements(model) * 4 * self._memory_s_per_byte_D
+        )
         self._freeze_curves()
 
     def _freeze_curves(self) -> None:
@@ -270,10 +275,7 @@ class CalibratedCostModel(BaseCostModel):
         Adam reads and writes master weight and two moments in fp32, reads the gradient and writes the parameter.
         """
         work, model = self.workload, self.model
-        tokens = work.micro_batch * tokens_D
-        products_s = flops.logit_flops(model, tiled=work.tiled_logits) * self._s_per_flop_D
-        loss_D = products_s * (tokens + self._half_tokens_D)
-        loss_D = loss_D + tokens * flops.logit_elements(model) * 4 * self._memory_s_per_byte_D
+        loss_D = tokens_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._half_tokens_D
         loss_s = float(loss_D[tokens_D > 0].max())
         stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
         if stage == 3:

@@ -61,6 +61,8 @@ class PublishedCostModel(BaseCostModel):
         self.attention_s_D = ATTENTION_FLOPS * batch * model.head_dim / c_D
         self.least_attention_s_D = self.attention_s_D
         self.least_non_attention_s_per_token_D = self.non_attention_s_per_token_D
+        self.floor_s = 0.0
+        self.loss_s_per_token_D = np.zeros(cluster.num_ranks)
         self._a2a_bytes = A2A_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 8
         self._ring_bytes = RING_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 10
         self._s_per_byte = 1 / cluster.node_bytes_per_s

@@ -167,6 +167,8 @@ class CostModel(Protocol):
     least_non_attention_s_per_token_D: Floats
     capacity_bytes_D: Floats
     bound_s: float  # time of one block at perfect balance with free communication
+    floor_s: float  # time of one block that no schedule can undercut, set by ZeRO's traffic
+    loss_s_per_token_D: Floats  # embedding's and head's share of a micro-batch, outside the blocks
 
     def block_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
         """Time of one block, forward and backward; the fast path, which does not look at memory."""
