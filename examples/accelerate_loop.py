@@ -8,13 +8,15 @@ ds_config.json. Four processes on a machine without GPUs, started in any of thre
     accelerate launch --use_deepspeed --num_processes 4 examples/accelerate_loop.py
     torchrun --nproc-per-node 4 examples/accelerate_loop.py
 
-With a configuration that has no such section the same script trains on whole sequences, as stock DeepSpeed does:
+On GPUs leave the first line out. With a configuration that has no such section the same script trains on whole
+sequences, as stock DeepSpeed does:
 
     torchrun --nproc-per-node 1 examples/accelerate_loop.py --ds-config MY_CONFIG.json
 """
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
@@ -23,19 +25,22 @@ import corpus
 import ds_hetero
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ds-config", default="ds_configs/zero2.json")
+parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero2.json")
 parser.add_argument("--sp-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")), help="all ranks if left out")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
 args = parser.parse_args()
+parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size) if args.sp_size > 1 else None
 
 without_compiling()
 handle = ds_hetero.register()
 
 accelerator = Accelerator(
-    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=args.ds_config),
-    parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size) if args.sp_size > 1 else None,
+    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(args.ds_config)),
+    parallelism_config=parallelism,
 )
 model = tiny_llama()
 data = corpus.long_files(min_tokens=args.tokens, max_tokens=2 * args.tokens, count=args.steps)

@@ -1,8 +1,8 @@
 """Real text that every machine with Python has: the sources of its standard library, as long sequences of tokens.
 
-    data = corpus.long_files(min_tokens=8192, max_tokens=10240, count=5)    # dicts of input_ids and labels, one per file
+    data = corpus.long_files(min_tokens=8192, max_tokens=10240, count=5)
 
-A byte-pair tokenizer is trained on the sources on the spot, which takes a second; it and the tokens are kept in .cache/.
+A byte-pair tokenizer is trained on the sources on the spot, which takes seconds; it and the tokens are kept in .cache/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def long_files(*, min_tokens: int, max_tokens: int, count: int) -> list[dict[str
     """
     ids = [file for file in _tokens() if min_tokens <= len(file) <= max_tokens]
     if len(ids) < count:
-        raise ValueError(f"{len(ids)} files have {min_tokens} to {max_tokens} tokens, {count} are asked for; widen the range.")
+        raise ValueError(f"{count} files of {min_tokens} to {max_tokens} tokens are asked for, there are {len(ids)}.")
     return [{"input_ids": file.long(), "labels": file.long()} for file in ids[:count]]
 
 

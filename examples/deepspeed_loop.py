@@ -1,14 +1,17 @@
 """A loop of one's own around ``deepspeed.initialize`` on ranks that are not alike.
 
-What is new against a script for stock DeepSpeed: the three lines with ``handle``, and the section "heterogeneity" in the
-ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
+What is new against a script for stock DeepSpeed: the three lines with ``handle``, and the section "heterogeneity" in
+the ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
     deepspeed --num_gpus 4 --no_local_rank examples/deepspeed_loop.py
     accelerate launch --use_deepspeed --num_processes 4 examples/deepspeed_loop.py
     torchrun --nproc-per-node 4 examples/deepspeed_loop.py
 
-With a configuration that has no such section the same script trains on whole sequences, as stock DeepSpeed does.
+On GPUs leave the first line out. With a configuration that has no such section the same script trains on whole
+sequences, as stock DeepSpeed does:
+
+    torchrun --nproc-per-node 1 examples/deepspeed_loop.py --ds-config MY_CONFIG.json
 """
 
 import argparse
@@ -22,8 +25,10 @@ import corpus
 import ds_hetero
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ds-config", type=Path, default="ds_configs/zero1.json")
+parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero1.json")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
 args = parser.parse_args()

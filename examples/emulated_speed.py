@@ -3,10 +3,10 @@
     speed = EmulatedSpeed(0.3)      # a "device" of 0.3 cores
     speed.attach(model)
 
-Whenever a layer or a parameter's gradient is done, the process has used some CPU time; it then sleeps until that much
-time would have passed on the emulated device. CPU time is what is counted, not elapsed time: waiting for another rank is
-not taken for work, and other work on the machine makes the device late only where the sleep cannot make up for it.
-Threads that carry communication are not slowed down.
+Whenever a layer or a parameter's gradient is done, the process has used some CPU time; it then sleeps until the
+emulated device would be done as well. CPU time is what is counted, not elapsed time: waiting for another rank is not
+taken for work, and other work on the machine makes the device late only where the sleep cannot make up for it. Threads
+that carry communication are not slowed down.
 
 Always call what comes out "emulated": it shows that work follows the schedule, not how fast a real device is.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")  # its second number: nanoseconds ready to run with no core free
 _SHORTEST_SLEEP_S = 1e-3
 _MOST_CREDIT_S = 0.02  # for elapsed time in which less was computed than the emulated device could have
 
@@ -58,4 +59,4 @@ class EmulatedSpeed:
 
     def _look_at_clocks(self) -> None:
         self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
-        self._queued_s = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9  # ready, but no core free
+        self._queued_s = int(_SCHEDSTAT.read_text().split()[1]) / 1e9 if _SCHEDSTAT.exists() else 0.0

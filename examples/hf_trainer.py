@@ -8,14 +8,15 @@ Two things differ from a script for stock DeepSpeed: the line ``ds_hetero.regist
     accelerate launch --use_deepspeed --num_processes 4 examples/hf_trainer.py
     torchrun --nproc-per-node 4 examples/hf_trainer.py
 
-On GPUs leave the first line out. With a configuration that has no such section the script does what it would do without
-ds_hetero; one process needs neither:
+On GPUs leave the first line out. With a configuration that has no such section the same script trains on whole
+sequences, as stock DeepSpeed does:
 
-    python examples/hf_trainer.py
+    torchrun --nproc-per-node 1 examples/hf_trainer.py --ds-config MY_CONFIG.json
 """
 
 import argparse
 import os
+from pathlib import Path
 
 from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
@@ -24,12 +25,15 @@ import corpus
 import ds_hetero
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--ds-config", default="ds_configs/zero3.json")
+parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero3.json")
 parser.add_argument("--sp-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")), help="all ranks if left out")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
 args = parser.parse_args()
+parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size) if args.sp_size > 1 else None
 
 without_compiling()
 ds_hetero.register()
@@ -38,8 +42,8 @@ trainer = Trainer(
     model=tiny_llama(),
     args=TrainingArguments(
         output_dir="runs/hf_trainer",
-        deepspeed=args.ds_config,
-        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=args.sp_size) if args.sp_size > 1 else None,
+        deepspeed=str(args.ds_config),
+        parallelism_config=parallelism,
         per_device_train_batch_size=1,
         max_steps=args.steps,
         learning_rate=1e-3,

@@ -27,6 +27,7 @@ import ds_hetero
 from ds_hetero.integrations.handle import Handle
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 TOLERANCE = 1e-5  # of the largest value; sums of fp32 taken in another order differ by less
 
 
@@ -56,15 +57,12 @@ def differences(
             (ours.keys, theirs.keys[:, :, positions]),
             (ours.values, theirs.values[:, :, positions]),
         ]
-    return {
-        name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in compared)
-        for name, compared in pairs.items()
-    }
+    return {name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in same) for name, same in pairs.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", type=Path, default="ds_configs/schedules/four_ranks_4_3_2_1.json")
+    parser.add_argument("--schedule", type=Path, default=CONFIGS / "schedules/four_ranks_4_3_2_1.json")
     parser.add_argument("--tokens", type=int, default=8192, help="of the prompt, or a few more")
     args = parser.parse_args()
 
@@ -83,7 +81,7 @@ def main() -> int:
     row = {
         "tokens": logits.shape[1],
         "positions": ", ".join(f"{start}-{stop - 1}" for start, stop in handle.schedule.intervals(length, rank)),
-        "cache MB": sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values)) / 1e6,
+        "cache bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
         **differences(model, prompt, handle.schedule.positions(length, rank), logits, cache),
     }
     rows = [None] * dist.get_world_size()
@@ -101,7 +99,7 @@ def report(rows: list[dict], length: int, same: bool) -> None:
         table.add_column(heading, justify="right")
     for rank, row in enumerate(rows):
         differs = (f"{row[name]:.0e}" for name in ("logits", "KV cache"))
-        table.add_row(str(rank), f"{row['tokens']:,}", row["positions"], f"{row['cache MB']:.1f} MB", *differs)
+        table.add_row(str(rank), f"{row['tokens']:,}", row["positions"], f"{row['cache bytes'] / 1e6:.1f} MB", *differs)
     console = Console()
     console.print(table)
     verdict = "[green]PASS[/]: equal to" if same else "[red]FAIL[/]: not equal to"

@@ -1,4 +1,4 @@
-"""Train a small Llama on four unequal ranks and in one process, and compare. Run it with: bash examples/quickstart.sh
+"""Train a small Llama on four unequal ranks and in one process, and compare: what examples/quickstart.sh runs.
 
 The shell script launches this script twice with DeepSpeed's launcher:
 
@@ -33,6 +33,7 @@ from ds_hetero import Schedule
 from emulated_speed import EmulatedSpeed
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 SPEEDS = (4, 3, 2, 1)
 FASTEST_CORES = 0.6  # of a core, for the fastest rank: all four then take 1.5 cores
 TOLERANCE = 1e-4  # relative; sums of fp32 taken in another order differ by less
@@ -98,7 +99,7 @@ def _warn_if_late(share: float) -> None:
     latest = torch.tensor(share)
     torch.distributed.all_reduce(latest, torch.distributed.ReduceOp.MAX)
     if latest > 0.05:
-        console.print(f"This machine is busy: a rank was late by {latest.item():.0%} of the time. Do not trust the times.")
+        console.print(f"Machine too busy, a rank was late by {latest.item():.0%} of the time: do not trust the times.")
 
 
 def report(uneven: list[Step], one: list[Step], even: list[Step]) -> int:
@@ -122,7 +123,7 @@ def report(uneven: list[Step], one: list[Step], even: list[Step]) -> int:
     ratio = f"{even_s / uneven_s:.2f} times as fast"
     console.print(f"Emulated time per step: even shares {even_s:.2f} s, uneven shares {uneven_s:.2f} s, {ratio}.")
     same = max(differences) <= TOLERANCE
-    verdict = "[green]PASS[/]: uneven ranks train as one process" if same else "[red]FAIL[/]: uneven ranks train otherwise"
+    verdict = "[green]PASS[/]: uneven ranks train as one process" if same else "[red]FAIL[/]: uneven ranks differ"
     console.print(f"{verdict}; largest relative difference {max(differences):.0e}, allowed {TOLERANCE:.0e}.")
     return 0 if same else 1
 
@@ -148,7 +149,7 @@ def _progress() -> Progress:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ds-config", type=Path, default=Path("ds_configs/zero2.json"))
+    parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero2.json")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--min-tokens", type=int, default=8192)
     parser.add_argument("--max-tokens", type=int, default=10240)

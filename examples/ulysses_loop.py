@@ -1,4 +1,4 @@
-"""The loop of DeepSpeed's tutorial on Ulysses sequence parallelism for Hugging Face models: it knows nothing of ds_hetero.
+"""The loop of DeepSpeed's tutorial on Ulysses for Hugging Face models: it knows nothing of ds_hetero.
 
 Started through ``ds_hetero.run`` with a configuration that has a section "heterogeneity", it runs on uneven ranks:
 
@@ -22,9 +22,11 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 import corpus
 from tiny_llama import tiny_llama, without_compiling
 
+CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--local_rank", type=int, default=0, help="given by DeepSpeed's launcher")
-parser.add_argument("--ds-config", type=Path, default="ds_configs/zero3.json")
+parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero3.json")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
 args = parser.parse_args()
