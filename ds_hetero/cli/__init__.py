@@ -1,0 +1,25 @@
+"""The command ``ds-hetero``: tables for people, ``--json`` for machines, exit code 2 and one message for bad input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code.
+
+    Args:
+        arguments: without the program's name; those of this process if left out.
+    """
+    from ds_hetero.cli.app import app
+    from ds_hetero.errors import HeteroError
+
+    try:
+        app(args=arguments, prog_name="ds-hetero")
+    except HeteroError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
