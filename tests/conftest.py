@@ -17,13 +17,18 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; have the fork server import DeepSpeed where a test will use it."""
+    """Skip what needs a GPU where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    if any("integration" in item.path.parts for item in items):
-        support.preload_deepspeed()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of ranks where a test will use it."""
+    kinds = {item.path.parent.name for item in session.items}
+    if kinds & {"dist", "integration"} and not session.config.option.collectonly:
+        support.start_server(deepspeed="integration" in kinds)
 
 
 def _has_gpu() -> bool:

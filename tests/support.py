@@ -9,9 +9,9 @@
         return x.item()
 
 Ranks are forked from a server that has torch loaded already, one per test session, so a call costs about a tenth of a
-second and not an import of torch per rank. Call `preload_deepspeed` before the first one to have DeepSpeed and
-transformers in it too. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is filled with NaN.
-What a rank prints is shown as the test's own output.
+second and not an import of torch per rank. `start_server` starts it ahead, with DeepSpeed and transformers in it too
+where integration tests will want them. Every rank runs one thread, in deterministic mode, where ``torch.empty`` is
+filled with NaN. What a rank prints is shown as the test's own output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "free_port", "preload_deepspeed", "run_deepspeed", "run_ranks"]
+__all__ = ["ROOT", "free_port", "run_deepspeed", "run_ranks", "start_server"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,7 +74,7 @@ def run_deepspeed(
     ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator. The working
     directory is a temporary one.
-    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `preload_deepspeed`.
+    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `start_server`.
     """
     launcher_env = {
         "MASTER_ADDR": "127.0.0.1",
@@ -89,23 +89,31 @@ def run_deepspeed(
     return _run(_in_launcher_env, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
-def preload_deepspeed() -> None:
-    """Have DeepSpeed and transformers imported once, in the server; to be called before the first rank starts.
-
-    The first time in a clone this also compiles DeepSpeed's shared-memory extension, outside the timeout of any test.
-    """
-    os.environ.update(_deepspeed_env())
-    _preload.append("tests.preload_deepspeed")
-    if not Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so").exists():
-        print("compiling DeepSpeed's shared-memory extension, once, for a minute or two", file=sys.__stderr__)
-        subprocess.run([sys.executable, "-m", "tests.preload_deepspeed"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-
-
 def free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def start_server(*, deepspeed: bool) -> None:
+    """Start the server that ranks are forked from, so that no test's timeout has to bear it.
+
+    Args:
+        deepspeed: have DeepSpeed and transformers in it. The first time in a clone this compiles DeepSpeed's
+            shared-memory extension.
+    """
+    if deepspeed:
+        os.environ.update(_deepspeed_env())
+        _preload.append("tests.preload_deepspeed")
+        if not Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm", "deepspeed_shm_comm.so").exists():
+            print("compiling DeepSpeed's shared-memory extension, once, for a minute or two", file=sys.__stderr__)
+            build = subprocess.run([sys.executable, "-m", "tests.preload_deepspeed"], cwd=ROOT, capture_output=True)
+            assert build.returncode == 0, build.stderr.decode()
+    _server.set_forkserver_preload(_preload)
+    first = _server.Process(target=int)
+    first.start()  # returns when the server has forked it
+    first.join()
 
 
 # --- the parent's side ------------------------------------------------------------------------------
@@ -119,7 +127,6 @@ def _run(
     timeout_s: float,
     env: dict[str, str],
 ) -> list[Any]:
-    _server.set_forkserver_preload(_preload)
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         ranks = []
         for rank in range(world_size):
