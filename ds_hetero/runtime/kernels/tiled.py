@@ -69,6 +69,7 @@ def backward_by_tiles(
             dq_tile += part[0]
             dk_tile += part[1]
             dv_tile += part[2]
+            del part  # before the next call makes the next one
     return dq, dk, dv
 
 

@@ -79,7 +79,9 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def decompose(num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chunk: int = CHUNK) -> tuple[Tile, ...]:
+def decompose(
+    num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chunk: int = CHUNK, side: int | None = None
+) -> tuple[Tile, ...]:
     """Tiles that cover exactly the visible pairs of a block, each once.
 
     Args:
@@ -88,6 +90,7 @@ def decompose(num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chu
         band: what is visible.
         leaf: the largest square on an edge that is computed whole.
         chunk: the largest square on an edge whose pieces are batched.
+        side: the largest side of a full rectangle, if there shall be a limit.
     """
     lo, hi = band.bounds(num_queries, num_keys)
     hides_right, hides_left = hi < num_keys - 1, lo > 1 - num_queries
@@ -106,7 +109,18 @@ def decompose(num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chu
     if (bottom := max(left, right)) < num_queries:
         tiles += _staircase(bottom, bottom + lo, num_queries - bottom, MIRRORED, True, leaf, chunk)
         tiles += _rectangle(bottom, num_queries + lo, num_queries - bottom, num_keys - num_queries - lo, False)
-    return tuple(tiles)
+    return tuple(tiles if side is None else (piece for tile in tiles for piece in _cut(tile, side)))
+
+
+def _cut(tile: Tile, side: int) -> Iterator[Tile]:
+    """A single full rectangle in pieces of at most ``side`` x ``side``; others as they are."""
+    if tile.copies > 1 or tile.band != FULL or max(tile.rows, tile.cols) <= side:
+        yield tile
+        return
+    for row in range(0, tile.rows, side):
+        for col in range(0, tile.cols, side):
+            rows, cols = min(side, tile.rows - row), min(side, tile.cols - col)
+            yield Tile(tile.row + row, tile.col + col, rows, cols, FULL, tile.first and col == 0)
 
 
 def _rectangle(row: int, col: int, rows: int, cols: int, first: bool) -> Iterator[Tile]:
