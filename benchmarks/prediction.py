@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "cores": options.cores,
         "tokens": options.tokens,
         "link": described,
-        "limited": bool(SpeedLimits.available()),
+        "limited": cluster["profile"]["limited"],
         "machine": describe_machine(),
         "profile_s": cluster["profile"].get("seconds"),
         "fit_errors": cluster["profile"]["fit_errors"],
@@ -227,14 +227,13 @@ def measure(
     from ds_hetero.cluster.profile import measure as profile
     from ds_hetero.runtime.kernels import Band, select
 
-    if limits is not None:
-        limits.join(rank, cores[rank])
+    limited = limits.join(rank, cores[rank]) if limits is not None else "not limited"
     say = report if rank == 0 else lambda done, now: None
     say(0, "profiling")
     kernel = select(torch.device("cpu"), torch.float32, _HEAD_DIM, None, None)
     begin = time.perf_counter()
     cluster = profile(attention=KernelProbe(kernel, Band(None, None), Band(None, 0)), window_s=0.5, show_progress=False)
-    cluster["profile"]["seconds"] = time.perf_counter() - begin
+    cluster["profile"] |= {"seconds": time.perf_counter() - begin, "limited": limited}
     found = {}
     speed = [_speed()]
     for number, (name, schedule) in enumerate(schedules):
@@ -309,9 +308,8 @@ def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> 
 def show(outcome: dict[str, Any], console: Console) -> None:
     """A table and a verdict."""
     speeds = ", ".join(f"{cores:g}" for cores in outcome["cores"])
-    table = Table(
-        title=f"Seconds per step of {outcome['tokens']:,} tokens on ranks of {speeds} cores; {outcome['link']}"
-    )
+    limited = f"ranks of {speeds} cores ({outcome['limited']})"
+    table = Table(title=f"Seconds per step of {outcome['tokens']:,} tokens on {limited}; {outcome['link']}")
     for heading in ("schedule", "measured", "predicted", "error", "machine", "others' cores"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for row in sorted(outcome["rows"], key=lambda row: float(row["measured_s"])):
