@@ -21,7 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ds_hetero.errors import ConfigError, ScheduleError
 from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world
 
-__all__ = ["SECTION", "HeterogeneitySection", "ReplanSection", "read_section", "resolve", "sp_size_of"]
+__all__ = [
+    "SECTION",
+    "HeterogeneitySection",
+    "ReplanSection",
+    "needs_measuring",
+    "read_section",
+    "resolve",
+    "sp_size_of",
+]
 
 SECTION = "heterogeneity"
 
@@ -115,6 +123,11 @@ def read_section(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     return section if section.enabled else None
 
 
+def needs_measuring(section: HeterogeneitySection) -> bool:
+    """Whether the schedule follows from speeds that only the live ranks can tell."""
+    return section.cluster == "measure" and section.schedule in _FROM_DEVICES
+
+
 # --- sizes -----------------------------------------------------------------------------------------
 
 
@@ -147,6 +160,7 @@ def resolve(
     num_kv_heads: int,
     world_size: int,
     sp_sizes: Mapping[str, int | None],
+    measured: Mapping[str, Any] | None = None,
 ) -> tuple[Schedule, ...]:
     """The schedules that the section stands for, one per replica, in global ranks.
 
@@ -158,6 +172,7 @@ def resolve(
         num_kv_heads: its key/value heads.
         world_size: ranks of the job.
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
+        measured: content of a cluster file, in place of ``"cluster": "measure"``.
 
     Raises:
         ConfigError: sizes that disagree, a strategy that is not available.
@@ -166,7 +181,10 @@ def resolve(
     """
     sp_size = sp_size_of(sp_sizes)
     if isinstance(section.schedule, str) and section.schedule in _STRATEGIES:
-        schedules = _from_strategy(section, num_heads, num_kv_heads, world_size, sp_size or world_size)
+        cluster = measured if measured is not None else section.cluster
+        schedules = _from_strategy(
+            section.schedule, cluster, num_heads, num_kv_heads, world_size, sp_size or world_size
+        )
     else:
         schedules = _from_file(section.schedule, world_size)
     if section.layout:
@@ -177,10 +195,8 @@ def resolve(
 
 
 def _from_strategy(
-    section: HeterogeneitySection, num_heads: int, num_kv_heads: int, world_size: int, sp_size: int
+    name: str, cluster: str | Mapping[str, Any], num_heads: int, num_kv_heads: int, world_size: int, sp_size: int
 ) -> tuple[Schedule, ...]:
-    name = section.schedule
-    assert isinstance(name, str)
     if world_size % sp_size:
         raise ConfigError(
             f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
@@ -189,7 +205,7 @@ def _from_strategy(
     if name in _UNIFORM:
         return schedules_for_world(STRATEGIES[name](sp_size, num_heads, num_kv_heads), world_size)
     if name in _FROM_DEVICES:
-        speeds = _speeds(section.cluster, world_size, sp_size)
+        speeds = _speeds(cluster, world_size, sp_size)
         return tuple(
             proportional(speeds[first : first + sp_size], num_heads, num_kv_heads).shifted(first)
             for first in range(0, world_size, sp_size)
@@ -201,14 +217,12 @@ def _from_strategy(
 
 
 def _speeds(cluster: str | Mapping[str, Any], world_size: int, sp_size: int) -> list[float]:
-    """Relative speed of every rank of the world, from the devices of a cluster file."""
+    """Relative speed of every rank of the world at attention, of which long sequences mostly consist."""
     if cluster == "measure":
         raise ConfigError(
-            f'"{SECTION}.schedule": "proportional" takes the speeds from "cluster"; measuring the live ranks is not '
-            "in this release. Give a cluster file, or a schedule file with the token weights."
+            f'"{SECTION}.schedule": "proportional" takes the speeds from "cluster": "measure", but nothing was '
+            "measured here. Launch the job, or give a cluster file."
         )
-    if isinstance(cluster, str) and not Path(cluster).is_file():
-        raise ConfigError(f'"{SECTION}.cluster": "{cluster}" is no file. {_accepted("cluster")}')
     from ds_hetero.cluster import load_cluster
 
     devices = load_cluster(cluster).devices

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hetero import __version__, errors
-from ds_hetero.config import SECTION, HeterogeneitySection, read_section, resolve
+from ds_hetero.config import SECTION, HeterogeneitySection, needs_measuring, read_section, resolve
 from ds_hetero.errors import ConfigError, HeteroError, PeerError
 from ds_hetero.integrations.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.runtime.exchange import all_gather_bytes
@@ -35,7 +36,8 @@ def agree_on_schedules(
         sp_sizes: see `ds_hetero.config.sp_size_of`.
 
     Caller: every rank of the world, once per model.
-    Collectives: two rounds of `all_gather_bytes`.
+    Collectives: two rounds of `all_gather_bytes`; between them, where the live ranks are to be measured, those of
+        `ds_hetero.cluster.profile.measure_cached`.
 
     Raises:
         HeteroError: the same one on every rank.
@@ -53,12 +55,18 @@ def agree_on_schedules(
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "sequence-parallel size": dict(sp_sizes),
-            "version of ds_hetero": __version__,
+            "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+            | {"ds_hetero": __version__},
         }
 
     facts = _agreed(examine)
     _expect_equal(facts)
     section = HeterogeneitySection.model_validate(facts[0][SECTION])
+    measured = None
+    if needs_measuring(section):
+        from ds_hetero.cluster.profile import measure_cached
+
+        measured, _ = measure_cached()
 
     def plan() -> list[Any]:
         if dist.get_rank() > 0:
@@ -69,6 +77,7 @@ def agree_on_schedules(
             num_kv_heads=facts[0]["num_kv_heads"],
             world_size=dist.get_world_size(),
             sp_sizes=sp_sizes,
+            measured=measured,
         )
         return [schedule.to_dict() for schedule in schedules]
 

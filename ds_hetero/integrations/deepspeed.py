@@ -163,8 +163,10 @@ class _Door:
         self._pending = _Pending(core, undo)
         try:
             return stock(cls, *args, **kwargs)
-        except ValueError as error:  # such as heads that do not divide, which is no fault with a section
-            self._pending.error = error
+        except ValueError as error:
+            if "divisible" not in str(error):
+                raise
+            self._pending.error = error  # heads that do not divide are no fault if there is a section
             return stock_mpu
 
     # --- UlyssesSPDataLoaderAdapter -----------------------------------------------------------------
@@ -199,6 +201,7 @@ class _Door:
             if ds_config is None or not enabled(ds_config):
                 if pending is not None and pending.error is not None:
                     raise pending.error
+                self._handle.prepared_whole(given["model"])
                 return stock(*args, **kwargs)
             if pending is not None:
                 pending.undo()

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.config import SECTION
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import agreement, transformers
-from ds_hetero.integrations.loader import ModelLoader
+from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import Replica, make_replica
@@ -53,6 +54,7 @@ class Handle:
         self.ds_config = ds_config
         self.patches = Patches()
         self._models: list[transformers.ShardedModel] = []
+        self._whole_model: nn.Module | None = None  # prepared last, without a section
         self._replicas: dict[tuple[Schedule, ...], Replica] = {}
 
     def undo(self) -> None:
@@ -95,15 +97,21 @@ class Handle:
         *,
         device: torch.device | str | None = None,
         batches: Literal["same", "own"] | None = None,
-    ) -> ModelLoader:
+    ) -> Iterable[Any]:
         """Wrap a loader of whole batches; see `ds_hetero.runtime.data.ShardedLoader`.
+
+        For a model that was prepared without a "heterogeneity" section, batches are only moved to its device.
 
         Args:
             dataloader: yields mappings with ``input_ids`` and ``labels``.
             device: where batches shall be; left out, where the model is.
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
-        where = next(self._model.model.parameters()).device if device is None else torch.device(device)
+        whole = self._whole_model if not self._models else None
+        model = self._model.model if whole is None else whole
+        where = next(model.parameters()).device if device is None else torch.device(device)
+        if whole is not None:
+            return WholeLoader(dataloader, where)
         return ModelLoader(dataloader, self._model, where, batches)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
@@ -111,23 +119,25 @@ class Handle:
 
         Args:
             outputs: of the model for ``batch``: with ``loss``, the mean over this shard's labels, or with ``logits``.
-            batch: from `dataloader`; its ``shift_labels`` are read.
+            batch: from `dataloader`.
             num_items: from `count_items`, to weigh tokens alike over all micro-batches of an optimizer step; then call
                 ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike.
 
         Collectives: one all_reduce of two numbers.
         """
-        labels = batch["shift_labels"]
+        labels = _labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         mean = getattr(outputs, "loss", None)
+        if not self._models and self._whole_model is not None:
+            whole: Tensor = outputs.loss
+            return whole if num_items is None else whole * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
         return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
-        labels = [batch["shift_labels"] for batch in batches]
-        device = labels[0].device
-        return count_items(sum(part.ne(IGNORE_INDEX).sum() for part in labels), device)
+        labels = [_labels_that_count(batch) for batch in batches]
+        return count_items(sum(part.ne(IGNORE_INDEX).sum() for part in labels), labels[0].device)
 
     @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:
@@ -142,6 +152,10 @@ class Handle:
             yield
 
     # --- for the integrations ----------------------------------------------------------------------
+
+    def prepared_whole(self, model: nn.Module) -> None:
+        """Take note of a model without a section: a loop written with this handle is to run all the same."""
+        self._whole_model = model
 
     def find(self, model: nn.Module) -> transformers.ShardedModel | None:
         """The conversion of ``model``, if it was converted."""
@@ -182,3 +196,9 @@ class Handle:
         if replica.rank == 0:
             logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
         return converted
+
+
+def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:
+    """What the loss is taken over: labels that a loader moved to their predecessors, or that the model will move."""
+    labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return labels

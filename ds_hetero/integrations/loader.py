@@ -12,7 +12,7 @@ from ds_hetero.integrations.transformers import ShardedModel
 from ds_hetero.runtime.data import ShardedLoader
 from ds_hetero.runtime.shards import IGNORE_INDEX
 
-__all__ = ["ModelLoader", "is_placeholder"]
+__all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
 
 # A model cannot be run on no token at all, so a rank without tokens gets one that stands for none.
 _PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
@@ -33,15 +33,16 @@ class ModelLoader(ShardedLoader):
         batches: Literal["same", "own"] | None = None,
     ) -> None:
         self._model, self._target = model, device
-        super().__init__(dataloader, model.replica, device, batches=batches)
+        super().__init__(dataloader, model.replica, device, batches=batches, keep_labels=not model.moves_labels)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._model.takes_shards:
-            for shard in super().__iter__():
-                yield {name: self._ready(name, entry) for name, entry in shard.items()}
-        else:
-            for batch in self.dataloader:
-                yield {name: e.to(self._target) if isinstance(e, Tensor) else e for name, e in batch.items()}
+        if not self._model.takes_shards:
+            yield from WholeLoader(self.dataloader, self._target)
+            return
+        for shard in super().__iter__():
+            if "labels" in shard:
+                shard["shift_labels"] = shard.pop("labels")  # of a model that predicts each token in its own place
+            yield {name: self._ready(name, entry) for name, entry in shard.items()}
 
     def _ready(self, name: str, entry: Any) -> Any:
         if not isinstance(entry, Tensor):
@@ -50,6 +51,26 @@ class ModelLoader(ShardedLoader):
             column = (entry.shape[0], 1, *entry.shape[2:])
             entry = entry.new_full(column, _PLACEHOLDER.get(name, 0))
         return entry.to(self._target)
+
+
+class WholeLoader:
+    """The wrapped loader's batches on ``device``, for a model that is not split."""
+
+    def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
+        self.dataloader: Any = dataloader
+        self._target = device
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.dataloader:
+            yield {name: e.to(self._target) if isinstance(e, Tensor) else e for name, e in batch.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":  # looked up by copy before there is any attribute
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
 
 
 def is_placeholder(batch: dict[str, Any]) -> bool:

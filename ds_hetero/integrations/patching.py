@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from ds_hetero.errors import VersionError
 
-__all__ = ["Patches", "expect_names"]
+__all__ = ["Patches", "expect_package"]
 
 
 class Patches:
@@ -38,17 +40,19 @@ class Patches:
             self._undo.pop()()
 
 
-def expect_names(package: str, works: str, names: Iterable[str]) -> None:
-    """Check that the private names which an integration builds on are still there.
+def expect_package(package: str, works: str, names: Iterable[str]) -> None:
+    """Check that a framework is of a version that works, and has the private names which an integration builds on.
 
     Args:
         package: distribution name.
-        works: range of versions for the message, such as ``">=0.19.5,<0.20"``.
+        works: versions that work, such as ``">=0.19.5,<0.20"``.
         names: ``"module:attribute"`` or ``"module:Class.attribute"``.
 
     Raises:
-        VersionError: some are not; the message names them, the version installed and those that work.
+        VersionError: it is not, or has not; the message names what is missing, the version and those that work.
     """
+    if not SpecifierSet(works).contains(version(package), prereleases=True):
+        raise VersionError(f"{package} {version(package)} is not a version that works. Install {package}{works}.")
     missing = [name for name in names if not _exists(name)]
     if missing:
         raise VersionError(

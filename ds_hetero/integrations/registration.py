@@ -12,7 +12,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import accelerate, trainer, transformers
 from ds_hetero.integrations import deepspeed as ours_in_deepspeed
 from ds_hetero.integrations.handle import Handle
-from ds_hetero.integrations.patching import expect_names
+from ds_hetero.integrations.patching import expect_package
 
 __all__ = ["register"]
 
@@ -30,7 +30,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
             before it calls ``deepspeed.initialize``.
 
     Raises:
-        VersionError: DeepSpeed, accelerate or transformers lacks a name that this builds on.
+        VersionError: DeepSpeed, accelerate or transformers is of a version that does not work.
         ConfigError: registered already, with another configuration.
     """
     global _active
@@ -39,9 +39,9 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         if ds_config is not None and ds_config != _active.ds_config:
             raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
         return _active
-    expect_names("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
-    expect_names("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
-    expect_names("transformers", transformers.WORKS, (*transformers.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    expect_package("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
+    expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
+    expect_package("transformers", transformers.WORKS, (*transformers.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
     handle = Handle(ds_config)
     handle.patches.on_undo(_forget)
     transformers.install(handle.patches)

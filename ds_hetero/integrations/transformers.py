@@ -50,6 +50,8 @@ PRIVATE_NAMES = (
     "transformers.masking_utils:remap_positions_for_packed_sequence",
 )
 
+_PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
+
 # Parts that a mask function may be made of; packing is told from the positions of the whole sequence instead.
 _MASKS = {name.partition(":")[2] for name in PRIVATE_NAMES if name.startswith("transformers.masking_utils:")}
 
@@ -140,6 +142,11 @@ class ShardedModel:
     def takes_shards(self) -> bool:
         """Whether a forward without a cache would now take a shard."""
         return _takes_shards(self._decoder)
+
+    @property
+    def moves_labels(self) -> bool:
+        """Whether a token predicts the label of the next one, as in language models, and not its own."""
+        return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """Hooks of a copied model go on working; the replica is the same."""

@@ -147,10 +147,9 @@ def _check_gradients(rank: int, cases: list[tuple[str, str, Any]]) -> None:
 
 
 def _loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Of the whole batch, each packed document on its own; labels one to the left, as our loader has them."""
-    shifted = torch.cat([batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], -100)], dim=1)
-    documents = [11, 20] if "position_ids" in batch else [31]
-    names = [name for name in ("input_ids", "attention_mask") if name in batch]
-    parts = zip(*(batch[name].split(documents, dim=1) for name in names), strict=True)
-    logits = torch.cat([model(*part).logits for part in parts], dim=1)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=-100)
+    """The model's own of the whole batch; of packed documents, each on its own."""
+    if "position_ids" not in batch:
+        return model(**batch).loss
+    logits = torch.cat([model(part).logits for part in batch["input_ids"].split([11, 20], dim=1)], dim=1)
+    moved = torch.cat([batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], -100)], dim=1)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), moved.flatten())
