@@ -47,9 +47,8 @@ def cpu_backward(
         dq, dk, dv = _BACKWARD(dout, q, k, v, out, lse, 0.0, band == CAUSAL, attn_mask=mask, scale=scale)
         return dq, dk, dv
 
-    tiles = _backward_tiles(q, k, band)
-    dout, q, out = (_dense_rows(x) for x in (dout, q, out))
-    return backward_by_tiles(attend_backward, dout, q, _head_major(k), _head_major(v), out, lse, tiles)
+    dout, q, k, v, out = (_dense_rows(x) for x in (dout, q, k, v, out))
+    return backward_by_tiles(attend_backward, dout, q, k, v, out, lse, _backward_tiles(q, k, band))
 
 
 def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
