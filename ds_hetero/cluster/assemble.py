@@ -26,7 +26,7 @@ from ds_hetero.cluster.fit import (
 from ds_hetero.cluster.rounds import rounds_between
 from ds_hetero.errors import ClusterError
 
-__all__ = ["VERSION", "RankFacts", "cluster_content", "fingerprint", "nodes_of"]
+__all__ = ["VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
 
 VERSION = 1
 SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
@@ -83,6 +83,22 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, A
     }
     plain: dict[str, Any] = json.loads(json.dumps(content))  # lists for tuples, as they will be read back
     return plain
+
+
+def calibrate(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The same file with devices and links fitted anew from the raw timings in its profile, and the errors by term.
+
+    For profiles that an earlier release has written; what people have changed in the file by hand is lost.
+
+    Raises:
+        ClusterError: the file has no profile, or one of another version.
+    """
+    profile = content.get("profile")
+    if not isinstance(profile, Mapping) or profile.get("version") != VERSION:
+        raise ClusterError(
+            f"the cluster file has no profile of version {VERSION} to calibrate from. Measure one: ds-hetero profile."
+        )
+    return cluster_content([RankFacts(**rank) for rank in profile["ranks"]], profile["samples"])
 
 
 def fingerprint(ranks: Sequence[RankFacts]) -> str:
