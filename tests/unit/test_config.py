@@ -1,0 +1,199 @@
+"""The "heterogeneity" section: what is accepted, what each mistake is told, and which schedules it stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_hetero.config import needs_measuring, read_section, resolve, sp_size_of
+from ds_hetero.errors import ClusterError, ConfigError, HeteroError, ScheduleError
+from ds_hetero.schedule import ring, ulysses
+
+INLINE = {
+    "version": 1,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "groups": [{"ranks": [0, 1], "tokens": [3, 1], "heads": [6, 2]}],
+}
+LINK = {"bandwidth_gb_per_s": 10, "latency_us": 10}
+CLUSTER = {
+    "nodes": [
+        {"name": "a", "device": "fast", "count": 1, "link": LINK},
+        {"name": "b", "device": "slow", "count": 1, "link": LINK},
+    ],
+    "network": LINK,
+    "devices": {
+        "fast": {"peak_tflops": 300, "memory_gib": 80, "memory_bandwidth_gb_per_s": 2000},
+        "slow": {"peak_tflops": 100, "memory_gib": 40, "memory_bandwidth_gb_per_s": 1000},
+    },
+}
+
+
+def read(**section: Any) -> Any:
+    return read_section({"train_batch_size": 8, "heterogeneity": section})
+
+
+def schedules(section: dict[str, Any], world_size: int = 2, **sizes: int | None) -> Any:
+    return resolve(read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes)
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def test_no_section_or_a_disabled_one_is_none() -> None:
+    assert read_section({"train_batch_size": 8}) is None
+    assert read(enabled=False, schedule="ring") is None
+
+
+def test_defaults_are_those_of_the_manual() -> None:
+    section = read()
+    assert (section.cluster, section.schedule, section.zero_partition) == ("measure", "plan", "uniform")
+    assert section.layout is section.attention is None and not section.replan.enabled
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"schdule": "ring"},
+            r'"heterogeneity.schdule" is unknown \(did you mean "schedule"\?\). The keys are enabled,',
+        ),
+        ({"enabled": "yes"}, r'"heterogeneity.enabled": "yes". It takes true or false.'),
+        ({"layout": "zig"}, r'"heterogeneity.layout": "zig". It takes "contiguous" or "zigzag".'),
+        ({"attention": "sdpa"}, r'"heterogeneity.attention": "sdpa". It takes "torch", "flash_attn" or "triton".'),
+        ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
+        ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),
+        ({"zero_partition": [1, 0]}, r'"heterogeneity.zero_partition": \[1, 0\] must hold one finite weight > 0'),
+        ({"zero_partition": "memory"}, r"is not in this release; set it so, or leave it out"),
+        ({"replan": {"enabled": True}}, r'replan is not in this release; set "replan": {"enabled": false}'),
+        (
+            {"replan": {"intervall_steps": 1}},
+            r'"heterogeneity.replan.intervall_steps" is unknown \(did you mean "interval',
+        ),
+        ({"replan": {"min_gain": 2}}, r'"heterogeneity.replan.min_gain": 2. It takes a share'),
+        ({"cluster": "auto"}, r'"heterogeneity.cluster" is "auto", which accelerate refuses'),
+        ({"cluster": {"nodes": [{"device": "auto"}]}}, r'"heterogeneity.cluster.nodes\[0\].device" is "auto"'),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_be_accepted(section: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read(**section)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(layout="zig", enabled=1, nodes=2)
+    assert [line.split('"')[1] for line in str(caught.value).splitlines()] == [
+        "heterogeneity.enabled",
+        "heterogeneity.layout",
+        "heterogeneity.nodes",
+    ]
+
+
+def test_a_section_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match='"heterogeneity" must be an object with keys enabled, cluster'):
+        read_section({"heterogeneity": True})
+
+
+# --- sizes ------------------------------------------------------------------------------------------
+
+
+def test_sources_of_the_size_must_agree() -> None:
+    assert sp_size_of({}) is None
+    assert sp_size_of({"a": None, "b": 4, "c": 4}) == 4
+    with pytest.raises(ConfigError, match="sequence-parallel size is given twice: a=2, b=4"):
+        sp_size_of({"a": 2, "b": 4})
+    with pytest.raises(ConfigError, match="a is 0; it must be a whole number >= 1"):
+        sp_size_of({"a": 0})
+
+
+def test_a_strategy_spans_the_given_size_or_else_the_world() -> None:
+    assert schedules({"schedule": "ulysses"}, 4) == (ulysses(4, 8, 4),)
+    assert schedules({"schedule": "ring"}, 4, sp_size=2) == (ring(2, 8, 4), ring(2, 8, 4).shifted(2))
+    with pytest.raises(ConfigError, match="4 processes cannot be divided into replicas of 3"):
+        schedules({"schedule": "ring"}, 4, sp_size=3)
+
+
+# --- schedules --------------------------------------------------------------------------------------
+
+
+def test_a_file_and_the_same_inline_are_one_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(INLINE))
+    (inline,) = schedules({"schedule": INLINE})
+    assert schedules({"schedule": str(path)}) == (inline,)
+    assert inline.tokens(8) == {0: 6, 1: 2}
+    assert [s.ranks for s in schedules({"schedule": INLINE}, 4)] == [(0, 1), (2, 3)]
+
+
+def test_layout_overrides_the_file() -> None:
+    assert [schedules({"schedule": INLINE, "layout": layout})[0].layout for layout in ("zigzag", "contiguous")] == [
+        "zigzag",
+        "contiguous",
+    ]
+
+
+def test_replicas_of_different_sizes_come_from_a_file() -> None:
+    alone = {**INLINE, "groups": [{"ranks": [2], "tokens": [1], "heads": [8]}]}
+    both = {"version": 1, "replicas": [{"schedule": INLINE}, {"schedule": alone}]}
+    assert [s.sp_size for s in schedules({"schedule": both}, 3)] == [2, 1]
+    with pytest.raises(ConfigError, match=r"has replicas of \[2, 1\] ranks, but sp_size is 2"):
+        schedules({"schedule": both}, 3, sp_size=2)
+    uneven = {"version": 1, "replicas": [{"schedule": INLINE, "micro_batch_size": 2}, {"schedule": alone}]}
+    with pytest.raises(ScheduleError, match=r"replicas\[1\].micro_batch_size is None, replicas\[0\] has 2"):
+        schedules({"schedule": uneven}, 3)
+
+
+def test_proportional_follows_the_devices() -> None:
+    section = {"schedule": "proportional", "cluster": CLUSTER}
+    assert schedules(section)[0].tokens(40) == {0: 30, 1: 10}
+    assert [s.tokens(40) for s in schedules(section, 4, sp_size=2)] == [{0: 30, 1: 10}, {2: 30, 3: 10}]
+    with pytest.raises(ConfigError, match="describes 2 devices, the job has 3 processes in replicas of 3"):
+        schedules(section, 3)
+
+
+def test_measured_speeds_take_the_place_of_measure() -> None:
+    section = read(schedule="proportional")
+    assert needs_measuring(section) and not needs_measuring(read(schedule="ring"))
+    (schedule,) = resolve(section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, measured=CLUSTER)
+    assert schedule.tokens(40) == {0: 30, 1: 10}
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "says"),
+    [
+        ({"schedule": "ulyses"}, ConfigError, r'"ulyses" is no file \(did you mean "ulysses"\?\). It takes the path'),
+        (
+            {"schedule": {**INLINE, "num_heads": 12}},
+            ScheduleError,
+            r"inline schedule: groups\[0\].heads \[6, 2\] sum to 8",
+        ),
+        ({"schedule": {"version": 1}}, ScheduleError, "missing keys"),
+        ({"schedule": "proportional"}, ConfigError, "nothing was measured here"),
+        ({"schedule": "proportional", "cluster": "nowhere.yaml"}, ClusterError, "nowhere.yaml"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(section: dict[str, Any], kind: type[HeteroError], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        schedules(section)
+
+
+def test_a_schedule_for_another_model_or_world_is_refused() -> None:
+    other = {**INLINE, "num_kv_heads": 8}
+    with pytest.raises(ScheduleError, match=re.escape("is for num_heads=8, num_kv_heads=8; the model has 8 and 4")):
+        schedules({"schedule": other})
+    with pytest.raises(ScheduleError, match="the schedule has 2 ranks, the job has 3"):
+        schedules({"schedule": INLINE}, 3)
+    with pytest.raises(ConfigError, match=r"has replicas of \[2, 2\] ranks, but sp_size is 4"):
+        schedules({"schedule": INLINE}, 4, sp_size=4)
+
+
+def test_reading_a_section_needs_no_torch() -> None:
+    code = "import sys, ds_hetero.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
