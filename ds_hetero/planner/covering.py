@@ -73,7 +73,9 @@ def cover(heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[
         deviation = np.abs(patterns - even) @ heads_C
         best = patterns[np.argmin(waste + thrift * deviation)]
         uses = best > 0
-        times = int((left[uses] // best[uses]).min()) if deviation.min() < 1e-9 else max(1, int((left[uses] // best[uses]).min()) // 4)
+        times = int((left[uses] // best[uses]).min())
+        if deviation.min() > 1e-9:
+            times = max(1, times // 4)
         groups += [best] * times
         left = left - times * best
     return groups, left
@@ -86,7 +88,7 @@ def _patterns(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
     limits = [int(min(count_C[c], -(-num_heads // heads_C[c]))) + 1 for c in order[:-1]]
     while np.prod(limits, dtype=float) > MAX_PATTERNS:
         limits[int(np.argmax(limits))] -= 1
-    grid = np.stack(np.meshgrid(*[np.arange(limit) for limit in limits], indexing="ij"), axis=-1).reshape(-1, len(limits)) if limits else np.zeros((1, 0), dtype=np.int64)
+    grid = np.indices(limits).reshape(len(limits), int(np.prod(limits))).T
     missing = num_heads - grid @ heads_C[order[:-1]]
     last = order[-1]
     fill = np.maximum(-(-missing // heads_C[last]), 0)
@@ -96,4 +98,4 @@ def _patterns(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
     # A cover from which a device can be taken away is not minimal.
     covered = patterns @ heads_C
     smallest = np.where(patterns[:, order] > 0, heads_C[order], np.iinfo(np.int64).max).min(axis=1)
-    return patterns[(covered - smallest < num_heads) & (fill <= count_C[last])]
+    return np.asarray(patterns[(covered - smallest < num_heads) & (fill <= count_C[last])])

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.cost.grouping import Grouping
+from ds_hetero.planner.effort import Effort
 from ds_hetero.planner.problem import Assignment, Problem
 
 __all__ = ["IMAX", "STEPS", "descend"]
@@ -28,19 +29,21 @@ Masks = NDArray[np.bool_]
 
 IMAX = 100  # rounds, HexiSeq's value
 STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
-MAX_SETS = 48  # finer labels than this do not become sets
+MAX_SETS = 32  # finer labels than this do not become sets
+FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MIN_GAIN = 1e-6  # relative; less is rounding
 MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
+ONE_ROUND = 0.25  # share of the remaining effort that one batch of proposals may take
 MAX_TABLE = 4_000_000  # numbers in one batch of proposals
 
 
-def descend(problem: Problem, start: Assignment, steps: tuple[float, ...] = STEPS) -> Assignment:
+def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], effort: Effort) -> Assignment:
     """The local optimum reached from ``start`` in at most `IMAX` rounds with moves of ever smaller size."""
     grouping = problem.grouping(start.groups)
     best = start
     step = 0
     for _ in range(IMAX):
-        moved = _best_move(problem, grouping, best, steps[step])
+        moved = _best_move(problem, grouping, best, steps[step], effort)
         if moved is not None:
             best = moved
         elif step + 1 < len(steps):
@@ -50,29 +53,28 @@ def descend(problem: Problem, start: Assignment, steps: tuple[float, ...] = STEP
     return best
 
 
-def _best_move(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> Assignment | None:
+def _best_move(problem: Problem, grouping: Grouping, at: Assignment, step: float, effort: Effort) -> Assignment | None:
     best = at
     for tokens_XD, heads_XD in _proposals(problem, grouping, at, step):
+        allowed = effort.rows(grouping, len(tokens_XD), ONE_ROUND)
         size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
-        for first in range(0, len(tokens_XD), size):
-            tokens, heads = tokens_XD[first : first + size], heads_XD[first : first + size]
-            row, block_s = problem.best(grouping, tokens, heads, best.block_s * (1 - MIN_GAIN))
-            if row >= 0:
-                best = Assignment(block_s, at.groups, tokens[row], heads[row])
-    if best is at:
-        return None
-    return _further(problem, grouping, at, best)
+        for first in range(0, allowed, size):
+            rows = slice(first, min(first + size, allowed))
+            below_s = best.time_s * (1 - MIN_GAIN)
+            best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
+    return None if best is at else _further(problem, grouping, at, best, effort)
 
 
-def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment) -> Assignment:
+def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment, effort: Effort) -> Assignment:
     """Go on in the direction of a move of tokens alone, as far as that pays."""
     if (moved.heads != at.heads).any():
         return moved
     ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
     tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
     tokens_XD = problem.round(tokens_XD * (problem.seq_len / tokens_XD.sum(axis=1, keepdims=True)))
-    row, block_s = problem.best(grouping, tokens_XD, np.broadcast_to(at.heads, tokens_XD.shape), moved.block_s)
-    return Assignment(block_s, at.groups, tokens_XD[row], at.heads) if row >= 0 else moved
+    tokens_XD = tokens_XD[: effort.rows(grouping, len(tokens_XD))]
+    heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
+    return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
 
 
 def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> Iterator[tuple[Floats, Ints]]:
@@ -114,7 +116,7 @@ def _sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Masks:
     """Ranks to move together: by kind, by class, by node, by group, one by one; as masks ``[S, D]``."""
     masks = []
     single = np.arange(problem.num_ranks)
-    few = MAX_SETS // 3
+    few = MAX_SETS // 2
     for label, limit in (
         (problem.kind, MAX_SETS), (rank_class, MAX_SETS), (problem.node, few), (grouping.group_of, few), (single, few)
     ):  # fmt: skip
@@ -149,12 +151,9 @@ def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class
 
     Where there are few ranks, also two such moves at once.
     """
-    num_classes = int(rank_class.max()) + 1
-    if num_classes > MAX_SETS:
-        return np.zeros((0, problem.num_ranks), dtype=np.int64)
-    members = [grouping.order[(rank_class == c)[grouping.order]] for c in range(num_classes)]
+    members = [grouping.order[(rank_class == c)[grouping.order]] for c in _classes_to_move(problem, at, rank_class)]
     changes = []
-    for a, b in product(range(num_classes), repeat=2):
+    for a, b in product(range(len(members)), repeat=2):
         pairs = _one_pair_per_group(grouping, members[a], members[b])
         both = pairs + [(t, g) for g, t in pairs] if a == b else pairs
         for unit, chosen in product(problem.head_units, {len(pairs), 1} if pairs else ()):
@@ -173,6 +172,16 @@ def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class
         change_XD = np.unique(np.concatenate([change_XD, change_XD[i] + change_XD[j]]), axis=0)
     heads_XD = at.heads + change_XD
     return np.asarray(heads_XD[(heads_XD >= 0).all(axis=1)])
+
+
+def _classes_to_move(problem: Problem, at: Assignment, rank_class: Ints) -> list[int]:
+    """The classes whose attention takes longest and shortest; all where there are few."""
+    classes, first = np.unique(rank_class, return_index=True)
+    if len(classes) <= 2 * FEW_CLASSES:
+        return list(classes.tolist())
+    load = (at.heads * problem.attention_s)[first]
+    order = classes[np.argsort(load, kind="stable")].tolist()
+    return [*order[:FEW_CLASSES], *order[-FEW_CLASSES:]]
 
 
 def _one_pair_per_group(grouping: Grouping, givers: Ints, takers: Ints) -> list[tuple[int, int]]:

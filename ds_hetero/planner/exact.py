@@ -44,7 +44,7 @@ def exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
 
     Args:
         problem: its ``token_unit`` and the smallest of its ``head_units`` are the granularity.
-        upper_bound_s: block time of a schedule known already; a good one saves most of the work.
+        upper_bound_s: time of a schedule known already; a good one saves most of the work.
 
     Raises:
         PlanError: too many ranks, or a granularity too fine to go through.
@@ -62,7 +62,7 @@ def exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
             )
     tokens_TD = problem.round(compositions(units, num_ranks).astype(float) * problem.token_unit)
     found = sweep(problem, tokens_TD, lambda blocks: _head_splits(problem, blocks, head_unit), upper_bound_s)
-    best = min(found.best, key=lambda assignment: assignment.block_s, default=None)
+    best = min(found.best, key=lambda assignment: assignment.time_s, default=None)
     return Exact(best=best, combinations=found.combinations, evaluated=found.evaluated)
 
 

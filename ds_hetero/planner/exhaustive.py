@@ -1,8 +1,8 @@
 """Exhaustion with a bound: every combination of given head splits and token splits of every partition.
 
-A combination is evaluated with the cost model unless its compute alone already takes longer than the best known time, so
-the result is the optimum of the cost model over the combinations given, not of the bound. The exact solver gives it
-everything; the search of small clusters gives it coarse tokens and likely heads.
+A combination is evaluated with the cost model unless its compute alone already takes longer than the best known time,
+so the result is the optimum of the cost model over the combinations given, not of the bound. The exact solver gives
+it everything; the search of small clusters gives it coarse tokens and likely heads.
 
 Dimension key: D ranks, K groups, T token splits, H head splits, B combinations that survive the bound.
 """
@@ -54,7 +54,7 @@ def sweep(
         problem: gives the objective.
         tokens_TD: token splits to try.
         head_splits: from a partition to the head splits to try, ``[H, D]``.
-        bound_s: block time known to be reachable; only better ones are looked for.
+        bound_s: time known to be reachable; only better ones are looked for.
         slack: keep partitions that are worse than the best one by up to this share, as starts for a descent.
     """
     out = Sweep()
@@ -71,19 +71,18 @@ def sweep(
                     if least_B[first] >= limit:
                         break
                     rows = slice(first, first + _BATCH)
-                    row, block_s = problem.best(grouping, tokens_BD[rows], heads_BD[rows], limit)
                     out.evaluated += len(tokens_BD[rows])
-                    if row >= 0:
-                        limit, row = block_s, first + row
-                        best = Assignment(limit, tuple(ring), tokens_BD[row].copy(), heads_BD[row].copy())
+                    found = problem.best_row(grouping, tokens_BD[rows], heads_BD[rows], limit)
+                    if found is not None:
+                        best, limit = found, found.time_s
         if best is not None:
             out.best.append(best)
-            least = min(least, best.block_s)
+            least = min(least, best.time_s)
     return out
 
 
 def compositions(total: int, parts: int) -> Ints:
-    """Every way to write ``total`` as an ordered sum of ``parts`` whole numbers >= 0, ``[comb(total + parts - 1, parts - 1), parts]``."""
+    """Every way to write ``total`` as an ordered sum of ``parts`` whole numbers >= 0, one per row."""
     count = comb(total + parts - 1, parts - 1)
     bars = np.array(list(combinations(range(total + parts - 1), parts - 1)), dtype=np.int64).reshape(count, parts - 1)
     ends = np.full((count, 1), total + parts - 1)

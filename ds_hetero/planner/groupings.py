@@ -9,6 +9,7 @@ A grouping is a list of arrays of canonical ranks, in ring order; heads are cut 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -53,8 +54,8 @@ def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
 
 def _ladder(limit: int) -> list[int]:
     """Group counts worth trying: all small ones, then about three per octave."""
-    steps = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384, 512]
-    return [k for k in steps if k <= limit]
+    steps = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16), 160, 192, 256]
+    return [k for k in (*steps, 384, 512) if k <= limit]
 
 
 def _meshes(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
@@ -73,12 +74,12 @@ def _pieces_of_nodes(ranks: Ints, node: Ints, pieces: int) -> list[Ints]:
     groups = []
     for n in np.unique(node):
         inside = ranks[node == n]
-        groups += [group for group in np.array_split(inside, min(pieces, len(inside)))]
+        groups += np.array_split(inside, min(pieces, len(inside)))
     return groups
 
 
 def _agglomerated(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
-    """Merge nodes (whose own links come first) along ever slower links, a partition after every level and every merge."""
+    """Merge nodes, whose own links come first, along ever slower links: a partition after the first and last merges."""
     node = problem.node[ranks]
     present = [int(n) for n in np.unique(node)]
     cost = problem.inverse_bandwidth
@@ -144,13 +145,13 @@ def _give_to_weakest(problem: Problem, groups: Sequence[Ints], rest: Ints) -> li
 
 def _balanced(problem: Problem, ranks: Ints, num_groups: int) -> list[Ints]:
     """Groups of nearly equal speed: fastest rank first, always to the weakest group (LPT)."""
-    power = np.zeros(num_groups)
-    label = np.empty(len(ranks), dtype=np.int64)
-    for i in np.argsort(-problem.speed[ranks], kind="stable"):
-        k = int(np.argmin(power))
-        label[i] = k
-        power[k] += problem.speed[ranks[i]]
-    return [ranks[label == k] for k in range(num_groups)]
+    weakest = [(0.0, k) for k in range(num_groups)]
+    members: list[list[int]] = [[] for _ in range(num_groups)]
+    for rank in ranks[np.argsort(-problem.speed[ranks], kind="stable")].tolist():
+        power, k = heapq.heappop(weakest)
+        members[k].append(rank)
+        heapq.heappush(weakest, (power + float(problem.speed[rank]), k))
+    return [np.sort(np.array(group)) for group in members]
 
 
 # --- idle devices -------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def _near(problem: Problem, center: int, size: int) -> Mask:
 
 
 def with_idle(problem: Problem, groups: Sequence[Ints], active: Mask) -> list[Ints]:
-    """Put idle ranks, which get neither tokens nor heads, where they disturb least: into the group with the fastest link."""
+    """Put idle ranks, which get neither tokens nor heads, into the group with the fastest link to them."""
     groups = list(groups)
     if active.all():
         return groups

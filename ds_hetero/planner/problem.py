@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,19 +32,19 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
     Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
 
     Returns:
-        cluster, workload (whose per-rank weights move along) and ``rank_of[D]``, the original rank of each canonical one.
+        cluster, workload (whose per-rank weights move along), and the original rank of each canonical one, ``[D]``.
     """
     reach = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]
 
-    def device_key(node: Node, i: int) -> tuple[float | str, ...]:
+    def device_key(node: Node, i: int) -> tuple[object, ...]:
         device = node.devices[i]
-        return (-device.peak_flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, device.name)
+        return (-device.peak_flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, device.name, i)
 
-    inside = [sorted(range(len(node.devices)), key=lambda i, node=node: (device_key(node, i), i)) for node in cluster.nodes]  # type: ignore[misc]
+    inside = [sorted(range(len(node.devices)), key=partial(device_key, node)) for node in cluster.nodes]
 
     def node_key(n: int) -> tuple[object, ...]:
         node = cluster.nodes[n]
-        devices = tuple(device_key(node, i) for i in inside[n])
+        devices = tuple(device_key(node, i)[:-1] for i in inside[n])
         return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-reach[n]), node.name, n)
 
     nodes = sorted(range(len(cluster.nodes)), key=node_key)
@@ -74,12 +74,12 @@ class Assignment:
     """A point of the search space and its value.
 
     Args:
-        block_s: the cost model's time of one block.
+        time_s: the cost model's time of one block, with a layer's share of the loss.
         groups: canonical ranks of every group, in ring order.
         tokens: by canonical rank, summing to seq_len; heads: by canonical rank.
     """
 
-    block_s: float
+    time_s: float
     groups: tuple[Ints, ...]
     tokens: Floats
     heads: Ints
@@ -153,22 +153,45 @@ class Problem:
         """Seconds per byte between ranks of two nodes, ``[M, M]``."""
         return np.asarray(1 / self.cost.cluster.node_bytes_per_s)
 
-    def best(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float = np.inf) -> tuple[int, float]:
-        """The fastest assignment that fits into memory and takes less than ``below_s``: its row and block time.
+    def best(
+        self, grouping: Grouping, options: Sequence[tuple[Floats, Ints]], below_s: float = np.inf
+    ) -> Assignment | None:
+        """The fastest of several (tokens, heads) that fits into memory and takes less than ``below_s``, if any."""
+        if not options:
+            return None
+        tokens_BD = self.round(np.array([tokens for tokens, _ in options]))
+        return self.best_row(grouping, tokens_BD, np.array([heads for _, heads in options]), below_s)
 
-        Returns (-1, infinity) where there is none. Memory is only looked at for rows that would be chosen.
-        """
-        block_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD)
-        rows = np.flatnonzero(block_s < below_s)
-        rows = rows[np.argsort(block_s[rows], kind="stable")]
+    def best_row(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float) -> Assignment | None:
+        """The same for arrays. Memory is only looked at for rows that would be chosen."""
+        time_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD) + self._loss_s(tokens_BD)
+        rows = np.flatnonzero(time_s < below_s)
+        rows = rows[np.argsort(time_s[rows], kind="stable")]
         for first in range(0, len(rows), 32):
             some = rows[first : first + 32]
             need = self.cost.memory_bytes(grouping, tokens_BD[some], heads_BD[some])
             fits = (need <= self.cost.capacity_bytes_D).all(axis=-1)
             if fits.any():
-                row = int(some[np.argmax(fits)])
-                return row, float(block_s[row])
-        return -1, np.inf
+                row = some[np.argmax(fits)]
+                groups = np.split(grouping.order, grouping.offsets[1:-1])
+                return Assignment(float(time_s[row]), tuple(groups), tokens_BD[row].copy(), heads_BD[row].copy())
+        return None
+
+    def _loss_s(self, tokens_BD: Floats) -> Floats:
+        """A layer's share of the loss, so that the sum over layers is the time of a micro-batch."""
+        return np.asarray((tokens_BD * self.cost.loss_s_per_token_D).max(axis=-1) / self.cost.model.num_layers)
+
+    @cached_property
+    def floor_s(self) -> float:
+        """Time that no assignment can undercut whatever it does; 0 unless ZeRO's traffic sets one."""
+        loss_s = self.cost.loss_s_per_token_D
+        least_loss_s = self.seq_len / np.sum(1 / loss_s) if loss_s.all() else 0.0
+        return float(self.cost.floor_s + least_loss_s / self.cost.model.num_layers)
+
+    def bound_s(self, active: NDArray[np.bool_]) -> float:
+        """Time of one block at perfect balance over some of the ranks."""
+        ratios = [speed.sum() / speed[active].sum() for speed in (self.speed, self.token_speed)]
+        return self.cost.bound_s * float(min(ratios))
 
     def grouping(self, groups: Sequence[Ints]) -> Grouping:
         """What the cost model takes; ``groups`` in ring order."""

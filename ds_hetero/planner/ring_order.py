@@ -1,7 +1,8 @@
 """Ring order: in which order KV blocks pass through the groups when links differ.
 
 Every block travels round the whole ring, so a slow link costs the same wherever it is; what an order can
-change is how many slow links are in the ring, how well neighbouring head cuts match, and how many transfers share a port at a time.
+change is how many slow links are in the ring, how well neighbouring head cuts match, and how many transfers share
+a port at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def ring_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Ite
 
 def _distance(problem: Problem, groups: Sequence[Ints]) -> Floats:
     """Mean seconds per byte between the ranks of two groups, ``[K, K]``."""
-    share = np.stack([np.bincount(problem.node[g], minlength=problem.inverse_bandwidth.shape[0]) / len(g) for g in groups])
+    nodes = len(problem.inverse_bandwidth)
+    share = np.stack([np.bincount(problem.node[group], minlength=nodes) / len(group) for group in groups])
     return np.asarray(share @ problem.inverse_bandwidth @ share.T)
 
 

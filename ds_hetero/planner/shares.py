@@ -9,13 +9,13 @@ Seconds per token and per head are reciprocal speeds; a rank that is to stay idl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "two_speed_fill", "whole_shares"]
+__all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "triangle_fill", "two_speed_fill", "whole_shares"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -71,19 +71,29 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
     return np.asarray(share_K / share_K.sum())
 
 
-def fill_groups(token_speed_K: Floats, attention_speed_K: Floats) -> Iterator[Floats]:
+def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everything: bool) -> Iterator[Floats]:
     """Candidate shares of the sequence by group, best guesses first: HexiSeq's stage II with closed forms added.
 
-    The two-machine optimum, shares in proportion to attention speed, to non-attention speed and to their
-    square roots (arXiv:2605.07569, section 4.3), equal shares, and proportional shares clipped at quantiles: a
-    barrier at every ring step favours equal groups, its absence favours proportional ones.
+    One group after the other as fast as both machines together allow (no barrier between them), the optimum with a
+    barrier (`two_speed_fill`), shares in proportion to either speed and to square roots (arXiv:2605.07569,
+    section 4.3), equal shares, and proportional ones clipped at quantiles: a barrier at every ring step favours
+    equal groups, its absence favours proportional ones.
+
+    Args:
+        token_speed_K: shares per second outside attention.
+        attention_speed_K: shares per second in attention, when a group sees the whole sequence.
+        sees_everything: False for contiguous causal groups, which see themselves and what comes before.
     """
     seen: set[bytes] = set()
     active = (token_speed_K > 0) & (attention_speed_K > 0)
+    both = np.zeros(len(active))
+    both[active] = 1 / (1 / token_speed_K[active] + 1 / attention_speed_K[active])
     two = two_speed_fill(token_speed_K, attention_speed_K)
-    candidates = [two, attention_speed_K, active.astype(float), np.sqrt(two), token_speed_K]
+    candidates = [] if sees_everything else [triangle_fill(attention_speed_K)]
+    candidates += [both, two, active.astype(float), attention_speed_K, np.sqrt(both), token_speed_K]
     candidates += [np.sqrt(attention_speed_K), np.sqrt(token_speed_K)]
-    candidates += [np.minimum(attention_speed_K, q) for q in np.quantile(attention_speed_K[active], (0.1, 0.25, 0.5, 0.75))]
+    quantiles = np.quantile(attention_speed_K[active], (0.1, 0.25, 0.5, 0.75))
+    candidates += [np.minimum(attention_speed_K, quantile) for quantile in quantiles]
     for weight_K in candidates:
         share_K = np.where(active, weight_K, 0.0)
         share_K = share_K / share_K.sum()
@@ -93,26 +103,38 @@ def fill_groups(token_speed_K: Floats, attention_speed_K: Floats) -> Iterator[Fl
             yield share_K
 
 
-def fill_ranks(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats | None = None) -> Floats | None:
-    """Shares of the sequence by rank: inside each group all ranks finish together, none above its cap.
+def triangle_fill(attention_speed_K: Floats) -> Floats:
+    """Shares with which contiguous causal groups finish together.
 
-    Args:
-        share_K: share of each group.
-        group_of: ring position of each rank's group.
-        token_speed: tokens per second of each rank outside attention, zero for an idle one.
-        cap: most that each rank may hold, as a share of the sequence; left out, no limit.
-
-    Returns:
-        share[D], or None where the caps of a group do not hold its share.
+    A group that holds x after p sees ``x * (p + x / 2)`` of the square. For a common finishing time every x follows
+    from the ones before; the time is found by bisection.
     """
-    num_groups = len(share_K)
-    if cap is None:
-        return np.asarray(token_speed * (share_K / _group_sum(token_speed, group_of, num_groups))[group_of])
-    return cap_shares(share_K, group_of, token_speed, cap)
+
+    def shares(time_s: float) -> Floats:
+        out = np.empty(len(attention_speed_K))
+        before = 0.0
+        for k, speed in enumerate(attention_speed_K.tolist()):
+            out[k] = (before * before + 2 * time_s * speed) ** 0.5 - before
+            before += out[k]
+        return out
+
+    low, high = 0.0, 1 / float(attention_speed_K.max())
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if shares(middle).sum() > 1 else (middle, high)
+    return shares(high)
+
+
+def fill_ranks(share_K: Floats, group_of: Ints, token_speed: Floats) -> Floats:
+    """Shares of the sequence by rank, ``[D]``: inside each group all ranks finish together outside attention."""
+    return np.asarray(token_speed * (share_K / _group_sum(token_speed, group_of, len(share_K)))[group_of])
 
 
 def cap_shares(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats) -> Floats | None:
-    """Water-filling of `fill_ranks` with caps: ranks at their cap are fixed, the rest share what remains."""
+    """Like `fill_ranks`, but no rank holds more than its cap: full ranks are fixed, the rest share what remains.
+
+    Returns None where the caps of a group do not hold its share.
+    """
     num_groups = len(share_K)
     cap = np.where(token_speed > 0, cap, 0.0)
     if np.any(_group_sum(cap, group_of, num_groups) < share_K * (1 - 1e-12)):
@@ -146,14 +168,8 @@ def whole_shares(share: Floats, total: int, unit: int) -> Ints:
         last = share.shape[-1] - 1 - np.argmax(units[..., ::-1] > 0, axis=-1)
         last = np.expand_dims(last, -1)
         np.put_along_axis(tokens, last, np.take_along_axis(tokens, last, axis=-1) + total % unit, axis=-1)
-    return tokens
+    return np.asarray(tokens)
 
 
 def _group_sum(values: Floats, group_of: Ints, num_groups: int) -> Floats:
-    return np.bincount(group_of, weights=values, minlength=num_groups)
-
-
-def proportional(weights: Sequence[float]) -> Floats:
-    """Weights scaled to sum to 1."""
-    out = np.asarray(weights, dtype=float)
-    return np.asarray(out / out.sum())
+    return np.asarray(np.bincount(group_of, weights=values, minlength=num_groups), dtype=np.float64)

@@ -1,0 +1,48 @@
+"""How much the search may evaluate: a count, not a clock, so that every machine finds the same plan.
+
+One evaluation costs about as much as the ranks it sums over plus the ring's recurrence over pairs of groups; the
+weights are those of the cost models of this package in numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_hetero.cost.grouping import Grouping
+
+__all__ = ["Effort"]
+
+CALL_S = 3e-4
+RANK_S = 3e-7
+PAIR_S = 1.2e-8
+
+
+@dataclass(slots=True)
+class Effort:
+    """Evaluations that may still be made.
+
+    Args:
+        left_s: estimated seconds.
+    """
+
+    left_s: float
+
+    @classmethod
+    def for_ranks(cls, num_ranks: int) -> Effort:
+        """A third of a second up to 128 ranks, nearly proportional beyond."""
+        return cls(0.3 * max(1.0, num_ranks / 128) ** 0.85)
+
+    def split(self, parts: int) -> Effort:
+        """An equal part of what is left, taken out."""
+        part = Effort(max(self.left_s, 0.0) / parts)
+        self.left_s -= part.left_s
+        return part
+
+    def rows(self, grouping: Grouping, wanted: int, share: float = 1.0) -> int:
+        """How many of ``wanted`` evaluations of a grouping are within ``share`` of what is left; they count as made."""
+        row_s = RANK_S * len(grouping.order) + PAIR_S * grouping.num_groups**2
+        rows = min(wanted, int((self.left_s * share - CALL_S) / row_s))
+        if rows <= 0:
+            return 0
+        self.left_s -= CALL_S + rows * row_s
+        return rows

@@ -1,0 +1,76 @@
+"""Making an assignment fit into memory, and saying what would fit when nothing does.
+
+Memory grows with a rank's own tokens (activations of every layer) and with its heads of its group's tokens (attention
+of one layer); moving tokens from full ranks to ranks with room mends both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.types import CostModel
+from ds_hetero.planner.shares import apportion
+
+__all__ = ["fit_memory", "longest_sequence"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ROUNDS = 30
+MARGIN = 0.999  # of the room; the rest is for rounding to whole tokens
+
+
+def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints) -> Floats | None:
+    """Tokens near the given ones with which every rank fits; None where there is no such.
+
+    Full ranks give what they cannot hold to the others, in proportion to their room. What a rank can hold is
+    its share of memory beyond the static part, scaled; other ranks' tokens matter to it as well, hence rounds.
+    """
+    static = cost.memory_bytes(grouping, tokens * 1e-9, heads)
+    if (static > cost.capacity_bytes_D).any():
+        return None
+    total = tokens.sum()
+    for _ in range(ROUNDS):
+        need = cost.memory_bytes(grouping, tokens, heads)
+        if (need <= cost.capacity_bytes_D).all():
+            return tokens
+        holds = MARGIN * tokens * (cost.capacity_bytes_D - static) / np.maximum(need - static, 1.0)
+        kept = np.minimum(tokens, holds)
+        room = np.maximum(holds - kept, 0.0)
+        missing = total - kept.sum()
+        if room.sum() < missing:
+            return None
+        tokens = kept + room * (missing / room.sum())
+    return None
+
+
+def longest_sequence(cost: CostModel) -> int:
+    """About how many tokens of a sequence would fit on this cluster, by bisection; 0 if the model itself does not."""
+    low, high = 0, cost.workload.seq_len
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        shorter = make_cost_model(cost.name, cost.cluster, cost.model, replace(cost.workload, seq_len=middle))
+        if any(fit_memory(shorter, *simple) is not None for simple in _simple(shorter)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _simple(cost: CostModel) -> Iterator[tuple[Grouping, Floats, Ints]]:
+    """The ring, one group per node and one group of all, with tokens by free memory."""
+    num_ranks, num_heads = cost.cluster.num_ranks, cost.model.num_heads
+    node = cost.cluster.node_of_rank
+    by_node = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
+    share = cost.capacity_bytes_D / cost.capacity_bytes_D.sum()
+    for groups in (list(np.arange(num_ranks)[:, None]), by_node, [np.arange(num_ranks)]):
+        heads = np.zeros(num_ranks, dtype=np.int64)
+        for group in groups:
+            heads[group] = apportion(tuple(share[group].tolist()), num_heads)
+        yield Grouping(cost.cluster, groups), share * cost.workload.seq_len, heads

@@ -1,0 +1,91 @@
+"""Stages I and II: partitions, and for each the best of a few heads and tokens in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hetero.planner.effort import Effort
+from ds_hetero.planner.groupings import M1, active_sets, groupings, with_idle
+from ds_hetero.planner.memory_fit import fit_memory
+from ds_hetero.planner.problem import Assignment, Problem
+from ds_hetero.planner.ring_order import ring_orders
+from ds_hetero.planner.shares import apportion, fill_groups, fill_ranks
+
+__all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+M1_IDLE = 12  # partitions tried where some ranks stay idle
+ONE_PARTITION = 0.2  # share of the remaining effort that one partition may take
+
+
+def starts(problem: Problem, effort: Effort) -> list[Assignment]:
+    """Assignments of all partitions of stage I, for every set of working ranks that could still win.
+
+    Fewer working ranks need at least the balanced time over their own speeds, which rules most sets out where links are
+    fast.
+    """
+    found: list[Assignment] = []
+    least = np.inf
+    all_ranks, *some_ranks = active_sets(problem)
+    idle_effort = Effort(effort.left_s / 3)
+    for active in (all_ranks, *some_ranks):
+        if problem.bound_s(active) >= least:
+            continue
+        idle = not active.all()
+        for groups in groupings(problem, active, M1_IDLE if idle else M1):
+            groups = with_idle(problem, groups, active)
+            assignment = best_assignment(problem, groups, active, idle_effort if idle else effort)
+            if assignment is not None:
+                found.append(assignment)
+                least = min(least, assignment.time_s)
+    return found
+
+
+def best_assignment(problem: Problem, groups: Sequence[Ints], active: Mask, effort: Effort) -> Assignment | None:
+    """Heads and tokens of one partition by closed forms, the best by the cost model.
+
+    None where a group has no working rank, nothing fits into memory, or the effort is used up.
+    """
+    if not all(active[group].any() for group in groups):
+        return None
+    grouping = problem.grouping(groups)
+    token_speed = np.where(active, problem.token_speed, 0.0)
+    token_speed_K = grouping.by_group(np.add, token_speed)
+    options = []
+    for unit in problem.head_units:
+        heads_D = spread_heads(problem, groups, active, unit)
+        attention_speed_K = 1 / grouping.by_group(np.maximum, heads_D * problem.attention_s)
+        for share_K in fill_groups(token_speed_K, attention_speed_K, problem.sees_everything):
+            share = fill_ranks(share_K, grouping.group_of, token_speed)
+            options.append((share * problem.seq_len, heads_D))
+    options = options[: effort.rows(grouping, len(options), ONE_PARTITION)]
+    best = problem.best(grouping, options)
+    if best is None and options:
+        ends = (options[0], options[-1])
+        fitted = [(fit_memory(problem.cost, grouping, tokens, heads), heads) for tokens, heads in ends]
+        best = problem.best(grouping, [(tokens, heads) for tokens, heads in fitted if tokens is not None])
+    return best and best_order(problem, best, effort, thorough=False)
+
+
+def best_order(problem: Problem, start: Assignment, effort: Effort, *, thorough: bool) -> Assignment:
+    """The same assignment in the best of a few ring orders."""
+    best = start
+    for groups in ring_orders(problem, start.groups, thorough):
+        grouping = problem.grouping(groups)
+        if effort.rows(grouping, 1):
+            best = problem.best(grouping, [(start.tokens, start.heads)], best.time_s * (1 - 1e-9)) or best
+    return best
+
+
+def spread_heads(problem: Problem, groups: Sequence[Ints], active: Mask, unit: int) -> Ints:
+    """Heads of every rank, in multiples of ``unit``: within each group the slowest finishes as early as it can."""
+    heads = np.zeros(problem.num_ranks, dtype=np.int64)
+    speed = np.where(active, problem.speed, 0.0)
+    for group in groups:
+        heads[group] = apportion(tuple(speed[group].tolist()), problem.num_heads // unit)
+    return heads * unit
