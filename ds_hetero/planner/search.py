@@ -33,6 +33,7 @@ M2 = 16  # plans refined by stage III, HexiSeq's value
 STAGES = ((M2, 1.3, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
+TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
 
 
@@ -58,7 +59,17 @@ def search(problem: Problem, *, exhaust_small: bool = True) -> list[Assignment]:
     if exhaust_small and problem.coarse and problem.num_ranks <= SMALL:
         small = small_starts(problem, min((found.time_s for found in best), default=np.inf))
         best += [descend(problem, found, STEPS[2:], Effort.for_ranks(1).split(4)) for found in _best(small, M2 // 2)]
-    return _best(best, M2)
+    return _best([_tidy(problem, found) for found in best], M2)
+
+
+def _tidy(problem: Problem, found: Assignment) -> Assignment:
+    """Equal tokens for ranks that are equal in everything else, unless that costs time."""
+    grouping = problem.grouping(found.groups)
+    labels = np.stack([problem.kind, problem.node, grouping.group_of, found.heads, found.tokens > 0], axis=1)
+    _, label = np.unique(labels, axis=0, return_inverse=True)
+    label = label.reshape(-1)
+    mean = np.bincount(label, weights=found.tokens) / np.bincount(label)
+    return problem.best(grouping, [(mean[label], found.heads)], found.time_s * (1 + TIDY)) or found
 
 
 def _best(found: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
