@@ -147,12 +147,8 @@ def scatter_sequence(
     own, unit = exchange.own, batch_size * head_dim
     recv_sizes = [own.tokens * unit * member.width for member in exchange.members]
     send_sizes = [member.tokens * unit * own.width for member in exchange.members]
-    send = dq_BhSD.new_empty(exchange.group_tokens, batch_size, own.width, head_dim)
-    for part, grad in zip(_heads(send, own), (dq_BhSD, dk_BgSD, dv_BgSD), strict=True):
-        part.copy_(grad)
-    recv = send.new_empty(sum(recv_sizes))
-    exchange.run(recv, send.view(-1), recv_sizes, send_sizes)
-    del send
+    recv = dq_BhSD.new_empty(sum(recv_sizes))
+    exchange.run(recv, _pack(dq_BhSD, dk_BgSD, dv_BgSD, own), recv_sizes, send_sizes)
     dq_sBHD = recv.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
     dkv_sBGD = [recv.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
     written = 0  # KV heads below this one hold a gradient already; the next member may share the last of them
@@ -169,6 +165,15 @@ def scatter_sequence(
         written = max(written, last)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv
+
+
+def _pack(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, own: Member) -> Tensor:
+    """A flat buffer [S, B, W, D] as it travels."""
+    batch_size, _, tokens, head_dim = q_BhSD.shape
+    packed = q_BhSD.new_empty(tokens, batch_size, own.width, head_dim)
+    for part, x in zip(_heads(packed, own), (q_BhSD, k_BgSD, v_BgSD), strict=True):
+        part.copy_(x)
+    return packed.view(-1)
 
 
 def _heads(packed_SBWD: Tensor, member: Member) -> Sequence[Tensor]:

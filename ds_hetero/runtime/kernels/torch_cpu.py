@@ -19,7 +19,7 @@ from ds_hetero.runtime.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Til
 __all__ = ["cpu_backward", "cpu_forward"]
 
 _PART_BYTES = 3 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18
-_WHOLE = 4096  # tokens of a causal square above which small tiles cost as much as they save
+_WHOLE = 12  # sides in a causal square above which adding up gradients costs what the tiles save
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -55,10 +55,10 @@ def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
     """Smaller than in the forward: every call returns gradients of its own, and these should not show in the memory."""
     batch_size, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
-    if band == FULL or (band == CAUSAL and num_queries == num_keys > _WHOLE):
-        return (Tile(0, 0, num_queries, num_keys, band, True),)
     row_bytes = batch_size * (heads + 2 * k.shape[1]) * head_dim * q.element_size()
     side = min(max(_PART_BYTES // row_bytes // LEAF * LEAF, 2 * LEAF), CHUNK)
+    if band == FULL or (band == CAUSAL and num_queries == num_keys > _WHOLE * side):
+        return (Tile(0, 0, num_queries, num_keys, band, True),)
     return decompose(num_queries, num_keys, band, chunk=side, side=side)
 
 
