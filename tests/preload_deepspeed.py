@@ -14,6 +14,7 @@ from pathlib import Path
 
 import accelerate  # noqa: F401
 import deepspeed.ops
+import torch._inductor.compile_fx  # noqa: F401  a second of imports that deepspeed.initialize sets off
 import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
