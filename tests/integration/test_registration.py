@@ -1,0 +1,220 @@
+"""Registering, undoing, and what all ranks agree on before training; nothing changes without a section.
+
+Budget: 30 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, adam, batches, ds_config, llama
+from tests.support import run_deepspeed
+
+
+def _everything_replaced() -> dict[str, Any]:
+    """What frameworks offer under every name that this engine replaces or adds to."""
+    import accelerate
+    import accelerate.accelerator
+    import accelerate.data_loader
+    import accelerate.scheduler
+    import deepspeed
+    import transformers.trainer
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+    from deepspeed.utils import groups
+    from transformers import AttentionInterface, AttentionMaskInterface, Trainer
+
+    owners = {
+        accelerate.Accelerator: ("__init__", "_prepare_deepspeed"),
+        accelerate: ("skip_first_batches",),
+        accelerate.accelerator: ("prepare_data_loader", "skip_first_batches"),
+        accelerate.data_loader: ("skip_first_batches",),
+        accelerate.scheduler.AcceleratedScheduler: ("step",),
+        deepspeed: ("initialize",),
+        groups: ("mpu", "mesh_device"),
+        ulysses_sp.UlyssesSPAttentionHF: ("register_with_transformers",),
+        ulysses_sp.UlyssesSPDataLoaderAdapter: ("__init__",),
+        transformers.trainer: ("skip_first_batches",),
+        Trainer: (
+            "_get_dataloader",
+            "_track_num_input_tokens",
+            "compute_loss",
+            "get_batch_samples",
+            "set_initial_training_values",
+        ),
+    }
+    seen = {f"{owner.__name__}.{name}": vars(owner)[name] for owner, names in owners.items() for name in names}
+    seen["attention"] = dict(AttentionInterface._global_mapping)
+    seen["masks"] = dict(AttentionMaskInterface._global_mapping)
+    return seen
+
+
+def test_undo_restores_every_name_and_registering_is_idempotent() -> None:
+    run_deepspeed(_register_and_undo, 1)
+
+
+def _register_and_undo(rank: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+
+    before = _everything_replaced()
+    handle = ds_hetero.register()
+    assert ds_hetero.register() is handle
+    with pytest.raises(ConfigError, match="with another configuration"):
+        ds_hetero.register({"heterogeneity": {}})
+    with pytest.raises(ConfigError, match="no model has been prepared"):
+        _ = handle.replica
+    during = _everything_replaced()
+    untouched = {name for name in before if before[name] is during[name] or before[name] == during[name]}
+    assert untouched == {"deepspeed.utils.groups.mpu", "deepspeed.utils.groups.mesh_device"}
+    model = llama()
+    engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, "ulysses"))
+    assert handle.replica.sp_size == 1 and model.config._attn_implementation == "ds_hetero"
+    loss = handle.loss(engine(**(shard := next(iter(handle.dataloader(batches(1)))))), shard)
+    torch.testing.assert_close(loss, llama()(**batches(1)[0]).loss)
+    handle.undo()
+    assert _everything_replaced() == before
+    assert model.config._attn_implementation == "sdpa"
+    assert ds_hetero.register() is not handle
+
+
+def test_without_a_section_stock_runs() -> None:
+    run_deepspeed(_stock_runs, 2)
+
+
+def _stock_runs(rank: int) -> None:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from deepspeed.utils import groups
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import ds_hetero
+
+    deepspeed.init_distributed()
+    handle = ds_hetero.register()
+    stock, model = ALL_ATTENTION_FUNCTIONS["sdpa"], llama()
+    arguments = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 2}
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, **arguments)
+    assert mpu is parallel_state_sp and ALL_ATTENTION_FUNCTIONS["sdpa"] is not stock
+    config = ds_config(2, None, sequence_parallel_size=2, heterogeneity={"enabled": False, "schedule": "ring"})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config, mpu=mpu)
+    assert engine.sequence_parallel_size == 2 and engine.mpu is mpu is groups.mpu
+    assert model.config._attn_implementation == "sdpa" and "forward" not in vars(engine)
+    group = groups._get_sequence_parallel_group()
+    whole = [{**batch, "position_ids": torch.arange(8).expand(2, -1)} for batch in batches(1, length=8)]
+    adapter = UlyssesSPDataLoaderAdapter(whole, rank, group, 2, "cpu")
+    assert type(adapter) is UlyssesSPDataLoaderAdapter and len(adapter) == 2
+    engine(**next(iter(adapter)))
+    assert next(iter(handle.dataloader(whole)))["input_ids"].shape == (2, 8)
+
+    # A head count that stock cannot divide is told as before, one call later.
+    parallel_state_sp._release_sequence_parallel_groups()
+    del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    three = llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(three, **arguments)
+    with pytest.raises(ValueError, match="Attention head count 3 is not divisible by SP size 2"):
+        deepspeed.initialize(model=three, config=ds_config(2, None), mpu=mpu)
+
+
+def test_every_rank_is_told_what_one_rank_found() -> None:
+    found = run_deepspeed(_provoke, 2)
+    assert found[0] == found[1]
+    kinds = [kind for kind, _ in found[0]]
+    assert kinds == ["ConfigError"] * 5 + ["ScheduleError"] * 2 + ["ModelError"] * 3
+    expected = [
+        'on rank 1: "heterogeneity.layout": "zig"',
+        "heterogeneity by rank is",
+        "sequence-parallel size is given twice: sequence_parallel_size of ds_config=1, mesh_param of deepspeed",
+        '"tensor_parallel" and "heterogeneity" cannot be used together',
+        '"nowhere.json" is no file',
+        "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2",
+        "the schedule has 3 ranks, the job has 2",
+        "on rank 1: LlamaForCausalLM cannot be split over the sequence:\n  - attention_dropout=0.1",
+        "layers of type linear_attention",
+        "holds none. Give deepspeed.initialize the PreTrainedModel itself",
+    ]
+    for (_, message), part in zip(found[0], expected, strict=True):
+        assert part in message
+
+
+def _provoke(rank: int) -> list[tuple[str, str]]:
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import HeteroError
+
+    ds_hetero.register()
+    three = {**UNEVEN_2, "groups": [*UNEVEN_2["groups"], {"ranks": [2], "tokens": [1], "heads": [4]}]}
+    linear = llama()
+    linear.config.layer_types = ["full_attention", "linear_attention"]
+    section = {"schedule": UNEVEN_2}
+    attempts: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (llama(), {"heterogeneity": {**section, "layout": "zig" if rank else "zigzag"}}, {}),
+        (llama(), {"heterogeneity": {"schedule": ONE_GROUP_2 if rank else UNEVEN_2}}, {}),
+        (llama(), {"heterogeneity": section, "sequence_parallel_size": 1}, {"mesh_param": (1, 2)}),
+        (llama(), {"heterogeneity": section, "tensor_parallel": {"autotp_size": 2}}, {}),
+        (llama(), {"heterogeneity": {"schedule": "nowhere.json"}}, {}),
+        (llama(num_attention_heads=8), {"heterogeneity": section}, {}),
+        (llama(), {"heterogeneity": {"schedule": three}}, {}),
+        (llama(attention_dropout=0.1 * rank), {"heterogeneity": section}, {}),
+        (linear, {"heterogeneity": section}, {}),
+        (torch.nn.Linear(2, 2), {"heterogeneity": section}, {}),
+    ]
+    said = []
+    for model, config, arguments in attempts:
+        with pytest.raises(HeteroError) as caught:
+            deepspeed.initialize(model=model, config={**ds_config(1, None), **config}, **arguments)
+        said.append((type(caught.value).__name__, str(caught.value)))
+    return said
+
+
+def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:
+    from ds_hetero.errors import VersionError
+    from ds_hetero.integrations.patching import expect_package
+
+    expect_package("torch", ">=2", ["torch:nn.Linear.forward"])
+    with pytest.raises(VersionError, match=r"torch 2\S* is not a version that works. Install torch<2."):
+        expect_package("torch", "<2", [])
+    with pytest.raises(VersionError, match=r"does not have torch:nn.Nothing, no_such:thing, which ds_hetero builds on"):
+        expect_package("torch", ">=2", ["torch:nn.Nothing", "no_such:thing"])
+
+
+def test_a_loader_wrapped_before_the_configuration_is_known_is_refused_or_works_with_register_config() -> None:
+    run_deepspeed(_wrap_early, 2)
+
+
+def _wrap_early(rank: int) -> None:
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+    from ds_hetero.integrations.loader import ModelLoader
+
+    config = ds_config(1, UNEVEN_2)
+    arguments = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 2}
+    deepspeed.init_distributed()
+
+    handle = ds_hetero.register()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model := llama(), **arguments)
+    UlyssesSPDataLoaderAdapter(batches(1), rank, mpu.get_sequence_parallel_group(), 2, "cpu")
+    with pytest.raises(ConfigError, match=r"made before deepspeed.initialize.*ds_hetero.register\(ds_config\)"):
+        deepspeed.initialize(model=model, config=config, mpu=mpu)
+    handle.undo()
+
+    handle = ds_hetero.register(config)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model := llama(), **arguments)
+    assert dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) == [0, 1]
+    loader = UlyssesSPDataLoaderAdapter(batches(2), rank, mpu.get_sequence_parallel_group(), 2, "cpu")
+    assert type(loader) is ModelLoader and len(loader) == 2
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config, mpu=mpu)
+    for batch in loader:
+        assert batch["input_ids"].shape == (2, [28, 9][rank])
+        engine.backward(handle.loss(engine(**batch), batch))
+        engine.step()
