@@ -150,7 +150,7 @@ def plan(
         prediction=prediction,
         name=describe(schedule, cluster),
         search_s=time.perf_counter() - started,
-        baselines={kind: name and named[name][1] for kind, name in best_of.items()},
+        baselines={kind: named[name][1] if name else None for kind, name in best_of.items()},
         baseline_names={kind: name for kind, name in best_of.items() if name},
         baseline_reasons={kind: _why_not(kind, named, missing) for kind, name in best_of.items() if not name},
         rejected=tuple(_rejected(cluster, schedule, prediction, searched, named, missing)),
@@ -258,9 +258,7 @@ def _check(cluster: Cluster, workload: Workload, layout: str | None, token_unit:
         )
 
 
-def _choose(
-    candidates: Sequence[tuple[Schedule, Prediction]], num_searched: int
-) -> tuple[Schedule, Prediction] | None:
+def _choose(candidates: Sequence[tuple[Schedule, Prediction]], num_searched: int) -> tuple[Schedule, Prediction] | None:
     """The fastest feasible candidate; a baseline if it is as fast as any."""
     feasible = [(i, found) for i, found in enumerate(candidates) if found[1].feasible]
     if not feasible:
