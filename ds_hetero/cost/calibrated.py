@@ -8,7 +8,8 @@ It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in this:
     causality    half the work in a zigzag layout; contiguous groups compute what they can see
     model        KV heads, the true width of the MLP, vocabulary and loss, the optimizer's step
     devices      achieved shares of the peaks, lower for few tokens, few heads and short keys   (`DeviceSpec`)
-    ZeRO         gathers and reductions beside the blocks, hidden as far as they fit            (`zero_time`)
+    ZeRO         stage 3's gathers and reductions beside the blocks, hidden as far as they fit; lower stages'
+                 all-reduce after the backward and their gather after the step                  (`zero_time`)
     checkpoints  with activation checkpointing the backward begins with the layer's whole forward, its exchanges
                  included; attention's own recomputation is part of its 10 operations
     memory       per layer, by what is kept and what one layer needs at its peak                (`memory`)
@@ -118,7 +119,7 @@ class CalibratedCostModel(BaseCostModel):
         self._collective = Collective.over(cluster)
         layer, stage = model.layer_parameters, work.zero_stage
         self._gather_s = self._collective(layer * work.element_bytes) if stage == 3 else 0.0
-        self._reduce_s = self._collective(layer * work.gradient_bytes) if stage >= 2 else 0.0
+        self._reduce_s = self._collective(layer * work.gradient_bytes) if stage == 3 else 0.0
         self.floor_s = 2 * self._gather_s + self._reduce_s
         self._logits_s_per_token_D = flops.logit_flops(model, tiled=work.tiled_logits) * self._s_per_flop_D
         self.loss_s_per_token_D = work.micro_batch * (
@@ -272,23 +273,23 @@ class CalibratedCostModel(BaseCostModel):
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Loss per micro-batch, ZeRO's traffic and the optimizer's step per iteration.
 
-        Adam reads and writes master weight and two moments in fp32, reads the gradient and writes the parameter.
+        Below stage 3 DeepSpeed reduces gradients by an all-reduce, twice a reduce-scatter, unless
+        ``use_multi_rank_bucket_allreduce`` is off: in stage 2 for every micro-batch, else once. Stages 1 and 2 gather
+        the new parameters. Adam reads and writes master weight and two moments in fp32, reads the gradient and writes
+        the parameter.
         """
         work, model = self.workload, self.model
         loss_D = tokens_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._half_tokens_D
         loss_s = float(loss_D[tokens_D > 0].max())
         stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
+        zero_s = 0.0
         if stage == 3:
             loss_s += 2 * self._collective(embedding * work.element_bytes)
-        if stage >= 2:
             loss_s += self._collective(embedding * work.gradient_bytes)
-        zero_s = 0.0
-        if stage <= 1:
-            zero_s += self._collective(count * work.gradient_bytes)
-        if stage == 0:
-            zero_s += self._collective(count * work.gradient_bytes)  # the second half of an all-reduce
-        elif stage <= 2:
-            zero_s += self._collective(count * work.element_bytes)
+        else:
+            reductions = work.micro_batches if stage == 2 else 1
+            zero_s = reductions * 2 * self._collective(count * work.gradient_bytes)
+            zero_s += self._collective(count * work.element_bytes) if stage else 0.0
         weights_D = np.ones(len(tokens_D)) if work.zero_weights is None else np.array(work.zero_weights)
         own_D = count * (weights_D / weights_D.sum() / work.data_parallel if stage else np.ones(len(tokens_D)))
         step_bytes_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)

@@ -209,7 +209,11 @@ def test_zero_traffic_hides_beside_the_block_as_far_as_it_fits():
     traffic = MODEL.layer_parameters * 2 * 0.5 / 0.001e9  # 2 bytes, half of it from the other rank, 1 MB/s
     assert stage_3.block_s == pytest.approx(3 * traffic)
     assert stage_3.bottleneck.cause == "ZeRO traffic"
-    assert stage_1.parts_s["zero_s"] == pytest.approx(2 * 2 * MODEL.num_parameters * 0.5 / 0.001e9)
+    # An all-reduce of gradients, twice over the link, and a gather of parameters; stage 2 reduces every micro-batch.
+    once = 2 * MODEL.num_parameters * 0.5 / 0.001e9
+    assert stage_1.parts_s["zero_s"] == pytest.approx(3 * once)
+    stage_2 = cost(slow, zero_stage=2, micro_batches=4).predict(ring(2, 8, 4))
+    assert stage_2.parts_s["zero_s"] == pytest.approx((2 * 4 + 1) * once) and stage_2.block_s == stage_1.block_s
     fast = cluster(1, 1, between=1e6)
     assert cost(fast, zero_stage=3).predict(ring(2, 8, 4)).block_s == pytest.approx(
         cost(fast, zero_stage=0).predict(ring(2, 8, 4)).block_s
