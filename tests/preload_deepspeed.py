@@ -14,11 +14,12 @@ from pathlib import Path
 
 import accelerate  # noqa: F401
 import deepspeed.ops
-import torch._inductor.compile_fx  # noqa: F401  a second of imports that deepspeed.initialize sets off
+import deepspeed.runtime.zero.muon.muon_optimizer  # what deepspeed.initialize imports late: a second for torch.compile
 import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 
+compatible_ops = deepspeed.ops.__compatible_ops__  # looked at the first time, this probes every op with a compiler
 cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
 cache.mkdir(parents=True, exist_ok=True)
 if shutil.which(os.environ.get("CXX", "c++")):
@@ -27,4 +28,4 @@ if shutil.which(os.environ.get("CXX", "c++")):
         (cache / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
         get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 else:  # DeepSpeed would try to compile it and fail; this is what it does itself where the extension cannot work
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compatible_ops["deepspeed_shm_comm"] = False
