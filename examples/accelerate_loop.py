@@ -48,8 +48,7 @@ model, optimizer, loader = accelerator.prepare(
     model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.utils.data.DataLoader(data, batch_size=1)
 )
 for step, batch in enumerate(loader):
-    outputs = model(**batch)
-    loss = handle.loss(outputs, batch) if "shift_labels" in batch else outputs.loss
+    loss = handle.loss(model(**batch), batch)
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()

@@ -15,7 +15,6 @@ sequences, as stock DeepSpeed does:
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import deepspeed
@@ -32,22 +31,18 @@ parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero1.json")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
 args = parser.parse_args()
-config = json.loads(args.ds_config.read_text())
 
 without_compiling()
 handle = ds_hetero.register()
 
 model = tiny_llama()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=str(args.ds_config))
 data = corpus.long_files(min_tokens=args.tokens, max_tokens=2 * args.tokens, count=args.steps)
-loader = torch.utils.data.DataLoader(data, batch_size=1)
-if "heterogeneity" in config:
-    loader = handle.dataloader(loader)
+loader = handle.dataloader(torch.utils.data.DataLoader(data, batch_size=1))
 
 for step, batch in enumerate(loader):
-    outputs = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
-    loss = handle.loss(outputs, batch) if "heterogeneity" in config else outputs.loss
+    loss = handle.loss(engine(**batch), batch)
     engine.backward(loss)
     engine.step()
     if engine.global_rank == 0:

@@ -65,9 +65,8 @@ def train(name: str, config: dict[str, Any], num_steps: int, args: argparse.Name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = corpus.long_files(min_tokens=args.min_tokens, max_tokens=args.max_tokens, count=num_steps)
-    loader = torch.utils.data.DataLoader(data, batch_size=1)
+    loader = handle.dataloader(torch.utils.data.DataLoader(data, batch_size=1), batches="same")
     if "heterogeneity" in config:
-        loader = handle.dataloader(loader, batches="same")
         speed = EmulatedSpeed(FASTEST_CORES * SPEEDS[RANK] / max(SPEEDS))
         speed.attach(model)
         console.print(_schedule_table(name, handle.schedule, len(data[0]["input_ids"])))
@@ -77,8 +76,7 @@ def train(name: str, config: dict[str, Any], num_steps: int, args: argparse.Name
         bar = progress.add_task(name, total=num_steps, shows="")
         for sample, batch in zip(data, loader, strict=True):
             start = time.perf_counter()
-            outputs = engine(**batch)
-            loss = handle.loss(outputs, batch) if "heterogeneity" in config else outputs.loss
+            loss = handle.loss(engine(**batch), batch)
             engine.backward(loss)
             engine.step()
             step = {
