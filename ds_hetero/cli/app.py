@@ -11,10 +11,176 @@ __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
+ClusterOption = Annotated[str, typer.Option("--cluster", help="Cluster file (YAML or JSON), or the name of a ready one.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face config.json or its folder, or a preset's name.")]
+SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence, over all ranks.")]
+MicroBatchOption = Annotated[int, typer.Option("--micro-batch", help="Sequences per micro-batch.")]
+MicroBatchesOption = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per iteration.")]
+CausalOption = Annotated[bool, typer.Option("--causal/--full", help="Causal or full attention.")]
+ZeroOption = Annotated[int, typer.Option("--zero-stage", help="ZeRO stage, 0 to 3.")]
+CheckpointOption = Annotated[
+    bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing of every layer.")
+]
+TiledOption = Annotated[bool, typer.Option("--tiled-loss/--whole-loss", help="Compute the loss in tiles of tokens.")]
+CostModelOption = Annotated[
+    str, typer.Option("--cost-model", help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+
 
 @app.callback()
 def _root() -> None:
     """Train long sequences on GPUs that are not alike, inside DeepSpeed."""
+
+
+@app.command()
+def plan(
+    cluster: ClusterOption,
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    micro_batch: MicroBatchOption = 1,
+    micro_batches: MicroBatchesOption = 1,
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    layout: Annotated[str | None, typer.Option(help="zigzag or contiguous; left out, the planner's choice.")] = None,
+    token_unit: Annotated[int, typer.Option(help="Hand out tokens in multiples of this.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Write the schedule file here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the best schedule for a cluster, a model and a length, and say why it is."""
+    from ds_hetero.cli import plan as command
+    from ds_hetero.cli.common import Job
+
+    job = Job.read(
+        cluster,
+        model,
+        cost_model,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        causal=causal,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+        tiled_logits=tiled_loss,
+    )
+    command.run(job, layout, token_unit, out, as_json)
+
+
+@app.command()
+def simulate(
+    schedule: Annotated[str, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")],
+    cluster: ClusterOption,
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    micro_batch: MicroBatchOption = 1,
+    micro_batches: MicroBatchesOption = 1,
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    as_json: JsonOption = False,
+) -> None:
+    """Predict time and memory of a given schedule."""
+    from ds_hetero.cli import simulate as command
+    from ds_hetero.cli.common import Job
+
+    job = Job.read(
+        cluster,
+        model,
+        cost_model,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        causal=causal,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+        tiled_logits=tiled_loss,
+    )
+    command.run(job, schedule, as_json)
+
+
+@app.command()
+def compare(
+    cluster: ClusterOption,
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    micro_batch: MicroBatchOption = 1,
+    micro_batches: MicroBatchesOption = 1,
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    exact: Annotated[bool, typer.Option("--exact", help="Add the true optimum in coarse units, up to 8 ranks.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """All strategies on one cluster, in one table."""
+    from ds_hetero.cli import compare as command
+    from ds_hetero.cli.common import Job
+
+    job = Job.read(
+        cluster,
+        model,
+        cost_model,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        causal=causal,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+        tiled_logits=tiled_loss,
+    )
+    command.run(job, exact, as_json)
+
+
+@app.command()
+def show(
+    out: Annotated[Path, typer.Option(help="Picture to write: .svg, .png or .html.")],
+    cluster: ClusterOption,
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    schedule: Annotated[str, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")] = "plan",
+    micro_batch: MicroBatchOption = 1,
+    micro_batches: MicroBatchesOption = 1,
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    as_json: JsonOption = False,
+) -> None:
+    """Draw a schedule: tokens, heads and memory of every rank, and the timeline of one block."""
+    from ds_hetero.cli import show as command
+    from ds_hetero.cli.common import Job
+
+    job = Job.read(
+        cluster,
+        model,
+        cost_model,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        causal=causal,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+        tiled_logits=tiled_loss,
+    )
+    command.run(job, schedule, out, as_json)
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="Cluster file to write, .yaml or .json.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Measure devices and links of the live ranks; run it under the launcher that will train."""
+    from ds_hetero.cli import profile as command
+
+    command.run(out, as_json)
 
 
 @app.command()
@@ -23,7 +189,7 @@ def doctor(
     world_size: Annotated[int, typer.Option(help="Processes of the job, to check a schedule against.")] = 1,
     num_heads: Annotated[int, typer.Option(help="Query heads of the model.")] = 32,
     num_kv_heads: Annotated[int, typer.Option(help="KV heads of the model.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What is installed, which kernels work on this machine's devices, and what a configuration's section comes to."""
     from ds_hetero.cli.doctor import examine, show

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 
-__all__ = ["CATALOGUE", "CatalogueEntry"]
+__all__ = ["CATALOGUE", "CatalogueEntry", "catalogue_name"]
 
 GIB = 2**30
 
