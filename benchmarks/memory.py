@@ -4,7 +4,8 @@
 
 Forward and backward of one layer on every rank. Bytes are those that torch's CPU allocator hands out, counted by its
 profiler, temporaries inside operators included; what exists before the forward (q, k, v and the gradient of the output)
-is not counted. Exit code 1 if the engine takes more than stock Ulysses anywhere. What gloo allocates by itself is not seen, for any contender.
+is not counted. What gloo allocates by itself is not seen, for any contender. Exit code 1 if the engine takes more than
+stock Ulysses anywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch.distributed as dist
