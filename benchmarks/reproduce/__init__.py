@@ -1,0 +1,1 @@
+"""Published tables and figures, rebuilt; one module per paper, each a command."""

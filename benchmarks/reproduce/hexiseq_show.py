@@ -1,0 +1,192 @@
+"""Tables and the plot of `benchmarks.reproduce.hexiseq`: published figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.reproduce import hexiseq_paper as paper
+from ds_hetero.models import load_model
+
+__all__ = ["draw", "show", "summary"]
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Mean, best and least gain, and closeness to the bound."""
+    gains = [each["gain"] for each in cells]
+    return {
+        "mean": mean(gains),
+        "best": max(gains),
+        "least": min(gains),
+        "most_possible": max(each["possible_gain"] for each in cells),
+        "of_bound_least": min(each["of_bound"] for each in cells),
+        "of_bound_mean": mean(each["of_bound"] for each in cells),
+    }
+
+
+def show(outcome: dict[str, Any], console: Console) -> None:
+    """Tables for people."""
+    for section, print_it in _TABLES.items():
+        if section in outcome:
+            for table in print_it(outcome[section]):
+                console.print(table)
+    if "assumptions" in outcome:
+        open_table = Table("the paper leaves open", "taken here unless said otherwise")
+        for question in paper.OPEN_QUESTIONS:
+            open_table.add_row(*question)
+        console.print(open_table)
+    for failure in outcome["failures"]:
+        console.print(f"[red]NOT MET[/]: {failure}")
+    if not outcome["failures"]:
+        console.print("[green]All targets met.[/]")
+
+
+def _simulation_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    contexts = sorted({each["context"] for each in cells})
+    table = Table(
+        title="Simulations 1-3, datasheet peaks, 200 GB/s per pair: gain over the strongest baseline (of the bound)"
+    )
+    table.add_column("panel")
+    for context in contexts:
+        table.add_column(f"{context // 1024}K", justify="right")
+    for simulation, model in product(paper.SIMULATIONS, paper.MODELS):
+        row = [each for each in cells if (each["simulation"], each["model"]) == (simulation, model)]
+        texts = [f"{each['gain']:.3f} ({each['of_bound']:.1%}) {each['strongest']}" for each in row]
+        table.add_row(f"{simulation} {model}", *texts)
+    yield table
+    total = summary(cells)
+    result = Table("", "published", "ours", title="Gain over the strongest baseline, six panels")
+    result.add_row("mean", f"{paper.GAIN_MEAN:.2f}", f"{total['mean']:.3f}")
+    result.add_row("best", f"{paper.GAIN_BEST:.2f}", f"{total['best']:.3f} (possible: {total['most_possible']:.3f})")
+    result.add_row("least", "> 1", f"{total['least']:.3f}")
+    result.add_row("of the bound, least", "", f"{total['of_bound_least']:.1%}")
+    yield result
+
+
+def _assumption_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    headings = ("assumption", "mean", "best", "least", "possible", "of the bound")
+    table = Table(*headings, title="How much the assumptions matter")
+    table.add_row("[bold]published[/]", f"{paper.GAIN_MEAN:.2f}", f"{paper.GAIN_BEST:.2f}")
+    for row in rows:
+        gains = [f"{row[key]:.3f}" for key in ("mean", "best", "least", "most_possible")]
+        bound = f"{row['of_bound_least']:.1%} - {row['of_bound_mean']:.1%}"
+        table.add_row(row["assumptions"]["name"], *gains, bound)
+    yield table
+
+
+def _equal_flops_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    table = Table(
+        title="Equal FLOPs: our plan on the mixed cluster against the homogeneous one (published: within about 0.5 %)"
+    )
+    for heading in (
+        "pair",
+        "assumption",
+        "FLOPs",
+        "best legal baseline",
+        "ours against it",
+        "against Ulysses, fractional",
+    ):
+        table.add_column(heading)
+    for row in rows:
+        ratio = row["throughput_ratio"] - 1
+        fractional = row["fractional_ulysses_s"] / row["ours_s"] - 1
+        cells = f"{row['flops_ratio']:.3f}", row["strongest"], f"{ratio:+.2%}", f"{fractional:+.2%}"
+        table.add_row(row["pair"], row["assumptions"], *cells)
+    yield table
+
+
+def _time_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    table = Table(
+        "devices", "search", "published", "target", "gain over baselines", "of the bound", title="Search time"
+    )
+    for row in rows:
+        published = f"{row['published_s']:.0f} s" if row["published_s"] else ""
+        target = f"{paper.TIME_TARGETS[row['devices']]:g} s" if row["devices"] in paper.TIME_TARGETS else ""
+        table.add_row(
+            f"{row['devices']:,}",
+            f"{row['search_s']:.2f} s",
+            published,
+            target,
+            f"{row['gain']:.3f}",
+            f"{row['of_bound']:.1%}",
+        )
+    yield table
+
+
+def _table_3_tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    table = Table(title="Table 3, thousands of tokens per second: ours with datasheet numbers, and fitted")
+    for heading in ("method", "model", "setting", "context", "measured", "simulated"):
+        table.add_column(heading)
+    for result in results:
+        fit = f"{result['share']:.0%} of peak, {result['gb_per_s']:g} GB/s, off by {result['rms_log_error']:.0%}"
+        table.add_column(f"{result['assumptions']}; {fit}")
+    for rows in zip(*(result["rows"] for result in results), strict=True):
+        row = rows[0]
+        names = row["method"], row["model"], str(row["setting"]), f"{row['context'] // 1024}K"
+        ours = [f"{each['datasheet']:.1f}, {each['fitted']:.1f}" for each in rows]
+        table.add_row(*names, f"{row['measured']:.1f}", f"{row['simulated']:.1f}", *ours)
+    yield table
+
+
+_TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
+    "simulations": _simulation_tables,
+    "assumptions": _assumption_tables,
+    "equal_flops": _equal_flops_tables,
+    "time": _time_tables,
+    "table_3": _table_3_tables,
+}
+
+
+def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
+    """Figure 5 of the paper: throughput over context, one panel per cluster and model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), sharex=True)
+    for (row, model), (column, simulation) in product(enumerate(paper.MODELS), enumerate(paper.SIMULATIONS)):
+        axis = axes[row][column]
+        panel = [each for each in cells if (each["simulation"], each["model"]) == (simulation, model)]
+        x = [each["context"] // 1024 for each in panel]
+        layers = load_model(model).num_layers
+
+        def rate(each: dict[str, Any], block_s: float, layers: int = layers) -> float:
+            return float(each["context"] / (layers * block_s) / 1e3)
+
+        kinds = {"Ring": "ring", "Ulysses": "ulysses", "USP, best mesh": "usp"}
+        for label, prefix in kinds.items():
+            values = [
+                min((s for name, s in each["baselines_s"].items() if name.startswith(prefix)), default=None)
+                for each in panel
+            ]
+            if all(values):
+                axis.plot(
+                    x, [rate(each, s) for each, s in zip(panel, values, strict=True) if s], marker="o", label=label
+                )
+        axis.plot(x, [rate(each, each["ours_s"]) for each in panel], marker="s", color="black", label="ds_hetero")
+        axis.plot(
+            x,
+            [rate(each, each["bound_s"]) for each in panel],
+            linestyle=":",
+            color="gray",
+            label="total work / sum of speeds",
+        )
+        axis.set_title(f"{simulation}, {model}")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(x, [f"{value}K" for value in x])
+    for axis in axes[:, 0]:
+        axis.set_ylabel("thousand tokens per second")
+    for axis in axes[1]:
+        axis.set_xlabel("context")
+    axes[0][0].legend()
+    figure.suptitle("HexiSeq's simulations 1-3 under its published equations (predicted, not measured)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
