@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -114,8 +114,9 @@ def install(patches: Patches) -> None:
 class ShardedModel:
     """One model, switched to our attention; `restore` switches it back.
 
-    While ``model.training``, a forward takes this rank's shard of a batch. In evaluation, and with a cache of keys and
-    values (generate), it takes whole batches.
+    A forward takes this rank's shard of a batch while ``model.training``, and until ``train()`` or ``eval()`` is first
+    called, since ``from_pretrained`` leaves models in evaluation and many loops train them so. In evaluation, and with
+    a cache of keys and values (generate), it takes whole batches.
 
     Args:
         model: a PreTrainedModel, or a PEFT model or other module around one.
@@ -133,6 +134,8 @@ class ShardedModel:
         for key, config in self._configs.items():
             _cores[key] = (config, config._attn_implementation)
         self.pretrained.set_attn_implementation(NAME)
+        self._mode_was_set = False
+        self._decoder.train = MethodType(self._train, self._decoder)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
@@ -141,7 +144,11 @@ class ShardedModel:
     @property
     def takes_shards(self) -> bool:
         """Whether a forward without a cache would now take a shard."""
-        return _takes_shards(self._decoder)
+        return self._takes_shards(self._decoder)
+
+    def _takes_shards(self, decoder: nn.Module) -> bool:
+        override = _sharding.get()
+        return decoder.training or not self._mode_was_set if override is None else override
 
     @property
     def moves_labels(self) -> bool:
@@ -156,14 +163,20 @@ class ShardedModel:
         """Give the model the implementation it had, and forget it."""
         for hook in self._hooks:
             hook.remove()
+        del self._decoder.train
         for key, config in self._configs.items():
             config._attn_implementation_internal = _cores.pop(key)[1]
+
+    def _train(self, decoder: nn.Module, mode: bool = True) -> nn.Module:
+        """In place of ``decoder.train``: takes note that the mode was set."""
+        self._mode_was_set = True
+        return type(decoder).train(decoder, mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         forced = _sharding.get() is True
-        if not _takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not forced):
+        if not self._takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not forced):
             return (), kwargs
         tokens: Any = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         positions: Any = kwargs.get("position_ids")
@@ -195,11 +208,6 @@ class ShardedModel:
         if self._token is not None:
             _forward.reset(self._token)
             self._token = None
-
-
-def _takes_shards(decoder: nn.Module) -> bool:
-    override = _sharding.get()
-    return decoder.training if override is None else override
 
 
 def _check_shapes(positions: Any, mask: Any) -> None:

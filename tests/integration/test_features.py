@@ -170,6 +170,7 @@ def _check_other_models() -> None:
     with torch.no_grad():
         expected = reference(**whole[0]).loss
         torch.testing.assert_close(copied(**whole[0]).loss, expected)
+    assert engine.module.training and not copied.model.training
     other, *_ = deepspeed.initialize(model=reference, config=ds_config(0, None, train_batch_size=4))
     torch.testing.assert_close(other(**whole[0]).loss, expected)
     train(handle, engine, whole)

@@ -1,0 +1,154 @@
+"""A loop with accelerate trains as one process does: batches, losses, gradients, learning rates, with either loss.
+
+Budget: 45 s.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.integration.tiny import (
+    CLIP,
+    LR,
+    UNEVEN_2,
+    adam,
+    assert_same_parameters,
+    ds_config,
+    llama,
+    parameters,
+    samples,
+)
+from tests.support import run_deepspeed
+
+CASES = [
+    {"stage": 0, "steps": 1, "loss": "handle"},
+    {"stage": 1, "steps": 2, "loss": "recipe"},
+    {"stage": 2, "steps": 2, "loss": "handle"},
+    {"stage": 3, "steps": 1, "loss": "recipe"},
+    {"stage": 2, "steps": 1, "loss": "handle", "iterable": True},
+]
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(samples(7))
+
+
+def test_loop_on_two_ranks_equals_one_process() -> None:
+    expected = run_deepspeed(_loops, 1, 1, CASES, False, env={"ACCELERATE_USE_CPU": "true"})[0]
+    for ours in run_deepspeed(_loops, 2, 1, CASES, True, env={"ACCELERATE_USE_CPU": "false"}):
+        for case, mine, theirs in zip(CASES, ours, expected, strict=True):
+            _assert_same(case, mine, theirs)
+
+
+def test_loop_on_two_replicas_equals_one_process() -> None:
+    cases = [{"stage": 2, "steps": 2, "loss": "handle", "shuffle": False}]
+    (expected,) = run_deepspeed(_loops, 1, 2, cases, False, env={"ACCELERATE_USE_CPU": "true"})[0]
+    for (ours,) in run_deepspeed(_loops, 4, 1, cases, True, env={"ACCELERATE_USE_CPU": "false"}):
+        _assert_same(cases[0], {**ours, "losses": []}, {**expected, "losses": []})  # each replica sees its own
+
+
+def _assert_same(case: dict[str, Any], ours: Any, expected: Any) -> None:
+    assert ours["rates"] == expected["rates"], case
+    np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5, err_msg=str(case))
+    if case["stage"]:
+        np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5, err_msg=str(case))
+    assert_same_parameters(ours["parameters"], expected["parameters"])
+
+
+def _loops(rank: int, batch_size: int, cases: list[dict[str, Any]], split: bool) -> list[Any]:
+    return [_loop(rank, batch_size, split=split, **case) for case in cases]
+
+
+def _loop(
+    rank: int,
+    batch_size: int,
+    *,
+    stage: int,
+    steps: int,
+    loss: str,
+    split: bool,
+    iterable: bool = False,
+    shuffle: bool = True,
+) -> dict[str, Any]:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, set_seed
+
+    import ds_hetero
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    handle, options = None, {"cpu": True}
+    if split:
+        handle = ds_hetero.register()
+        config = ds_config(stage, UNEVEN_2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps)
+        options = {
+            "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config),
+            "parallelism_config": ParallelismConfig(
+                sp_backend="deepspeed",
+                sp_size=2,
+                dp_shard_size=int(os.environ["WORLD_SIZE"]) // 2,
+                sp_handler=DeepSpeedSequenceParallelConfig(
+                    sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+                ),
+            ),
+        }
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
+    model = llama()
+    optimizer = adam(model)
+    # accelerate means the batches of one process: with several it advances as many steps at a time.
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20 // batch_size)
+    rows: Any = Stream() if iterable else samples(8)
+    loader: Any = DataLoader(rows, batch_size, shuffle=shuffle and not iterable)
+    evaluation: Any = DataLoader(samples(3), 3)
+    set_seed(0)
+    model, optimizer, loader, evaluation, scheduler = accelerator.prepare(
+        model, optimizer, loader, evaluation, scheduler
+    )
+    losses, norms, rates = [], [], []
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                value = _loss(handle, loss, model, batch)
+                accelerator.backward(value)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(value.item())
+            if accelerator.sync_gradients:
+                norms.append(float(model.get_global_grad_norm() or 0.0 if split else norm))
+                rates.append(round(scheduler.get_last_lr()[0] / LR, 9))
+        model.eval()
+        for batch in evaluation:  # whole, and on every rank
+            assert batch["input_ids"].shape == (3, 37)
+            with torch.no_grad():
+                losses.append(model(**batch).loss.item())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "rates": rates,
+        "parameters": parameters(accelerator.unwrap_model(model), stage if split else 0),
+    }
+
+
+def _loss(handle: Any, how: str, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if handle is None:
+        return model(**batch).loss
+    if how == "handle":
+        return handle.loss(model(**batch), batch)
+    labels, group = batch["shift_labels"], handle.replica.sp_group
+    losses = torch.distributed.nn.functional.all_gather(model(**batch, labels=labels).loss, group=group)
+    tokens = torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group)
+    return sum(each * count for each, count in zip(losses, tokens, strict=True)) / sum(tokens)
