@@ -108,6 +108,8 @@ def _loop(
     # accelerate means the batches of one process: with several it advances as many steps at a time.
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20 // batch_size)
     rows: Any = Stream() if iterable else samples(8)
+    if int(os.environ["WORLD_SIZE"]) > 2 or batch_size > 1:  # data parallelism weighs replicas, not tokens, alike
+        rows = [{**row, "labels": row["input_ids"]} for row in rows]
     loader: Any = DataLoader(rows, batch_size, shuffle=shuffle and not iterable)
     evaluation: Any = DataLoader(samples(3), 3)
     set_seed(0)
