@@ -16,6 +16,7 @@ yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -165,25 +166,29 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: D102
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
-        _attention.set_rotate_method("alltoall")  # the other method is one all-gather
+        torchs = _torchs_ring()
+        torchs.set_rotate_method("alltoall")  # the other method is one all-gather
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = _attention._templated_ring_attention(group, 2, flash, q, k, v, is_causal=True, dropout_p=0.0)
+        out, lse = torchs._templated_ring_attention(group, 2, flash, q, k, v, is_causal=True, dropout_p=0.0)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         saved: Sequence[Tensor] = ctx.saved_tensors
-        dq, dk, dv = _attention._templated_ring_attention_backward(
+        dq, dk, dv = _torchs_ring()._templated_ring_attention_backward(
             ctx.group, 2, flash_backward, dout, "grad_out", *saved, is_causal=True, dropout_p=0.0
         )
         return dq, dk, dv, None
+
+
+def _torchs_ring() -> Any:
+    """The module that has it; torch moved it once and left half of the names behind."""
+    from torch.distributed.tensor.experimental import _attention
+
+    return sys.modules[_attention._templated_ring_attention.__module__]
 
 
 def _engine(name: str, shape: Shape) -> Contender:

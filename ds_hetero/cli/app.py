@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from ds_hetero.cli.common import Job
+
+__all__ = ["app", "compare", "doctor", "plan", "profile", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
-ClusterOption = Annotated[str, typer.Option("--cluster", help="Cluster file (YAML or JSON), or the name of a ready one.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face config.json or its folder, or a preset's name.")]
+ClusterOption = Annotated[
+    str, typer.Option("--cluster", help="Cluster file, YAML or JSON, or the name of a ready one.")
+]
+ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face config.json or its folder, or a preset.")]
 SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence, over all ranks.")]
 MicroBatchOption = Annotated[int, typer.Option("--micro-batch", help="Sequences per micro-batch.")]
 MicroBatchesOption = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per iteration.")]
@@ -26,6 +32,26 @@ CostModelOption = Annotated[
     str, typer.Option("--cost-model", help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+
+
+# Options that describe the training, by the field of `Workload` that they set.
+_WORKLOAD = {
+    "seq_len": "seq_len",
+    "micro_batch": "micro_batch",
+    "micro_batches": "micro_batches",
+    "causal": "causal",
+    "zero_stage": "zero_stage",
+    "checkpointing": "activation_checkpointing",
+    "tiled_loss": "tiled_logits",
+}
+
+
+def _job(options: Mapping[str, Any]) -> Job:
+    """What most commands begin with, from the options of the command."""
+    from ds_hetero.cli.common import Job
+
+    workload = {field: options[name] for name, field in _WORKLOAD.items()}
+    return Job.read(options["cluster"], options["model"], options["cost_model"], **workload)
 
 
 @app.callback()
@@ -52,21 +78,8 @@ def plan(
 ) -> None:
     """Search the best schedule for a cluster, a model and a length, and say why it is."""
     from ds_hetero.cli import plan as command
-    from ds_hetero.cli.common import Job
 
-    job = Job.read(
-        cluster,
-        model,
-        cost_model,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        causal=causal,
-        zero_stage=zero_stage,
-        activation_checkpointing=checkpointing,
-        tiled_logits=tiled_loss,
-    )
-    command.run(job, layout, token_unit, out, as_json)
+    command.run(_job(locals()), layout, token_unit, out, as_json)
 
 
 @app.command()
@@ -86,21 +99,8 @@ def simulate(
 ) -> None:
     """Predict time and memory of a given schedule."""
     from ds_hetero.cli import simulate as command
-    from ds_hetero.cli.common import Job
 
-    job = Job.read(
-        cluster,
-        model,
-        cost_model,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        causal=causal,
-        zero_stage=zero_stage,
-        activation_checkpointing=checkpointing,
-        tiled_logits=tiled_loss,
-    )
-    command.run(job, schedule, as_json)
+    command.run(_job(locals()), schedule, as_json)
 
 
 @app.command()
@@ -115,26 +115,13 @@ def compare(
     checkpointing: CheckpointOption = True,
     tiled_loss: TiledOption = True,
     cost_model: CostModelOption = "calibrated",
-    exact: Annotated[bool, typer.Option("--exact", help="Add the true optimum in coarse units, up to 8 ranks.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Add the optimum in coarse units, up to 8 ranks.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """All strategies on one cluster, in one table."""
     from ds_hetero.cli import compare as command
-    from ds_hetero.cli.common import Job
 
-    job = Job.read(
-        cluster,
-        model,
-        cost_model,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        causal=causal,
-        zero_stage=zero_stage,
-        activation_checkpointing=checkpointing,
-        tiled_logits=tiled_loss,
-    )
-    command.run(job, exact, as_json)
+    command.run(_job(locals()), exact, as_json)
 
 
 @app.command()
@@ -155,21 +142,8 @@ def show(
 ) -> None:
     """Draw a schedule: tokens, heads and memory of every rank, and the timeline of one block."""
     from ds_hetero.cli import show as command
-    from ds_hetero.cli.common import Job
 
-    job = Job.read(
-        cluster,
-        model,
-        cost_model,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        causal=causal,
-        zero_stage=zero_stage,
-        activation_checkpointing=checkpointing,
-        tiled_logits=tiled_loss,
-    )
-    command.run(job, schedule, out, as_json)
+    command.run(_job(locals()), schedule, out, as_json)
 
 
 @app.command()

@@ -24,7 +24,17 @@ from ds_hetero.planner.search import search
 from ds_hetero.planner.shares import whole_shares
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, ring, ulysses, usp
 
-__all__ = ["Plan", "Rejected", "baselines", "describe", "make_problem", "plan", "schedule_of"]
+__all__ = [
+    "Plan",
+    "Rejected",
+    "baselines",
+    "check_workload",
+    "describe",
+    "make_problem",
+    "plan",
+    "plan_workload",
+    "schedule_of",
+]
 
 SIMPLER = 1e-6  # a baseline this close to the search's best is taken instead
 MAX_REJECTED = 4  # alternatives of the search that are explained
@@ -132,9 +142,26 @@ def plan(
         PlanError: nothing fits into memory; by how many GiB on which rank, and what would fit. Or more working ranks
             are asked for than there are tokens.
     """
-    started = time.perf_counter()
     workload = Workload(seq_len=seq_len, micro_batch=micro_batch, causal=causal, **training)
-    _check(cluster, workload, layout, token_unit)
+    return plan_workload(cluster, model, workload, cost_model=cost_model, layout=layout, token_unit=token_unit)
+
+
+def plan_workload(
+    cluster: Cluster,
+    model: ModelSpec,
+    workload: Workload,
+    *,
+    cost_model: str = "calibrated",
+    layout: str | None = None,
+    token_unit: int = 1,
+) -> Plan:
+    """The same for a `Workload`; see `plan`."""
+    started = time.perf_counter()
+    check_workload(cluster, workload)
+    if layout is not None and layout not in LAYOUTS:
+        raise PlanError(f"layout {layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
+    if not 1 <= token_unit <= workload.seq_len:
+        raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {token_unit!r}.")
     cost = make_cost_model(cost_model, cluster, model, workload)
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
     candidates = [schedule_of(problem, found, rank_of) for found in search(problem)]
@@ -158,12 +185,38 @@ def plan(
     )
 
 
+def check_workload(cluster: Cluster, workload: Workload) -> None:
+    """Refuse numbers that make no sense, before anything is computed with them.
+
+    Raises:
+        PlanError: the field, its value and what would be accepted.
+    """
+    for name in ("seq_len", "micro_batch", "micro_batches", "data_parallel"):
+        value = getattr(workload, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"{name} must be a whole number >= 1, got {value!r}.")
+    if workload.zero_stage not in (0, 1, 2, 3):
+        raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {workload.zero_stage!r}.")
+    weights = workload.zero_weights
+    if weights is not None and len(weights) != cluster.num_ranks:
+        raise PlanError(f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks.")
+    if workload.seq_len < cluster.num_ranks:
+        raise PlanError(
+            f"{cluster.num_ranks} ranks cannot share a sequence of {workload.seq_len} tokens. "
+            f"Use at least {cluster.num_ranks} tokens or fewer sequence-parallel ranks."
+        )
+
+
 def make_problem(
-    cost: CostModel, *, layout: str | None = None, token_unit: int = 1, whole_kv_heads: bool = False
+    cost: CostModel, *, layout: str | None = None, token_unit: int = 1, head_units: tuple[int, ...] = ()
 ) -> tuple[Problem, Ints]:
     """The search problem of a cost model, in canonical order.
 
-    Heads may be cut at KV heads, which travel once then, and anywhere else unless ``whole_kv_heads``.
+    Args:
+        cost: what is minimized.
+        layout: ``"contiguous"``, or zigzag for anything else.
+        token_unit: tokens are handed out in multiples of this.
+        head_units: granularities of head cuts; left out, whole KV heads, which then travel once, and single heads.
 
     Returns:
         problem, and the rank of every canonical index.
@@ -171,9 +224,8 @@ def make_problem(
     cluster, workload, rank_of = canonical(cost.cluster, cost.workload)
     moved = make_cost_model(cost.name, cluster, cost.model, workload)
     per_kv_head = cost.model.num_heads // cost.model.num_kv_heads
-    units = (per_kv_head,) if whole_kv_heads else tuple(sorted({per_kv_head, 1}, reverse=True))
-    problem = Problem(cost=moved, token_unit=token_unit, head_units=units, zigzag=layout != "contiguous")
-    return problem, rank_of
+    units = head_units or tuple(sorted({per_kv_head, 1}, reverse=True))
+    return Problem(cost=moved, token_unit=token_unit, head_units=units, zigzag=layout != "contiguous"), rank_of
 
 
 def schedule_of(problem: Problem, found: Assignment, rank_of: Ints) -> Schedule:
@@ -235,27 +287,6 @@ def describe(schedule: Schedule, cluster: Cluster) -> str:
 
 
 # --- choosing and explaining --------------------------------------------------------------------------
-
-
-def _check(cluster: Cluster, workload: Workload, layout: str | None, token_unit: int) -> None:
-    for name in ("seq_len", "micro_batch", "micro_batches", "data_parallel"):
-        value = getattr(workload, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name} must be a whole number >= 1, got {value!r}.")
-    if layout is not None and layout not in LAYOUTS:
-        raise PlanError(f"layout {layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
-    if workload.zero_stage not in (0, 1, 2, 3):
-        raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {workload.zero_stage!r}.")
-    weights = workload.zero_weights
-    if weights is not None and len(weights) != cluster.num_ranks:
-        raise PlanError(f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks.")
-    if token_unit < 1 or workload.seq_len < token_unit:
-        raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {token_unit!r}.")
-    if workload.seq_len < cluster.num_ranks:
-        raise PlanError(
-            f"{cluster.num_ranks} ranks cannot share a sequence of {workload.seq_len} tokens. "
-            f"Use at least {cluster.num_ranks} tokens or fewer sequence-parallel ranks."
-        )
 
 
 def _choose(candidates: Sequence[tuple[Schedule, Prediction]], num_searched: int) -> tuple[Schedule, Prediction] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,7 @@ class ProfileTable:
 
     def __post_init__(self) -> None:
         for name, values in (("lengths", self.lengths), ("speeds", self.speeds)):
-            if not values or any(a >= b for a, b in zip(values, values[1:], strict=False)) or values[0] <= 0:
+            if not values or any(a >= b for a, b in pairwise(values)) or values[0] <= 0:
                 raise PlanError(f"{name} of a profile table must be positive and ascending, got {values}.")
         shape = {len(row) for row in self.seconds}
         if len(self.seconds) != len(self.lengths) or shape != {len(self.speeds)}:

@@ -1,0 +1,106 @@
+"""What several commands share: reading their inputs, and numbers for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.cluster.files import load_cluster
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.types import CostModel, Prediction, Workload
+from ds_hetero.errors import ScheduleError
+from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.planner.plan import check_workload
+from ds_hetero.planner.strategies import STRATEGIES, strategy
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Job", "bytes_text", "print_json", "read_schedule", "terms_text", "time_text"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The inputs of a command: what is trained on what, and by which cost model that is judged."""
+
+    cluster: Cluster
+    model: ModelSpec
+    workload: Workload
+    cost_model: str
+
+    @classmethod
+    def read(cls, cluster: str, model: str, cost_model: str, **workload: Any) -> Job:
+        """Load the cluster and the model by file or by name.
+
+        Raises:
+            ClusterError, ModelError, PlanError: what is wrong with them.
+        """
+        job = cls(
+            cluster=load_cluster(cluster),
+            model=load_model(model),
+            workload=Workload(**workload),
+            cost_model=cost_model,
+        )
+        check_workload(job.cluster, job.workload)
+        return job
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model, bound to the rest."""
+        return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
+
+
+def read_schedule(source: str, cost: CostModel) -> Schedule:
+    """A schedule from a schedule file, from what ``ds-hetero plan --json`` printed, or by the name of a strategy.
+
+    Raises:
+        ScheduleError: no such file, not JSON, not a schedule, or several replicas.
+        PlanError: the strategy has no schedule for this cluster.
+    """
+    path = Path(source)
+    if not path.is_file() and source in STRATEGIES:
+        return strategy(source, cost)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"{source} is not JSON: {error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"cannot read schedule {source!r}: it is neither a readable file nor a strategy. "
+            f"Strategies: {', '.join(STRATEGIES)}."
+        ) from error
+    if isinstance(data, Mapping) and "schedule" in data:
+        data = data["schedule"]
+    if isinstance(data, Mapping) and "replicas" in data:
+        raise ScheduleError(f"{source} holds several replicas. Give the schedule of one, and the cluster it runs on.")
+    return Schedule.from_dict(data)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(data, allow_nan=False))
+
+
+def time_text(seconds: float) -> str:
+    """``12.3 ms``, ``4.56 s``, ``7.8 min``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def bytes_text(count: float) -> str:
+    """``12.3`` GiB."""
+    return f"{count / GIB:.1f}"
+
+
+def terms_text(prediction: Prediction) -> str:
+    """The terms of a block as shares of it."""
+    terms = prediction.terms
+    parts = (("non-attention", terms.non_attention_s), ("all-to-all", terms.all_to_all_s), ("ring", terms.ring_steps_s))
+    return ", ".join(f"{name} {100 * seconds / prediction.block_s:.0f} %" for name, seconds in parts)

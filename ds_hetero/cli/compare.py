@@ -1,0 +1,108 @@
+"""``ds-hetero compare``: every strategy on one cluster, in one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_hetero.cli.common import Job, print_json, terms_text, time_text
+from ds_hetero.cost.types import Prediction
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.exact import exact
+from ds_hetero.planner.plan import make_problem, plan_workload, schedule_of
+from ds_hetero.planner.search import search
+from ds_hetero.planner.strategies import STRATEGIES, fit_formula, profile_table, strategy
+
+__all__ = ["run"]
+
+HEAD_UNITS = 8  # into about how many units heads are cut for the exact solver
+TOKEN_UNITS = (0, 24, 24, 24, 24, 12, 8, 6, 6)  # and tokens, by number of ranks
+
+
+def run(job: Job, with_exact: bool, as_json: bool) -> None:
+    """Compare and print."""
+    cost = job.cost
+    rows: dict[str, dict[str, Any]] = {}
+    for name in STRATEGIES:
+        try:
+            if name == "plan":
+                schedule = plan_workload(job.cluster, job.model, job.workload, cost_model=job.cost_model).schedule
+            else:
+                schedule = strategy(name, cost)
+        except PlanError as error:
+            rows[name] = {"reason": str(error), "schedule": None, "predicted": None}
+            continue
+        prediction = cost.predict(schedule)
+        rows[name] = {"reason": prediction.reason, "schedule": schedule.to_dict(), "predicted": prediction}
+    report: dict[str, Any] = {"strategies": rows, "formula_r_squared": fit_formula(profile_table(cost)).r_squared}
+    if with_exact:
+        report["exact"] = _exact(job)
+    if as_json:
+        plain = {name: {**row, "predicted": _plain(row["predicted"])} for name, row in rows.items()}
+        print_json({**report, "strategies": plain})
+        return
+    _print(report)
+
+
+def _plain(prediction: Prediction | None) -> dict[str, Any] | None:
+    return prediction.to_dict() if prediction is not None else None
+
+
+def _exact(job: Job) -> dict[str, Any]:
+    """The optimum in coarse units, and what the search finds in the same units."""
+    num_ranks = job.cluster.num_ranks
+    if num_ranks >= len(TOKEN_UNITS):
+        raise PlanError(f"--exact takes at most {len(TOKEN_UNITS) - 1} ranks, the cluster has {num_ranks}.")
+    heads = job.model.num_heads
+    head_unit = min(unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS)
+    token_unit = -(-job.workload.seq_len // TOKEN_UNITS[num_ranks])
+    problem, rank_of = make_problem(job.cost, token_unit=token_unit, head_units=(head_unit,))
+    found = search(problem)
+    known_s = found[0].time_s if found else float("inf")
+    solved = exact(problem, upper_bound_s=known_s)
+    best = solved.best or (found[0] if found else None)
+    if best is None:
+        raise PlanError(f"no schedule of {job.model.name} fits in units of {token_unit} tokens and {head_unit} heads.")
+    return {
+        "token_unit": token_unit,
+        "head_unit": head_unit,
+        "block_s": best.time_s,
+        "search_block_s": known_s if found else None,
+        "gap": known_s / best.time_s - 1 if found else None,
+        "schedule": schedule_of(problem, best, rank_of).to_dict(),
+        "combinations": solved.combinations,
+        "evaluated": solved.evaluated,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = report["strategies"]
+    uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
+    best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
+    table = Table(
+        "strategy", "block", "iteration", "tokens/s", "over the best uniform", "terms", "bottleneck or reason"
+    )
+    for name, row in rows.items():
+        prediction = row["predicted"]
+        if prediction is None:
+            table.add_row(name, "-", "-", "-", "-", "-", row["reason"])
+            continue
+        gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
+        times = time_text(prediction.block_s), time_text(prediction.iteration_s), f"{prediction.tokens_per_s:,.0f}"
+        remark = f"does not fit: {row['reason']}" if row["reason"] else prediction.bottleneck.text
+        table.add_row(name, *times, gain, terms_text(prediction), remark)
+    console = Console()
+    console.print(table)
+    console.print(f"formula: R^2 = {report['formula_r_squared']:.3f} on its profile table", highlight=False)
+    if "exact" in report:
+        e = report["exact"]
+        gap = "found nothing" if e["gap"] is None else f"is {100 * e['gap']:.2f} % slower"
+        console.print(
+            f"exact: {time_text(e['block_s'])} per block is the optimum in units of {e['token_unit']} tokens and "
+            f"{e['head_unit']} heads; in these units the search {gap} "
+            f"({e['evaluated']:,} of {e['combinations']:,} combinations evaluated)",
+            highlight=False,
+            soft_wrap=True,
+        )

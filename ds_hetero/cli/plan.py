@@ -1,0 +1,99 @@
+"""``ds-hetero plan``: search the best schedule and say why it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_hetero.cli.common import Job, bytes_text, print_json, terms_text, time_text
+from ds_hetero.planner.plan import Plan, plan_workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["ranks_text", "run", "schedule_table"]
+
+
+def run(job: Job, layout: str | None, token_unit: int, out: Path | None, as_json: bool) -> None:
+    """Search, print, and write the schedule file if asked to."""
+    found = plan_workload(
+        job.cluster, job.model, job.workload, cost_model=job.cost_model, layout=layout, token_unit=token_unit
+    )
+    if out is not None:
+        out.write_text(json.dumps(found.schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(found.to_dict())
+        return
+    from rich.console import Console
+
+    _print(Console(), job, found)
+    if out is not None:
+        print(f"written to {out}")
+
+
+def _print(console: Console, job: Job, found: Plan) -> None:
+    work, prediction = job.workload, found.prediction
+    console.print(schedule_table(job, found))
+    lines = [
+        f"{job.model.name}, {work.seq_len} tokens x {work.micro_batch}, {'causal' if work.causal else 'full'}, "
+        f"{job.cost_model} cost model; searched for {time_text(found.search_s)}",
+        f"chosen:     {found.name}",
+        f"predicted:  {time_text(prediction.block_s)} per block, {time_text(prediction.iteration_s)} per iteration, "
+        f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)})",
+        f"bottleneck: {prediction.bottleneck.text}",
+        f"bound:      {100 * found.of_bound:.1f} % of the speed at perfect balance with free communication",
+    ]
+    if found.idle:
+        lines.append(f"idle:       {ranks_text(found.idle)}; over these links they would cost more than they add")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print(_baseline_table(found))
+    for rejected in found.rejected:
+        console.print(f"not {rejected.name}: {rejected.reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def schedule_table(job: Job, found: Plan) -> Table:
+    """Ranks that do the same in one row: group, device, tokens, heads, memory."""
+    from rich.table import Table
+
+    table = Table("ring", "ranks", "device", "tokens", "heads", "memory GiB", "of", title=f"Schedule, {_layout(found)}")
+    tokens = found.schedule.tokens(job.workload.seq_len)
+    capacity = job.cost.capacity_bytes_D
+    for position, group in enumerate(found.schedule.ring_groups):
+        rows: dict[tuple[object, ...], list[int]] = {}
+        for rank, heads in zip(group.ranks, group.heads, strict=True):
+            need = bytes_text(found.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
+            rows.setdefault((job.cluster.devices[rank].name, tokens[rank], heads, *need), []).append(rank)
+        for (device, count, held, need_text, of), ranks in rows.items():
+            table.add_row(str(position), ranks_text(ranks), str(device), str(count), str(held), str(need_text), str(of))
+    return table
+
+
+def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
+    """``0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _layout(found: Plan) -> str:
+    return f"{found.schedule.layout}, ring order from top to bottom"
+
+
+def _baseline_table(found: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table("baseline", "block", "tokens/s", "plan is faster by", title="Against uniform schedules")
+    for kind, prediction in found.baselines.items():
+        if prediction is None:
+            table.add_row(kind, "-", "-", found.baseline_reasons[kind])
+        else:
+            faster = found.prediction.tokens_per_s / prediction.tokens_per_s
+            rate = f"{prediction.tokens_per_s:,.0f}"
+            table.add_row(found.baseline_names[kind], time_text(prediction.block_s), rate, f"{faster:.2f} x")
+    return table
