@@ -34,3 +34,34 @@ def test_doctor_names_what_is_wrong_with_a_section(tmp_path):
 
 def test_an_unknown_command_exits_with_2():
     assert _run("docter").returncode == 2
+
+
+def test_plan_and_simulate_keep_the_contract(tmp_path):
+    cluster = config_dir() / "clusters" / "hexiseq-setting-1.yaml"
+    job = ["--cluster", cluster, "--model", "gpt-7b", "--seq-len", 65536]
+    run = _run("plan", *job, "--json")
+    assert run.returncode == 0, run.stderr
+    plan = json.loads(run.stdout)
+    assert {"schedule", "search_s", "predicted", "baselines"} <= set(plan)
+    assert set(plan["baselines"]) >= {"ulysses", "ring", "usp"}
+    predicted = {"block_s", "iteration_s", "tokens_per_s", "terms", "memory_bytes"}
+    assert predicted <= set(plan["predicted"])
+    assert {"non_attention_s", "all_to_all_s", "ring_steps_s"} <= set(plan["predicted"]["terms"])
+    known = [b["block_s"] for b in plan["baselines"].values() if b and "block_s" in b]
+    assert plan["predicted"]["block_s"] <= min(known)
+
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(json.dumps(plan["schedule"]))
+    again = _run("simulate", "--schedule", schedule, *job, "--json")
+    assert again.returncode == 0, again.stderr
+    assert predicted <= set(json.loads(again.stdout)) | set(json.loads(again.stdout).get("predicted", {}))
+
+
+def test_bad_input_exits_with_2_and_one_message(tmp_path):
+    cluster = tmp_path / "cluster.json"
+    node = {"name": "a", "device": "H1000", "count": 8, "link": {"bandwidth_gb_per_s": 1, "latency_us": 1}}
+    cluster.write_text(json.dumps({"nodes": [node], "network": {"bandwidth_gb_per_s": 1, "latency_us": 1}}))
+    run = _run("plan", "--cluster", cluster, "--model", "gpt-7b", "--seq-len", 65536)
+    assert run.returncode == 2
+    assert "H1000" in run.stderr
+    assert not run.stdout
