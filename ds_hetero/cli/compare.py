@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_hetero.cli.common import Job, print_json, terms_text, time_text
+from ds_hetero.cli.common import Job, print_json, time_text
 from ds_hetero.cost.types import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import exact
@@ -14,8 +14,9 @@ from ds_hetero.planner.strategies import STRATEGIES, fit_formula, profile_table,
 
 __all__ = ["run"]
 
-HEAD_UNITS = 8  # into about how many units heads are cut for the exact solver
-TOKEN_UNITS = (0, 24, 24, 24, 24, 12, 8, 6, 6)  # and tokens, by number of ranks
+# Into how many units tokens and heads are cut for the exact solver, by number of ranks: seconds, at worst minutes.
+TOKEN_UNITS = (1, 1, 24, 24, 24, 20, 12, 8, 6)
+HEAD_UNITS = (1, 64, 16, 16, 12, 8, 8, 6, 4)
 
 
 def run(job: Job, with_exact: bool, as_json: bool) -> None:
@@ -53,7 +54,9 @@ def _exact(job: Job) -> dict[str, Any]:
     if num_ranks >= len(TOKEN_UNITS):
         raise PlanError(f"--exact takes at most {len(TOKEN_UNITS) - 1} ranks, the cluster has {num_ranks}.")
     heads = job.model.num_heads
-    head_unit = min(unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS)
+    head_unit = min(
+        unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS[num_ranks]
+    )
     token_unit = -(-job.workload.seq_len // TOKEN_UNITS[num_ranks])
     problem, rank_of = make_problem(job.cost, token_unit=token_unit, head_units=(head_unit,))
     found = search(problem)
@@ -81,20 +84,23 @@ def _print(report: dict[str, Any]) -> None:
     rows = report["strategies"]
     uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
     best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
-    table = Table(
-        "strategy", "block", "iteration", "tokens/s", "over the best uniform", "terms", "bottleneck or reason"
-    )
+    table = Table("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring", title="Strategies")
+    remarks = []
     for name, row in rows.items():
         prediction = row["predicted"]
         if prediction is None:
-            table.add_row(name, "-", "-", "-", "-", "-", row["reason"])
+            table.add_row(name, *["-"] * 6)
+            remarks.append(row["reason"])
             continue
         gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
-        times = time_text(prediction.block_s), time_text(prediction.iteration_s), f"{prediction.tokens_per_s:,.0f}"
-        remark = f"does not fit: {row['reason']}" if row["reason"] else prediction.bottleneck.text
-        table.add_row(name, *times, gain, terms_text(prediction), remark)
+        terms = prediction.terms
+        parts = (terms.non_attention_s, terms.all_to_all_s, terms.ring_steps_s)
+        shares = (f"{100 * seconds / prediction.block_s:.0f} %" for seconds in parts)
+        table.add_row(name, time_text(prediction.block_s), f"{prediction.tokens_per_s:,.0f}", gain, *shares)
+        remarks.append(f"{name}: {'does not fit: ' + row['reason'] if row['reason'] else prediction.bottleneck.text}")
     console = Console()
     console.print(table)
+    console.print("\n".join(remarks), markup=False, highlight=False, soft_wrap=True)
     console.print(f"formula: R^2 = {report['formula_r_squared']:.3f} on its profile table", highlight=False)
     if "exact" in report:
         e = report["exact"]

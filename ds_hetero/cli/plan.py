@@ -61,12 +61,13 @@ def schedule_table(job: Job, found: Plan) -> Table:
     tokens = found.schedule.tokens(job.workload.seq_len)
     capacity = job.cost.capacity_bytes_D
     for position, group in enumerate(found.schedule.ring_groups):
-        rows: dict[tuple[object, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], list[int]] = {}
         for rank, heads in zip(group.ranks, group.heads, strict=True):
             need = bytes_text(found.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
-            rows.setdefault((job.cluster.devices[rank].name, tokens[rank], heads, *need), []).append(rank)
-        for (device, count, held, need_text, of), ranks in rows.items():
-            table.add_row(str(position), ranks_text(ranks), str(device), str(count), str(held), str(need_text), str(of))
+            share = job.cluster.devices[rank].name, str(tokens[rank]), str(heads)
+            rows.setdefault((*share, *need), []).append(rank)
+        for row, ranks in rows.items():
+            table.add_row(str(position), ranks_text(ranks), *row)
     return table
 
 

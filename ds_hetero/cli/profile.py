@@ -29,7 +29,5 @@ def run(out: Path, as_json: bool) -> None:
     errors = content["profile"]["fit_errors"]
     print(f"{len(content['profile']['ranks'])} ranks on {len(content['nodes'])} nodes measured; written to {out}")
     for term, error in errors.items():
-        print(
-            f"  {term}: the model is off by {100 * error['median']:.1f} % in the median, "
-            f"{100 * error['largest']:.0f} % at most"
-        )
+        median, largest = 100 * error["median"], 100 * error["largest"]
+        print(f"  {term}: the fit is off by {median:.1f} % in the median, {largest:.0f} % at most")

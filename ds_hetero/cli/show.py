@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,18 @@ def _draw(job: Job, cost: CostModel, schedule: Schedule, prediction: Prediction)
     tab20 = matplotlib.colormaps["tab20"]
     colours = [tab20(i) for i in range(tab20.N)]
     colour_of = {
-        rank: colours[position % len(colours)]
-        for position, group in enumerate(schedule.ring_groups)
-        for rank in group.ranks
+        rank: palette(position % 20) for position, group in enumerate(schedule.ring_groups) for rank in group.ranks
     }
     _draw_tokens(axes[0], job, schedule, colour_of)
     _draw_heads(axes[1], schedule, colour_of)
     _draw_memory(axes[2], cost, schedule, prediction, colour_of)
     if ranks:
         _draw_timeline(axes[3], job, [span for span in spans if span.rank in ranks], ranks)
-    figure.suptitle(f"{describe(schedule, job.cluster)}\n{_summary(job, prediction)}", fontsize=10)
+    for each in axes[:3]:
+        each.set_xlim(-0.6, schedule.sp_size - 0.4)
+    text = [describe(schedule, job.cluster), *_summary(job, prediction).split("; ")]
+    lines = [line for part in text for line in textwrap.wrap(part, int(width * 12))]
+    figure.suptitle("\n".join(lines), fontsize=9)
     return figure
 
 
