@@ -56,8 +56,7 @@ def _draw(job: Job, cost: CostModel, schedule: Schedule, prediction: Prediction)
     width = min(6.0 + 0.22 * schedule.sp_size, 24.0)
     figure = Figure(figsize=(width, 1.0 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    tab20 = matplotlib.colormaps["tab20"]
-    colours = [tab20(i) for i in range(tab20.N)]
+    palette = matplotlib.colormaps["tab20"]
     colour_of = {
         rank: palette(position % 20) for position, group in enumerate(schedule.ring_groups) for rank in group.ranks
     }
