@@ -5,7 +5,7 @@
 Forward and backward of one layer on every rank. What exists before the forward (q, k, v and the gradient of the output)
 is not counted; outputs and gradients are. Measured twice:
 
-    allocated  allocations and releases of torch's CPU allocator, by its profiler, temporaries of operators included.
+    allocated  allocations and releases of torch's CPU allocator, by its profiler, with temporaries of operators.
                A release on one of gloo's threads escapes it, which can only add: the least of several runs is shown.
     resident   what the process's high-water mark of resident memory rises by, gloo's own buffers included; pages that
                were never touched do not count. The median of several runs.

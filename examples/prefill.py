@@ -68,11 +68,12 @@ def main() -> int:
 
     without_compiling()
     handle = ds_hetero.register()
-    model = tiny_llama().eval()
+    model = tiny_llama()
     section = {"schedule": json.loads(args.schedule.read_text())}
     engine, *_ = deepspeed.initialize(
         model=model, config={"train_micro_batch_size_per_gpu": 1, "heterogeneity": section}
     )
+    engine.eval()
     (sample,) = corpus.long_files(min_tokens=args.tokens, max_tokens=2 * args.tokens, count=1)
     prompt = sample["input_ids"][None].to(engine.device)
 
