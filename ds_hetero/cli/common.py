@@ -14,7 +14,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel, Prediction, Workload
 from ds_hetero.errors import ScheduleError
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner.plan import check_workload
+from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import STRATEGIES, strategy
 from ds_hetero.schedule import Schedule
 

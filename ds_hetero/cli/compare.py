@@ -7,8 +7,8 @@ from typing import Any
 from ds_hetero.cli.common import Job, print_json, time_text
 from ds_hetero.cost.types import Prediction
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.exact import exact
-from ds_hetero.planner.plan import make_problem, plan_workload, schedule_of
+from ds_hetero.planner.exact import solve_exact
+from ds_hetero.planner.planning import make_problem, plan_workload, schedule_of
 from ds_hetero.planner.search import search
 from ds_hetero.planner.strategies import STRATEGIES, fit_formula, profile_table, strategy
 
@@ -61,7 +61,7 @@ def _exact(job: Job) -> dict[str, Any]:
     problem, rank_of = make_problem(job.cost, token_unit=token_unit, head_units=(head_unit,))
     found = search(problem)
     known_s = found[0].time_s if found else float("inf")
-    solved = exact(problem, upper_bound_s=known_s)
+    solved = solve_exact(problem, upper_bound_s=known_s)
     best = solved.best or (found[0] if found else None)
     if best is None:
         raise PlanError(f"no schedule of {job.model.name} fits in units of {token_unit} tokens and {head_unit} heads.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.cli.common import Job, bytes_text, print_json, terms_text, time_text
-from ds_hetero.planner.plan import Plan, plan_workload
+from ds_hetero.planner.planning import Plan, plan_workload
 
 if TYPE_CHECKING:
     from rich.console import Console

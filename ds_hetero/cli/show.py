@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from ds_hetero.cli.common import GIB, Job, print_json, read_schedule, terms_text, time_text
 from ds_hetero.cost.types import CostModel, Prediction, Span
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.plan import describe
+from ds_hetero.planner.planning import describe
 from ds_hetero.schedule import Schedule
 
 __all__ = ["run"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hetero.cli.common import Job, bytes_text, print_json, read_schedule, terms_text, time_text
-from ds_hetero.planner.plan import describe
+from ds_hetero.planner.planning import describe
 
 __all__ = ["run"]
 

@@ -1,11 +1,11 @@
 """The searches: which schedule is best for this cluster, model and length, and why.
 
-`plan` is the front door; `strategy` makes a schedule by the name of a strategy; `exact` finds the true optimum of small
-cases. Imports neither torch nor DeepSpeed.
+`plan` is the front door; `strategy` makes a schedule by the name of a strategy; `solve_exact` finds the true optimum of
+small cases. Imports neither torch nor DeepSpeed.
 """
 
-from ds_hetero.planner.exact import Exact, exact
-from ds_hetero.planner.plan import Plan, Rejected, make_problem, plan, schedule_of
+from ds_hetero.planner.exact import Exact, solve_exact
+from ds_hetero.planner.planning import Plan, Rejected, make_problem, plan, schedule_of
 from ds_hetero.planner.strategies import STRATEGIES, Formula, ProfileTable, fit_formula, profile_table, strategy
 
 __all__ = [
@@ -15,11 +15,11 @@ __all__ = [
     "Plan",
     "ProfileTable",
     "Rejected",
-    "exact",
     "fit_formula",
     "make_problem",
     "plan",
     "profile_table",
     "schedule_of",
+    "solve_exact",
     "strategy",
 ]

@@ -17,7 +17,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.planner.exhaustive import Blocks, compositions, sweep
 from ds_hetero.planner.problem import Assignment, Problem
 
-__all__ = ["MAX_RANKS", "Exact", "exact"]
+__all__ = ["MAX_RANKS", "Exact", "solve_exact"]
 
 Ints = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class Exact:
     evaluated: int
 
 
-def exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
+def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
     """The best assignment of all, or proof that none takes less than ``upper_bound_s``.
 
     Args:

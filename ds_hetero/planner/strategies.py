@@ -25,7 +25,7 @@ from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.plan import baselines, make_problem, schedule_of
+from ds_hetero.planner.planning import baselines, make_problem, schedule_of
 from ds_hetero.planner.search import search
 from ds_hetero.schedule import Schedule, even, proportional
 
