@@ -211,8 +211,8 @@ def _from_strategy(
             for first in range(0, world_size, sp_size)
         )
     raise ConfigError(
-        f'"{SECTION}.schedule": "{name}" needs the planner, which is not in this release. '
-        f"Give a schedule file, or one of {', '.join((*_UNIFORM, *_FROM_DEVICES))}."
+        f'"{SECTION}.schedule": "{name}" is not searched for at the start of a job in this release. '
+        f"Give a schedule file (ds-hetero plan makes one), or one of {', '.join((*_UNIFORM, *_FROM_DEVICES))}."
     )
 
 
