@@ -47,13 +47,13 @@ PRIVATE_NAMES = (
     "transformers.masking_utils:and_masks",
     "transformers.masking_utils:sliding_window_overlay",
     "transformers.masking_utils:packed_sequence_mask_function",
-    "transformers.masking_utils:remap_positions_for_packed_sequence",
 )
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 
 # Parts that a mask function may be made of; packing is told from the positions of the whole sequence instead.
 _MASKS = {name.partition(":")[2] for name in PRIVATE_NAMES if name.startswith("transformers.masking_utils:")}
+_MASKS.add("remap_positions_for_packed_sequence")  # since transformers 5.21
 
 # Arguments that describe the layout of packed documents to flash attention; of no use to a shard.
 _CU_SEQLENS = "cu_seq_lens_q"
