@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from ds_hetero.cluster.profile import measure
 from ds_hetero.errors import ClusterError
+from ds_hetero.integrations.profiling import profile
 
 __all__ = ["run"]
 
@@ -18,7 +18,7 @@ def run(out: Path, as_json: bool) -> None:
     """Measure on every rank; rank 0 writes and prints."""
     if out.suffix not in (".json", ".yaml", ".yml"):
         raise ClusterError(f"--out must end in .yaml or .json, got {out}.")
-    content = measure(show_progress=not as_json)
+    content = profile(show_progress=not as_json)
     if int(os.environ.get("RANK", "0")):
         return
     text = json.dumps(content, indent=1) if out.suffix == ".json" else yaml.safe_dump(content, sort_keys=False)

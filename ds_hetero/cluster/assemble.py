@@ -43,6 +43,7 @@ class RankFacts:
 
     Args:
         node: the same for ranks that share a machine and its network; host: the machine's name.
+        attention: name of the kernel that was timed.
         device: the catalogue's name where it has one. memory_bytes: of the device; of a CPU, the rank's share.
     """
 
@@ -52,6 +53,7 @@ class RankFacts:
     memory_bytes: int
     torch: str
     dtype: str
+    attention: str
 
 
 def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, A
             entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB}
         entries.append(entry)
     content: dict[str, Any] = {
-        "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, torch {ranks[0].torch}",
+        "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, {ranks[0].attention} of torch {ranks[0].torch}",
         "nodes": entries,
     }
     if len(nodes) > 1:
@@ -103,7 +105,7 @@ def calibrate(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def fingerprint(ranks: Sequence[RankFacts]) -> str:
     """Short hash of what must be the same for a profile to hold."""
-    facts = [[rank.host, rank.device, rank.memory_bytes, rank.torch, rank.dtype] for rank in ranks]
+    facts = [[rank.host, rank.device, rank.memory_bytes, rank.torch, rank.dtype, rank.attention] for rank in ranks]
     return hashlib.sha256(json.dumps([VERSION, facts]).encode()).hexdigest()[:16]
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "SdpaProbe",
     "Timer",
     "attention_probes",
+    "head_dim_on",
     "layer_probes",
     "matmul_probe",
     "memory_probe",
@@ -119,6 +120,8 @@ class _Layer:
 class AttentionProbe(Protocol):
     """A kernel as the profiler times it: both methods do one pass over one block."""
 
+    name: str
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
         """Attention of q [B, H, Q, D] to k, v [B, G, K, D]; returns what `backward` needs."""
 
@@ -127,7 +130,9 @@ class AttentionProbe(Protocol):
 
 
 class SdpaProbe:
-    """torch's scaled_dot_product_attention, for machines where nothing better is known."""
+    """torch's scaled_dot_product_attention, for callers that know nothing better."""
+
+    name = "sdpa"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """See `AttentionProbe`."""
@@ -142,11 +147,13 @@ class KernelProbe:
     """A kernel of the runtime, which this half of the package does not import.
 
     Args:
+        name: what the profile calls it.
         kernel: a `ds_hetero.runtime.kernels.AttentionKernel`.
         full: its band of a block where everything is visible; causal: of a causal square.
     """
 
-    def __init__(self, kernel: Any, full: Any, causal: Any) -> None:
+    def __init__(self, name: str, kernel: Any, full: Any, causal: Any) -> None:
+        self.name = name
         self._kernel, self._bands = kernel, {False: full, True: causal}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
@@ -160,14 +167,18 @@ class KernelProbe:
             self._kernel.backward(dout, q, k, v, *state, self._bands[causal], q.shape[-1] ** -0.5, None)
 
 
+def head_dim_on(device: torch.device) -> int:
+    """Head size of the probes."""
+    return 64 if device.type == "cpu" else 128
+
+
 def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) -> Iterator[AttentionSample]:
     """Blocks from few heads and short keys to many and long."""
+    head_dim = head_dim_on(timer.device)
     if timer.device.type == "cpu":
-        head_dim = 64
         blocks = [(1, 256, 256), (1, 1024, 256), (4, 256, 256), (1, 256, 1024), (4, 1024, 1024), (2, 1024, 1024)]
         causal = [(1, 512), (4, 512), (4, 1024), (2, 2048)]
     else:
-        head_dim = 128
         blocks = [(1, 1024, 1024), (4, 1024, 1024), (1, 8192, 1024), (4, 1024, 8192), (8, 4096, 4096), (8, 8192, 8192)]
         causal = [(1, 4096), (8, 4096), (8, 8192), (4, 16384)]
     shapes = [(heads, queries, keys, False) for heads, queries, keys in blocks]

@@ -43,7 +43,7 @@ from ds_hetero.cluster.probes import (
 )
 from ds_hetero.cluster.rounds import rounds_between, rounds_inside
 
-__all__ = ["measure", "measure_cached"]
+__all__ = ["default_device", "default_dtype", "measure", "measure_cached"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,12 @@ def measure(
 
     Caller: every rank. Without a default process group one is made from the launcher's environment, for the duration.
     """
-    device = _default_device() if device is None else device
-    dtype = _default_dtype(device) if dtype is None else dtype
+    device = default_device() if device is None else device
+    dtype = default_dtype(device) if dtype is None else dtype
     with _process_group(device):
-        ranks = _describe_all(device, dtype)
-        return _measure(ranks, device, dtype, attention or SdpaProbe(), window_s, show_progress)
+        attention = SdpaProbe() if attention is None else attention
+        ranks = _describe_all(device, dtype, attention)
+        return _measure(ranks, device, dtype, attention, window_s, show_progress)
 
 
 def measure_cached(
@@ -93,10 +94,10 @@ def measure_cached(
     Returns:
         the cluster file's content and whether it was measured just now, the same on every rank.
     """
-    device = settings.get("device") or _default_device()
-    dtype = settings.get("dtype") or _default_dtype(device)
+    device = settings.get("device") or default_device()
+    dtype = settings.get("dtype") or default_dtype(device)
     with _process_group(device):
-        ranks = _describe_all(device, dtype)
+        ranks = _describe_all(device, dtype, settings.get("attention") or SdpaProbe())
         path = (folder or _cache_folder()) / f"{fingerprint(ranks)}.json"
         found = _share(_read_cache(path, ranks) if _rank() == 0 and not refresh else None)
         if found is not None:
@@ -159,14 +160,14 @@ def _time_links(nodes: Mapping[str, Sequence[int]], device: torch.device, advanc
 # --- ranks ------------------------------------------------------------------------------------------
 
 
-def _describe_all(device: torch.device, dtype: torch.dtype) -> list[RankFacts]:
+def _describe_all(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
     """Facts of all ranks; CPU ranks of a host share its memory."""
-    ranks: list[RankFacts] = _gather(_describe(device, dtype))
+    ranks: list[RankFacts] = _gather(_describe(device, dtype, attention))
     on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
     return [replace(r, memory_bytes=r.memory_bytes // on_host[r.host]) if r.device == "CPU" else r for r in ranks]
 
 
-def _describe(device: torch.device, dtype: torch.dtype) -> RankFacts:
+def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> RankFacts:
     if device.type == "cpu":
         name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
@@ -180,6 +181,7 @@ def _describe(device: torch.device, dtype: torch.dtype) -> RankFacts:
         memory_bytes=memory,
         torch=torch.__version__,
         dtype=str(dtype).removeprefix("torch."),
+        attention=attention.name,
     )
 
 
@@ -191,13 +193,15 @@ def _network_namespace() -> str:
         return ""
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """This rank's accelerator, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
-def _default_dtype(device: torch.device) -> torch.dtype:
+def default_dtype(device: torch.device) -> torch.dtype:
+    """What is trained in there: bfloat16, float16 where the accelerator lacks it, float32 on CPUs."""
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

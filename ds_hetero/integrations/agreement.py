@@ -64,9 +64,9 @@ def agree_on_schedules(
     section = HeterogeneitySection.model_validate(facts[0][SECTION])
     measured = None
     if needs_measuring(section):
-        from ds_hetero.cluster.profile import measure_cached
+        from ds_hetero.integrations.profiling import profile_cached
 
-        measured, _ = measure_cached()
+        measured, _ = profile_cached()
 
     def plan() -> list[Any]:
         if dist.get_rank() > 0:
