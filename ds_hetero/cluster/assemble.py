@@ -69,7 +69,8 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, A
             entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB}
         entries.append(entry)
     content: dict[str, Any] = {
-        "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, {ranks[0].attention} of torch {ranks[0].torch}",
+        "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, "
+        f"{ranks[0].attention} of torch {ranks[0].torch}",
         "nodes": entries,
     }
     if len(nodes) > 1:

@@ -111,7 +111,8 @@ def test_drivers_names(driver, gib, name):
 
 
 def facts(node, device="CPU"):
-    return RankFacts(node=node, host=node, device=device, memory_bytes=2**30, torch="2", dtype="float32", attention="sdpa")
+    measured = {"torch": "2", "dtype": "float32", "attention": "sdpa"}
+    return RankFacts(node=node, host=node, device=device, memory_bytes=2**30, **measured)
 
 
 def timed(slower=1.0, **links):
