@@ -31,7 +31,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders import CONTESTS, Layer, Shape, make_contender
 from benchmarks.machine import describe_machine
@@ -39,6 +39,8 @@ from benchmarks.ranks import LOOPBACK, Report, run
 
 RESULT = Path(__file__).parent / "results" / "memory.json"
 _REPEATS = 5
+_RUN = "one run of the layer"
+_KINDS = ("bytes", "resident_bytes")
 
 
 def main() -> int:
@@ -96,33 +98,39 @@ def _measure(rank: int, report: Report, contest: str, tokens: int) -> dict[str, 
     for name in CONTESTS[contest]:
         layer = make_contender(name, Shape()).layer(Shape(), tokens)
         layer()  # the first run allocates what is kept for good
-        peaks[name] = {
-            kind: choose([peak_of(layer) for _ in range(_REPEATS)]) for kind, (peak_of, choose) in _KINDS.items()
-        }
+        gc.collect()
+        gc.freeze()  # what DeepSpeed and transformers loaded is not searched again
+        peaks[name] = {"bytes": min(_allocated(layer)), "resident_bytes": median_low(_resident(layer))}
     return peaks
 
 
-def _allocated(layer: Layer) -> int:
-    _settle(layer)
+def _allocated(layer: Layer) -> list[int]:
     with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(_REPEATS):
+            _settle(layer)
+            with record_function(_RUN):
+                layer()
+    peaks = []
+    held = before = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == _RUN:
+            before = held
+            peaks.append(0)
+        elif event.name() == "[memory]":
+            held += event.nbytes()
+            peaks[-1:] = [max(peak, held - before) for peak in peaks[-1:]]
+    return peaks
+
+
+def _resident(layer: Layer) -> list[int]:
+    rises = []
+    for _ in range(_REPEATS):
+        _settle(layer)
+        Path("/proc/self/clear_refs").write_text("5")  # lowers the high-water mark to what is resident now
+        before = _status_bytes("VmRSS")
         layer()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def _resident(layer: Layer) -> int:
-    _settle(layer)
-    Path("/proc/self/clear_refs").write_text("5")  # lowers the high-water mark to what is resident now
-    before = _status_bytes("VmRSS")
-    layer()
-    return _status_bytes("VmHWM") - before
-
-
-_KINDS = {"bytes": (_allocated, min), "resident_bytes": (_resident, median_low)}
+        rises.append(_status_bytes("VmHWM") - before)
+    return rises
 
 
 def _settle(layer: Layer) -> None:

@@ -11,7 +11,6 @@ Dimension key: D ranks, K groups, S sets of ranks, X proposals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -54,14 +53,14 @@ def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], effor
 
 
 def _best_move(problem: Problem, grouping: Grouping, at: Assignment, step: float, effort: Effort) -> Assignment | None:
+    tokens_XD, heads_XD = _proposals(problem, grouping, at, step)
+    allowed = effort.rows(grouping, len(tokens_XD), ONE_ROUND)
+    size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
     best = at
-    for tokens_XD, heads_XD in _proposals(problem, grouping, at, step):
-        allowed = effort.rows(grouping, len(tokens_XD), ONE_ROUND)
-        size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
-        for first in range(0, allowed, size):
-            rows = slice(first, min(first + size, allowed))
-            below_s = best.time_s * (1 - MIN_GAIN)
-            best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
+    for first in range(0, allowed, size):
+        rows = slice(first, min(first + size, allowed))
+        below_s = best.time_s * (1 - MIN_GAIN)
+        best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
     return None if best is at else _further(problem, grouping, at, best, effort)
 
 
@@ -77,24 +76,23 @@ def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assign
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
 
 
-def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> Iterator[tuple[Floats, Ints]]:
+def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> tuple[Floats, Ints]:
+    """Tokens and heads of all moves from here, ``[X, D]`` each, the most general ones first."""
     rank_class = _rank_classes(problem, grouping, at)
     moved_XD = _token_moves(problem, grouping, at.tokens, rank_class, step)
-    yield problem.round(moved_XD), np.broadcast_to(at.heads, moved_XD.shape)
     changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
-    if len(changed_XD):
-        followed_XD = _tokens_follow(problem, grouping, at, changed_XD)
-        stay_XD = np.broadcast_to(at.tokens, followed_XD.shape)
-        beside_XD = _tokens_beside(grouping, at, changed_XD)
-        yield (
-            np.concatenate([stay_XD, problem.round(np.concatenate([followed_XD, beside_XD]))]),
-            np.concatenate([changed_XD] * 3),
-        )
+    stay_XD = np.broadcast_to(at.tokens, changed_XD.shape)
+    followed_XD = _tokens_follow(problem, grouping, at, changed_XD)
+    beside_XD = _tokens_beside(grouping, at, changed_XD)
+    tokens = [problem.round(np.concatenate([moved_XD, stay_XD, followed_XD, beside_XD]))]
+    heads = [np.broadcast_to(at.heads, moved_XD.shape), changed_XD, changed_XD, changed_XD]
     if problem.coarse and step == STEPS[-1]:
         unit_XD = at.tokens + problem.token_unit * _unit_moves(problem, grouping, rank_class)
         unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
         heads_YD = np.concatenate([at.heads[None], changed_XD])
-        yield np.repeat(unit_XD, len(heads_YD), axis=0), np.tile(heads_YD, (len(unit_XD), 1))
+        tokens.append(np.repeat(unit_XD, len(heads_YD), axis=0))
+        heads.append(np.tile(heads_YD, (len(unit_XD), 1)))
+    return np.concatenate(tokens), np.concatenate(heads)
 
 
 # --- which ranks move together --------------------------------------------------------------------------

@@ -30,8 +30,13 @@ def ring_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Ite
     if num < 3:
         return
     if thorough and num <= ALL_ORDERS:
+        name = problem.kind * len(problem.inverse_bandwidth) + problem.node
+        makeup = [tuple(np.sort(name[group]).tolist()) for group in groups]
+        seen_makeups = {tuple(makeup[1:])}
         for rest in permutations(range(1, num)):
-            if rest != tuple(range(1, num)):
+            key = tuple(makeup[k] for k in rest)
+            if key not in seen_makeups:
+                seen_makeups.add(key)
                 yield [groups[0], *(groups[k] for k in rest)]
         return
     main = np.array([np.bincount(problem.node[group]).argmax() for group in groups])

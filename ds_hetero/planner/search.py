@@ -30,7 +30,8 @@ Ints = NDArray[np.int64]
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with.
-STAGES = ((M2, 1.3, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
+SLOWEST_START = 1.4
+STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
@@ -45,7 +46,7 @@ def search(problem: Problem, *, exhaust_small: bool = True) -> list[Assignment]:
         exhaust_small: go through all partitions of a small cluster whose token units are coarse.
     """
     effort = Effort.for_ranks(problem.num_ranks)
-    best = _best(starts(problem, effort.split(3)), M2)
+    best = _best(starts(problem, effort.split(3)), M2, SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
     refining = effort.split(6)

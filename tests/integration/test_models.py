@@ -5,13 +5,15 @@ Budget: 40 s.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB
+from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, llama
 from tests.support import run_ranks
 
 _SIZES: dict[str, Any] = {
@@ -153,3 +155,104 @@ def _loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     logits = torch.cat([model(part).logits for part in batch["input_ids"].split([11, 20], dim=1)], dim=1)
     moved = torch.cat([batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], -100)], dim=1)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), moved.flatten())
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "dropout": ("LlamaConfig", "LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout=0.1: dropout inside"),
+    "rope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "'dynamic'",
+    ),
+    "router loss": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_EXPERTS, "output_router_logits": True},
+        "its router loss",
+    ),
+    "pooling": ("LlamaConfig", "LlamaForSequenceClassification", {}, "its head pools over the whole sequence"),
+    "encoder-decoder": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "attn_implementation": "eager"},
+        "it is an encoder-decoder",
+    ),
+    "recurrent": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"attn_implementation": "eager"},
+        "does not use transformers' attention interface",
+    ),
+    "convolution": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "layers of type linear_attention",
+    ),
+    "chunks": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {"head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 2},
+        "layers of type chunked_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
+    import transformers
+
+    from ds_hetero.errors import ModelError
+    from ds_hetero.integrations.model_checks import check_model
+
+    config, model, changes, says = REFUSED[name]
+    settings = getattr(transformers, config)(**{**_SIZES, "attn_implementation": "sdpa", **changes})
+    with pytest.raises(ModelError, match=f"{model} cannot be split over the sequence:(.|\n)*{re.escape(says)}"):
+        check_model(getattr(transformers, model)(settings))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers, asked by PEFT
+def test_prompt_tuning_is_refused() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    from ds_hetero.errors import ModelError
+    from ds_hetero.integrations.model_checks import check_model
+
+    tuned = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ModelError, match="puts virtual tokens before the sequence"):
+        check_model(tuned)
+
+
+def test_masks_are_read_from_the_parts_that_transformers_made_them_of() -> None:
+    from transformers import masking_utils
+
+    from ds_hetero.errors import ModelError
+    from ds_hetero.integrations.transformers import _read_mask_function
+
+    causal, full = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+    assert _read_mask_function(causal) == (True, None)
+    assert _read_mask_function(full) == (False, None)
+    window = masking_utils.sliding_window_causal_mask_function(9)
+    assert _read_mask_function(window) == (True, 9)
+    positions = torch.arange(4)[None]
+    packed = masking_utils.packed_sequence_compatibility_function(window, positions, positions)
+    assert _read_mask_function(packed) == (True, 9)
+    for unknown, name in (
+        (masking_utils.chunked_causal_mask_function(4, positions), "chunked_overlay"),
+        (masking_utils.or_masks(causal, masking_utils.blockwise_overlay(positions)), "blockwise_overlay, or_masks"),
+        (masking_utils.and_masks(causal, lambda b, h, q, k: q > k), "<lambda>"),
+    ):
+        with pytest.raises(ModelError, match=name):
+            _read_mask_function(unknown)

@@ -17,6 +17,7 @@ from tests.integration.tiny import (
     CLIP,
     ONE_GROUP_2,
     UNEVEN_2,
+    UNEVEN_4,
     VOCAB,
     assert_same_parameters,
     ds_config,
@@ -101,18 +102,19 @@ def ranks(fn: Any, world_size: int, *args: Any) -> list[Any]:
     return run_deepspeed(fn, world_size, *args, env={"ACCELERATE_USE_CPU": "false"})
 
 
-def _train(rank: int, stages: list[int | None], sp_size: int, options: dict[str, Any]) -> list[Any]:
+def _train(rank: int, stages: list[int | None], schedule: Any, options: dict[str, Any]) -> list[Any]:
     import ds_hetero
 
     if stages != [None]:
         ds_hetero.register()
+    sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
     results = []
     for stage in stages:
         ds = None
         if stage is not None:
             micro = options["per_device_train_batch_size"]
             steps = options["gradient_accumulation_steps"]
-            ds = ds_config(stage, UNEVEN_2, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps)
+            ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps)
         trainer = make_trainer(ds, sp_size, **options)
         trainer.train()
         assert trainer.state.is_world_process_zero == (rank == 0)
@@ -121,13 +123,17 @@ def _train(rank: int, stages: list[int | None], sp_size: int, options: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stages", "num_samples", "steps"), [(2, [0, 1, 2, 3], 11, 2), (4, [1, 3], 8, 1)]
+    ("world_size", "schedule", "stages", "num_samples", "steps"),
+    [(2, UNEVEN_2, [0, 1, 2, 3], 11, 2), (4, UNEVEN_2, [3], 8, 1), (4, UNEVEN_4, [1], 5, 2)],
+    ids=["one replica", "two replicas", "a rank without tokens"],
 )
-def test_training_equals_one_process(world_size: int, stages: list[int], num_samples: int, steps: int) -> None:
+def test_training_equals_one_process(
+    world_size: int, schedule: Any, stages: list[int], num_samples: int, steps: int
+) -> None:
     options = {"num_samples": num_samples, "gradient_accumulation_steps": steps, "eval_strategy": "epoch"}
-    batch_size = world_size // 2
-    expected = one_process(_train, [None], 1, {**options, "per_device_train_batch_size": batch_size})[0]
-    for results in ranks(_train, world_size, stages, 2, {**options, "per_device_train_batch_size": 1}):
+    batch_size = world_size // sum(len(group["ranks"]) for group in schedule["groups"])
+    expected = one_process(_train, [None], schedule, {**options, "per_device_train_batch_size": batch_size})[0]
+    for results in ranks(_train, world_size, stages, schedule, {**options, "per_device_train_batch_size": 1}):
         for stage, (logs, trained) in zip(stages, results, strict=True):
             assert_same_logs(logs, expected[0], norm=stage > 0)
             assert_same_parameters(trained, expected[1])
@@ -196,7 +202,7 @@ def _train_sft(rank: int, schedule: Any) -> Any:
 def test_ranks_that_accelerate_counts_itself() -> None:
     """As on GPUs, where accelerate would give every rank batches of its own."""
     options = {"num_samples": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
-    expected = one_process(_train, [None], 1, options)[0]
+    expected = one_process(_train, [None], UNEVEN_2, options)[0]
     (results, _) = ranks(_train_with_counted_ranks, 2, options)
     assert_same_logs(results[0][0], expected[0])
 
@@ -206,4 +212,20 @@ def _train_with_counted_ranks(rank: int, options: dict[str, Any]) -> list[Any]:
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert PartialState(backend="gloo").num_processes == 2
-    return _train(rank, [1], 2, {**options, "accelerator_config": {"use_configured_state": True}})
+    return _train(rank, [1], UNEVEN_2, {**options, "accelerator_config": {"use_configured_state": True}})
+
+
+def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:
+    assert all(ranks(_smooth_labels, 2))
+
+
+def _smooth_labels(rank: int) -> bool:
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+
+    ds_hetero.register()
+    ds = ds_config(1, UNEVEN_2, train_micro_batch_size_per_gpu=1)
+    trainer = make_trainer(ds, 2, per_device_train_batch_size=1, label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match="compute_loss_func and label_smoothing_factor would see a part"):
+        trainer.train()
+    return True
