@@ -1,29 +1,32 @@
 """Who owns which elements under weighted ZeRO: plain integers, the same on every rank and every machine.
 
 Stages 1 and 2 cut the flat vector of a parameter group once, `cut_flat_group`. Stage 3 cuts every parameter by itself,
-`Slots`. Imports no torch.
+`cut_parameter`. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
 from itertools import accumulate, pairwise
-from math import ceil, gcd, isfinite
+from math import ceil, isfinite
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.splits import Split, share
+from ds_hetero.splits import Split
 
-__all__ = ["ALIGNMENT", "Slots", "alignment_of", "check_weights", "cut_flat_group", "is_even"]
+__all__ = [
+    "ALIGNMENT",
+    "alignment_of",
+    "check_weights",
+    "cut_as_deepspeed",
+    "cut_flat_group",
+    "cut_parameter",
+    "is_even",
+]
 
 ALIGNMENT = 128  # elements: 256 bytes of a 16-bit type, what vectorized kernels and NCCL's fast paths want
 LEAST_ALIGNMENT = 2  # elements: DeepSpeed wants partitions to start at multiples of 4 bytes
 UNITS_PER_RANK = 8  # a group too small to give every rank so many units is cut in smaller ones
-
-SLOTS_PER_RANK = 128  # at most, on average: more follow the weights closer, and pad every parameter more
-CLOSE_ENOUGH = Fraction(1, 100)  # of a rank's share
 
 
 # --- weights ------------------------------------------------------------------------------------------
@@ -59,13 +62,14 @@ def is_even(weights: Sequence[float]) -> bool:
 # --- stages 1 and 2 -----------------------------------------------------------------------------------
 
 
-def alignment_of(num_elements: int, num_ranks: int) -> int:
-    """Elements of which every inner boundary of `cut_flat_group` is a multiple.
+def alignment_of(num_elements: int, num_ranks: int, least: int = LEAST_ALIGNMENT) -> int:
+    """Elements of which every inner boundary of a weighted cut is a multiple.
 
-    `ALIGNMENT`, or the largest power of two below it with which a small group still has `UNITS_PER_RANK` for each rank.
+    `ALIGNMENT`, or the largest power of two below it with which few elements still make `UNITS_PER_RANK` for each rank;
+    at least ``least``, also a power of two.
     """
     unit = ALIGNMENT
-    while unit > LEAST_ALIGNMENT and num_elements < unit * UNITS_PER_RANK * num_ranks:
+    while unit > least and num_elements < unit * UNITS_PER_RANK * num_ranks:
         unit //= 2
     return unit
 
@@ -84,83 +88,45 @@ def cut_flat_group(num_elements: int, weights: Sequence[float]) -> Split:
     check_weights(weights, len(weights), zero_stage=1)
     if is_even(weights) and num_elements % len(weights) == 0:
         return Split((num_elements // len(weights),) * len(weights))
-    unit = alignment_of(num_elements, len(weights))
+    cuts = _aligned_cuts(num_elements, weights, alignment_of(num_elements, len(weights)))
+    return Split(tuple(stop - start for start, stop in pairwise(cuts)))
+
+
+def _aligned_cuts(num_elements: int, weights: Sequence[float], unit: int) -> list[int]:
+    """The ideal boundaries in exact arithmetic, each rounded to a multiple of ``unit`` but for the last."""
     sums = list(accumulate(map(Fraction, weights)))
     cuts = [0]
     for before in sums:
         ideal = num_elements * before / sums[-1]
         cuts.append(num_elements if before == sums[-1] else min(round(ideal / unit) * unit, num_elements))
-    return Split(tuple(stop - start for start, stop in pairwise(cuts)))
+    return cuts
 
 
 # --- stage 3 ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Stage 3's cut of every parameter: ``total`` equal slots, of which rank ``r`` owns ``counts[r]`` in a row.
+def cut_parameter(num_elements: int, weights: Sequence[float]) -> Split:
+    """Cut one parameter, flattened, into a contiguous shard for every rank, in proportion to ``weights``.
 
-    This is DeepSpeed's layout for ``total`` ranks, with several of its shards on one rank: shards stay contiguous, and
-    what DeepSpeed computes as shard size times rank is still right if the rank is a slot.
-
-    Args:
-        counts: slots of each rank, at least one.
+    Boundaries are ideal ones rounded to multiples of `alignment_of` with ``least=1``, so a shard is at most one such
+    unit larger or smaller than its exact share; but every rank owns at least one unit, since DeepSpeed takes a rank
+    that owns nothing of a module for one that has nothing to gather. A parameter of fewer elements than ranks counts as
+    padded at its end to one element for each, so the total may exceed ``num_elements``.
 
     Raises:
-        ConfigError: a count below one.
+        ConfigError: see `check_weights`; no weight may be zero.
     """
+    check_weights(weights, len(weights), zero_stage=3)
+    num_ranks = len(weights)
+    total = max(num_elements, num_ranks)
+    unit = alignment_of(total, num_ranks, least=1)
+    cuts = _aligned_cuts(total, weights, unit)
+    for i in range(1, num_ranks):
+        highest = (total // unit - (num_ranks - i)) * unit
+        cuts[i] = min(max(cuts[i], cuts[i - 1] + unit), highest)
+    return Split(tuple(stop - start for start, stop in pairwise(cuts)))
 
-    counts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if not self.counts or min(self.counts) < 1:
-            raise ConfigError(f"every rank owns at least one slot on ZeRO stage 3, got {self.counts}.")
-
-    @classmethod
-    def from_weights(cls, weights: Sequence[float]) -> Slots:
-        """Few slots that follow ``weights``: each rank's share is within one percent of its weight.
-
-        Tried are the numbers of slots that give the least weight 1, 2, 3, ... of them. Where `SLOTS_PER_RANK` on
-        average are not enough, the number of slots that came closest is taken.
-
-        Raises:
-            ConfigError: see `check_weights`.
-        """
-        check_weights(weights, len(weights), zero_stage=3)
-        exact = [Fraction(weight) for weight in weights]
-        wanted = [weight / sum(exact) for weight in exact]
-        limit = SLOTS_PER_RANK * len(weights)
-        best: tuple[Fraction, tuple[int, ...]] | None = None
-        for total in (*(round(k / min(wanted)) for k in range(1, int(limit * min(wanted)) + 1)), limit):
-            counts = tuple(max(count, 1) for count in share(total, weights))
-            error = max(abs(Fraction(n, sum(counts)) / want - 1) for n, want in zip(counts, wanted, strict=True))
-            if best is None or error < best[0]:
-                best = error, counts
-            if error <= CLOSE_ENOUGH:
-                break
-        assert best is not None
-        common = reduce(gcd, best[1])
-        return cls(tuple(count // common for count in best[1]))
-
-    @property
-    def total(self) -> int:
-        """Slots of all ranks."""
-        return sum(self.counts)
-
-    def first(self, rank: int) -> int:
-        """The first slot of ``rank``."""
-        return sum(self.counts[:rank])
-
-    def slot_elements(self, num_elements: int) -> int:
-        """Elements of one slot of a parameter of ``num_elements``; the last slots may be padding."""
-        return ceil(num_elements / self.total)
-
-    def shard_elements(self, num_elements: int, rank: int) -> int:
-        """Elements that ``rank`` allocates for its shard, padding included."""
-        return self.slot_elements(num_elements) * self.counts[rank]
-
-    def shard_range(self, num_elements: int, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the elements that ``rank`` owns, without padding; possibly empty."""
-        slot = self.slot_elements(num_elements)
-        start = min(slot * self.first(rank), num_elements)
-        return start, min(start + self.shard_elements(num_elements, rank), num_elements)
+def cut_as_deepspeed(num_elements: int, num_ranks: int) -> Split:
+    """DeepSpeed's own cut of one parameter on stage 3: shards of one size, the end padded."""
+    return Split((ceil(num_elements / num_ranks),) * num_ranks)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.zero.layout import ALIGNMENT, Slots, alignment_of, check_weights, cut_flat_group, is_even
+from ds_hetero.zero.layout import (
+    ALIGNMENT,
+    alignment_of,
+    check_weights,
+    cut_as_deepspeed,
+    cut_flat_group,
+    cut_parameter,
+    is_even,
+)
 
 positive = st.floats(min_value=0.01, max_value=100, allow_subnormal=False)
 some_zero = st.lists(st.one_of(st.just(0.0), positive), min_size=1, max_size=12).filter(any)
@@ -78,37 +84,34 @@ def test_weights_that_cannot_be_are_refused(weights, world_size, stage, said):
 # --- stage 3 ---------------------------------------------------------------------------------------
 
 
-def test_slots_are_the_smallest_whole_numbers_in_the_wanted_proportion():
-    assert Slots.from_weights((4, 3, 2, 1)).counts == (4, 3, 2, 1)
-    assert Slots.from_weights((0.75, 0.25)).counts == (3, 1)
-    assert Slots.from_weights((80, 80, 40)).counts == (2, 2, 1)
-    assert Slots.from_weights((3, 2)).counts == (3, 2)
-    assert Slots.from_weights((7.0, 7.0)).counts == (1, 1)
-    assert Slots.from_weights((1000, 1, 1, 1)).counts == (510, 1, 1, 1)  # 512 of four ranks, and one more
+def test_a_parameter_is_cut_at_multiples_of_the_alignment():
+    # 4096 by 3:1 is cut at 3072; by 4:3:2:1 at 1638.4, 2867.2 and 3686.4, which are 12.8, 22.4 and 28.8 units of 128.
+    assert cut_parameter(4096, (3, 1)).cuts == (0, 3072, 4096)
+    assert cut_parameter(4096, (4, 3, 2, 1)).cuts == (0, 1664, 2816, 3712, 4096)
 
 
-@given(st.lists(positive, min_size=1, max_size=8))
-def test_slots_follow_the_weights(weights):
-    slots = Slots.from_weights(weights)
-    wanted = [weight / sum(weights) for weight in weights]
-    got = [count / slots.total for count in slots.counts]
-    if min(wanted) > 0.05:
-        assert all(abs(g / w - 1) <= 0.0101 for g, w in zip(got, wanted, strict=True))
-    assert slots.total <= 128 * len(weights) + len(weights)
+def test_every_rank_owns_something_of_every_parameter():
+    assert cut_parameter(7, (100, 1, 1)).sizes == (5, 1, 1)
+    assert cut_parameter(7, (1, 1, 100)).sizes == (1, 1, 5)
+    assert cut_parameter(2, (1, 5, 1)).sizes == (1, 1, 1)
+    assert cut_parameter(0, (1, 2)).sizes == (1, 1)
+    assert cut_parameter(100_000, (1, 1e9, 1)).sizes == (128, 99_712, 160)
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 300))
-def test_shards_of_a_parameter_are_contiguous_and_cover_it(counts, num_elements):
-    slots = Slots(tuple(counts))
-    ranges = [slots.shard_range(num_elements, rank) for rank in range(len(counts))]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == num_elements
-    assert all(before[1] == after[0] for before, after in pairwise(ranges))
-    for rank, (start, stop) in enumerate(ranges):
-        assert stop - start <= slots.shard_elements(num_elements, rank)
-        assert start == min(slots.first(rank) * slots.slot_elements(num_elements), num_elements)
+@given(sizes, st.lists(positive, min_size=1, max_size=8))
+def test_shards_follow_the_weights_within_one_unit(num_elements, weights):
+    cut = cut_parameter(num_elements, weights)
+    total = max(num_elements, len(weights))
+    unit = alignment_of(total, len(weights), least=1)
+    assert cut.total == total
+    assert min(cut.sizes) >= unit
+    assert all(start % unit == 0 for start in cut.cuts[:-1])
+    if all(total * weight / sum(weights) >= 2 * unit for weight in weights):
+        for size, weight in zip(cut.sizes, weights, strict=True):
+            assert abs(size - total * weight / sum(weights)) <= unit + 1e-6
 
 
-def test_a_rank_without_slots_is_refused():
-    with pytest.raises(ConfigError, match="at least one slot"):
-        Slots((2, 0))
+def test_deepspeeds_own_cut_pads_the_end():
+    assert cut_as_deepspeed(10, 4).sizes == (3, 3, 3, 3)
+    assert cut_as_deepspeed(2, 4).sizes == (1, 1, 1, 1)
+    assert cut_as_deepspeed(0, 2).sizes == (0, 0)
