@@ -25,6 +25,7 @@ from ds_hetero.runtime.all_to_all import (
     scatter_sequence,
 )
 from ds_hetero.runtime.batch import BatchLayout
+from ds_hetero.runtime.clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.runtime.kernels import AttentionKernel
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.ring import Ring, make_ring, ring_backward, ring_forward
@@ -45,6 +46,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    clock: Clock = UNTIMED,
 ) -> Tensor:
     """Attention of this rank's tokens to the whole sequence.
 
@@ -57,6 +59,7 @@ def attention(
         window: with ``causal``, keys a query sees: itself and the ``window - 1`` before it.
         scale: of the scores, D ** -0.5 if left out.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
+        clock: is told of every phase, forward and backward.
 
     Caller: every rank of the replica, once per attention layer.
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point messages; the same again backward.
@@ -74,13 +77,13 @@ def attention(
     exchange, ring = _plan(replica, batch, causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if exchange.process_group is not None:
-        q, k, v = _GatherSequence.apply(q, k, v, exchange)  # type: ignore[no-untyped-call]
+        q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
     out_SBhD: Tensor = _GroupAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, sinks, replica, exchange.own, ring, kernel, scale, softcap
+        q, k, v, sinks, replica, exchange.own, ring, kernel, scale, softcap, clock
     )
     if exchange.process_group is None:
         return out_SBhD.transpose(0, 1).contiguous()
-    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange)  # type: ignore[no-untyped-call]
+    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange, clock)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -95,13 +98,18 @@ class _GatherSequence(torch.autograd.Function):
     """See `gather_sequence`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange = exchange
-        return gather_sequence(q, k, v, exchange)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, clock: Clock
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.plan = exchange, clock
+        with clock.phase(ALL_TO_ALL, "gather_sequence"):
+            return gather_sequence(q, k, v, exchange)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return *scatter_sequence(dq, dk, dv, ctx.exchange), None
+        exchange, clock = ctx.plan
+        with clock.phase(ALL_TO_ALL, "scatter_sequence"):
+            return *scatter_sequence(dq, dk, dv, exchange), None, None
 
 
 class _GroupAttention(torch.autograd.Function):
@@ -120,20 +128,21 @@ class _GroupAttention(torch.autograd.Function):
         kernel: AttentionKernel,
         scale: float,
         softcap: float | None,
+        clock: Clock,
     ) -> Tensor:
-        out, lse, kept = ring_forward(q, k, v, ring, replica.sp_group, kernel, scale, softcap)
+        out, lse, kept = ring_forward(q, k, v, ring, replica.sp_group, kernel, scale, softcap, clock)
         if sinks is not None:
             mine = sinks[slice(*own.q)].to(lse.dtype)[:, None]
             out = (out * torch.sigmoid(lse - mine).unsqueeze(-1)).to(out.dtype)
             lse = torch.logaddexp(lse, mine)
         out = out.permute(2, 0, 1, 3).contiguous()
-        ctx.plan = (replica, own, ring, kernel, scale, softcap)
+        ctx.plan = (replica, own, ring, kernel, scale, softcap, clock)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        replica, own, ring, kernel, scale, softcap = ctx.plan
+        replica, own, ring, kernel, scale, softcap, clock = ctx.plan
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
         dsinks = None
@@ -142,24 +151,22 @@ class _GroupAttention(torch.autograd.Function):
             delta = (dout.to(lse.dtype) * out).sum(-1)
             dsinks = torch.zeros_like(sinks)
             dsinks[slice(*own.q)] = -(torch.exp(mine - lse) * delta).sum((0, 2)).to(sinks.dtype)
-        if call := ring.undivided:
-            grads = kernel.backward(dout, q, k, v, out, lse, call.band, scale, softcap)
-        else:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            grads = tuple(torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-            ring_backward(dout, q, k, v, out, lse, kept, grads, ring, replica.sp_group, kernel, scale, softcap)
+        grads = ring_backward(dout, q, k, v, out, lse, kept, ring, replica.sp_group, kernel, scale, softcap, clock)
         dq, dk, dv = (x.to(q.dtype) for x in grads)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None, None, None, None, None
 
 
 class _ScatterOutput(torch.autograd.Function):
     """See `scatter_output`."""
 
     @staticmethod
-    def forward(ctx: Any, out_SBhD: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return scatter_output(out_SBhD, exchange)
+    def forward(ctx: Any, out_SBhD: Tensor, exchange: Exchange, clock: Clock) -> Tensor:
+        ctx.plan = exchange, clock
+        with clock.phase(ALL_TO_ALL, "scatter_output"):
+            return scatter_output(out_SBhD, exchange)
 
     @staticmethod
-    def backward(ctx: Any, dout_BsHD: Tensor) -> tuple[Tensor, None]:
-        return gather_output_heads(dout_BsHD, ctx.exchange), None
+    def backward(ctx: Any, dout_BsHD: Tensor) -> tuple[Tensor, None, None]:
+        exchange, clock = ctx.plan
+        with clock.phase(ALL_TO_ALL, "gather_output_heads"):
+            return gather_output_heads(dout_BsHD, exchange), None, None

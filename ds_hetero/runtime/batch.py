@@ -29,7 +29,7 @@ __all__ = ["BatchLayout", "agree_on_batch", "batch_layout", "control_device"]
 Documents = tuple[tuple[int, int], ...]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens")
+_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "schedule")
 _ABSENT = -1
 
 
@@ -75,6 +75,8 @@ def agree_on_batch(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cut_for: int | None = None,
+    earlier: Sequence[Schedule] = (),
 ) -> BatchLayout:
     """Exchange what this rank sees of the batch and derive the layout that all ranks share.
 
@@ -85,6 +87,9 @@ def agree_on_batch(
         position_ids: [B, s] or [1, s], this rank's shard.
         attention_mask: [B, s], this rank's shard; non-zero where a token is real.
         cu_seqlens: [documents + 1] boundaries in the whole flattened sequence, the same on every rank; B must be 1.
+        cut_for: fingerprint of the schedule for which the shard was cut, if it is known.
+        earlier: schedules that the replica had before, latest first; shards cut for them may still come. The layout
+            is that of the schedule for which the shards were cut.
 
     Caller: every rank of the replica, once per sharded forward.
     Collectives: one all_gather of a fixed header; one more of [B, max s] integers if positions restart or a mask pads.
@@ -92,22 +97,25 @@ def agree_on_batch(
     Raises:
         BatchError: on every rank, when the shards do not form one batch, or its mask cannot be honoured.
     """
-    headers = _gather_headers(replica, _header(shape, dtype, position_ids, attention_mask, cu_seqlens), device)
-    length = _check(replica, headers)
+    header = _header(shape, dtype, position_ids, attention_mask, cu_seqlens, cut_for)
+    headers = _gather_headers(replica, header, device)
+    _check(replica, headers)
+    length = sum(header["tokens"] for header in headers)
+    schedule = _schedule_of_shards((replica.schedule, *earlier), length, headers)
     batch_size = headers[0]["batch_size"]
     if cu_seqlens is not None:
         documents = _documents_from_cu_seqlens(cu_seqlens.tolist(), length, batch_size)
     elif attention_mask is not None:
         documents = [((0, length),)] * batch_size
         if any(header["padding"] for header in headers):
-            whole = _gather_shards(replica, length, attention_mask.ne(0).expand(batch_size, -1), device)
+            whole = _gather_shards(replica, schedule, length, attention_mask.ne(0).expand(batch_size, -1), device)
             documents = [_documents_from_mask(row, mask) for row, mask in enumerate(whole)]
-    elif position_ids is None or _plain(replica, length, headers):
+    elif position_ids is None or _plain(schedule, length, headers):
         documents = [((0, length),)] * batch_size
     else:
-        whole = _gather_shards(replica, length, position_ids.expand(batch_size, -1), device)
+        whole = _gather_shards(replica, schedule, length, position_ids.expand(batch_size, -1), device)
         documents = [_documents_from_positions(row) for row in whole]
-    return _layout(replica, length, documents)
+    return _layout(schedule, length, documents)
 
 
 def control_device(replica: Replica, device: torch.device) -> torch.device:
@@ -124,6 +132,7 @@ def _header(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    cut_for: int | None,
 ) -> list[int]:
     batch_size, tokens = shape
     position_sum = position_moment = padding = boundaries = _ABSENT
@@ -135,7 +144,8 @@ def _header(
         padding = int(attention_mask.eq(0).sum())
     if cu_seqlens is not None:
         boundaries = hash(tuple(cu_seqlens.tolist()))
-    return [batch_size, tokens, _DTYPES.index(dtype), position_sum, position_moment, padding, boundaries]
+    schedule = _ABSENT if cut_for is None else cut_for
+    return [batch_size, tokens, _DTYPES.index(dtype), position_sum, position_moment, padding, boundaries, schedule]
 
 
 def _gather_headers(replica: Replica, header: list[int], device: torch.device) -> list[dict[str, int]]:
@@ -150,8 +160,8 @@ def _all_gather(replica: Replica, mine: Tensor) -> list[Tensor]:
     return parts
 
 
-def _check(replica: Replica, headers: list[dict[str, int]]) -> int:
-    """The whole length, after every rank has seen the same headers and so reaches the same verdict."""
+def _check(replica: Replica, headers: list[dict[str, int]]) -> None:
+    """Raise where the shards are not of one batch; every rank has seen the same headers and so does the same."""
     for name, show in (
         ("batch_size", int),
         ("dtype", lambda i: str(_DTYPES[i]).removeprefix("torch.")),
@@ -168,32 +178,60 @@ def _check(replica: Replica, headers: list[dict[str, int]]) -> int:
         if len(set(given)) > 1:
             what = "position_ids" if name == "position_sum" else "attention_mask"
             raise BatchError(f"{what} must be given on all ranks or on none, but by rank it is {given}.")
-    held = {rank: header["tokens"] for rank, header in zip(replica.ranks, headers, strict=True)}
-    length = sum(held.values())
-    try:
-        wanted = replica.schedule.tokens(length)
-    except ScheduleError as error:
-        raise BatchError(str(error)) from None
-    if held != wanted:
+
+
+def _schedule_of_shards(schedules: Sequence[Schedule], length: int, headers: list[dict[str, int]]) -> Schedule:
+    """The one of ``schedules`` for which the shards were cut: as they say, or as their sizes and positions tell."""
+    told = {header["schedule"] for header in headers} - {_ABSENT}
+    known = [schedule for schedule in schedules if told <= {schedule.fingerprint}]
+    if not known:
         raise BatchError(
-            f"the shards of a batch of {length} tokens have {list(held.values())} tokens by rank, the schedule gives "
-            f"{list(wanted.values())}. Shard each batch with ds_hetero's loader (handle.dataloader); "
+            f"the shards were cut for the schedule(s) {sorted(f'{t & 0xFFFFFFFF:08x}' for t in told)}, the replica has "
+            f"had {[f'{s.fingerprint & 0xFFFFFFFF:08x}' for s in schedules]}. Draw a step's batches on every rank "
+            "between the same two steps."
+        )
+    held = [header["tokens"] for header in headers]
+    fitting = [schedule for schedule in known if _tokens(schedule, length) == held]
+    if not fitting:
+        try:
+            wanted = list(known[0].tokens(length).values())
+        except ScheduleError as error:
+            raise BatchError(str(error)) from None
+        raise BatchError(
+            f"the shards of a batch of {length} tokens have {held} tokens by rank, the schedule gives "
+            f"{wanted}. Shard each batch with ds_hetero's loader (handle.dataloader); "
             "a forward on whole batches belongs in model.eval()."
         )
-    return length
+    cuts = {tuple(schedule.intervals(length, rank) for rank in schedule.ranks) for schedule in fitting}
+    if len(cuts) > 1:
+        fitting = [schedule for schedule in fitting if _plain(schedule, length, headers)]
+        if len(fitting) != 1:
+            raise BatchError(
+                "the schedule has changed, and these shards do not tell whether they were cut before or after that: "
+                "pass position_ids on as ds_hetero's loader made them, not a copy."
+            )
+    return fitting[0]
 
 
-def _plain(replica: Replica, length: int, headers: list[dict[str, int]]) -> bool:
+def _tokens(schedule: Schedule, length: int) -> list[int] | None:
+    """By rank; None if the sequence is too short for the schedule."""
+    try:
+        return list(schedule.tokens(length).values())
+    except ScheduleError:
+        return None
+
+
+def _plain(schedule: Schedule, length: int, headers: list[dict[str, int]]) -> bool:
     """Whether the position ids of all ranks are 0 .. length - 1, judged by two moments of each shard.
 
     Positions that restart never exceed the plain ones, so an equal sum alone proves them equal; the second moment
     tells other numberings apart.
     """
-    for rank, header in zip(replica.ranks, headers, strict=True):
+    for rank, header in zip(schedule.ranks, headers, strict=True):
         total = moment = 0
         tokens, batch_size = header["tokens"], header["batch_size"]
         index = 1
-        for start, stop in replica.schedule.intervals(length, rank):
+        for start, stop in schedule.intervals(length, rank):
             count = stop - start
             first = count * (start + stop - 1) // 2
             total += first
@@ -211,16 +249,18 @@ def _plain(replica: Replica, length: int, headers: list[dict[str, int]]) -> bool
 # --- documents -------------------------------------------------------------------------------------
 
 
-def _gather_shards(replica: Replica, length: int, shard: Tensor, device: torch.device) -> list[list[int]]:
+def _gather_shards(
+    replica: Replica, schedule: Schedule, length: int, shard: Tensor, device: torch.device
+) -> list[list[int]]:
     """Rows of a whole [B, length] integer tensor from the shards of all ranks."""
-    tokens = replica.schedule.tokens(length)
+    tokens = schedule.tokens(length)
     widest = max(tokens.values())
     padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=control_device(replica, device))
     padded[:, : shard.shape[1]] = shard
     whole = padded.new_empty(shard.shape[0], length)
     for part, rank in zip(_all_gather(replica, padded), replica.ranks, strict=True):
         at = 0
-        for start, stop in replica.schedule.intervals(length, rank):
+        for start, stop in schedule.intervals(length, rank):
             whole[:, start:stop] = part[:, at : at + stop - start]
             at += stop - start
     rows: list[list[int]] = whole.tolist()
@@ -256,12 +296,12 @@ def _documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_siz
     return [tuple((a, b) for a, b in pairwise(boundaries) if a < b)]
 
 
-def _layout(replica: Replica, length: int, documents: Sequence[Documents]) -> BatchLayout:
+def _layout(schedule: Schedule, length: int, documents: Sequence[Documents]) -> BatchLayout:
     rows = []
     for same, run in groupby(range(len(documents)), key=lambda row: documents[row]):
         members = list(run)
         rows.append(Rows(members[0], members[-1] + 1, same))
-    return batch_layout(replica.schedule, length, tuple(rows))
+    return batch_layout(schedule, length, tuple(rows))
 
 
 @lru_cache(maxsize=64)

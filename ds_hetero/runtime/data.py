@@ -26,7 +26,7 @@ from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.runtime.batch import control_device
 from ds_hetero.runtime.exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import WholeBatch, read_batch
+from ds_hetero.runtime.shards import WholeBatch, mark_schedule, read_batch
 from ds_hetero.runtime.sources import OWN, SAME, Source, decide, describe
 
 __all__ = ["ShardedLoader"]
@@ -84,7 +84,7 @@ class ShardedLoader:
         keep_labels: bool = False,
     ) -> None:
         self.dataloader: Any = dataloader
-        self.replica = replica
+        self._replica = replica
         self._keep_labels = keep_labels
         self._device = control_device(replica, device)
         self._opened: Iterator[WholeBatch] | None = None  # an epoch begun to look at its first batch
@@ -96,6 +96,11 @@ class ShardedLoader:
         self._state_before_round: Any = None
         self._skipped = 0
         self.batches, self._lengths = self._establish(batches)
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica; batches are cut for the schedule that it has when they are drawn."""
+        return self._replica
 
     def __len__(self) -> int:
         if self.batches == SAME:
@@ -260,11 +265,16 @@ class ShardedLoader:
         raise_failures({rank: payload for rank, (status, _), payload in said if status == _ERROR}, error)
         if all(status == _END for status, _ in rows):
             return []
+        schedule = self.replica.schedule
         if self.batches == OWN:
-            return exchange_shards(batch, payloads, self.replica, self._device)
-        if batch is None or any(row != rows[0] for row in rows):
+            shards = exchange_shards(batch, payloads, self.replica, self._device)
+        elif batch is None or any(row != rows[0] for row in rows):
             self._raise_difference(batch)
-        return [batch.shard(self.replica.schedule.intervals(batch.length, self.replica.rank))]
+        else:
+            shards = [batch.shard(schedule.intervals(batch.length, self.replica.rank))]
+        for shard in shards:
+            mark_schedule(shard["position_ids"], schedule.fingerprint)
+        return shards
 
     def _establish(self, asked: str | None) -> tuple[str, tuple[int | None, ...]]:
         """``batches`` for the whole job, and the number of batches on each rank of this replica."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.errors import ScheduleError
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["Replica", "make_replica"]
+__all__ = ["ProcessGroups", "Replica", "make_replica"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,16 +61,34 @@ class Replica:
         return self.schedule.ring_groups[self.ring_position]
 
 
-def make_replica(schedules: Sequence[Schedule]) -> Replica:
+class ProcessGroups:
+    """Process groups by their ranks, made when they are first asked for and kept for schedules to come.
+
+    Every rank of the world must ask for the same groups in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def of(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The group of ``ranks``, ascending; one new_group the first time."""
+        key = tuple(sorted(ranks))
+        if key not in self._made:
+            self._made[key] = dist.new_group(list(key))
+        return self._made[key]
+
+
+def make_replica(schedules: Sequence[Schedule], groups: ProcessGroups | None = None) -> Replica:
     """Compare the schedules of all ranks, then make every process group that they need.
 
     Args:
         schedules: one per replica, together holding every rank of the world once (see
             `ds_hetero.schedule.schedules_for_world`); the same on every rank.
+        groups: those of the schedules before, to be used again; left out, all are made anew.
 
-    Caller: every rank of the world, once at start.
-    Collectives: one all_gather of a fingerprint; one new_group per replica and per all-to-all group, in the
-    same order on every rank.
+    Caller: every rank of the world, at start and whenever the schedules change.
+    Collectives: one all_gather of a fingerprint; one new_group for every replica and every all-to-all group that
+    ``groups`` does not have, in the same order on every rank.
 
     Raises:
         ScheduleError: on every rank, when the schedules differ between ranks or do not fit the world.
@@ -82,10 +100,11 @@ def make_replica(schedules: Sequence[Schedule]) -> Replica:
         raise ScheduleError(
             f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place."
         )
+    groups = ProcessGroups() if groups is None else groups
     mine: Replica | None = None
     for replica_id, schedule in enumerate(schedules):
-        sp_group = dist.new_group(list(schedule.ranks))
-        a2a_groups = [dist.new_group(sorted(g.ranks)) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
+        sp_group = groups.of(schedule.ranks)
+        a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
             mine = Replica(
                 schedule=schedule,

@@ -25,12 +25,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.blocks import RingTable, Transfer
-from ds_hetero.runtime.channel import Channel, Message
+from ds_hetero.runtime.channel import Channel, Message, Round
+from ds_hetero.runtime.clock import ATTENTION, RING_WAIT, UNTIMED, Clock
 from ds_hetero.runtime.kernels import AttentionKernel, Band, merge_
 
 __all__ = ["Call", "Ring", "SubRing", "make_ring", "ring_backward", "ring_forward"]
 
 _GRAD_TAG = 1 << 16  # tags below carry KV, tags above carry its gradient
+# Operations a pair of query and key and element of a head: QK^T and PV forward; the scores again, dV, dP, dQ and dK
+# backward (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
+_FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 
 
 class Call(NamedTuple):
@@ -118,6 +122,18 @@ class Ring:
         calls = [call for by_sub_ring in self.calls for calls in by_sub_ring for call in calls]
         return calls[0] if len(calls) == 1 and self.size == 1 and _covers(calls[0], self) else None
 
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of query and key that this rank computes, over heads and rows."""
+        return sum(
+            (call.rows.stop - call.rows.start)
+            * (call.q_heads.stop - call.q_heads.start)
+            * call.band.pairs(call.q.stop - call.q.start, call.k.stop - call.k.start)
+            for by_sub_ring in self.calls
+            for calls in by_sub_ring
+            for call in calls
+        )
+
     def forward_round(self, step: int) -> tuple[list[Transfer], list[Transfer]]:
         """(receives, sends) of this position in forward round ``step``."""
         return self._mine(self.table.forward_rounds, step)
@@ -198,6 +214,7 @@ def ring_forward(
     kernel: AttentionKernel,
     scale: float,
     softcap: float | None,
+    clock: Clock = UNTIMED,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention of this group's tokens to the whole sequence, for this rank's heads.
 
@@ -208,29 +225,47 @@ def ring_forward(
     Caller: every rank of the replica, in the forward of `attention`.
     Messages: one KV block per sub-ring and round to the next group that needs it.
     """
+    clock.computed_attention(_FORWARD_FLOPS * ring.pairs * q.shape[-1])
     if call := ring.undivided:
-        out, lse = kernel.forward(q, k, v, call.band, scale, softcap)
+        with clock.phase(ATTENTION, "attention"):
+            out, lse = kernel.forward(q, k, v, call.band, scale, softcap)
         return out, lse, []
-    out, lse = _empty_result(q)
+    with clock.phase(ATTENTION, "attention_begin"):
+        out, lse = _empty_result(q)
+        held = {ring.position: _pack(k, v, ring)}
+        own = _own_kv(k, v, held[ring.position], ring)
     channel = Channel(group)
-    held = {ring.position: _pack(k, v, ring)}
-    own = _own_kv(k, v, held[ring.position], ring)
     for step in range(ring.size):
         source = ring.source(step)
-        receives, sends = ring.forward_round(step)
-        arriving = {t.source: _buffers(q, ring, t.source, q.dtype) for t in receives}
-        round_ = channel.post(_messages(ring, arriving, receives, "sender"), _messages(ring, held, sends, "receiver"))
-        for i, calls in enumerate(ring.calls[source]):
-            for call in calls:
-                keys, values = own[i] if step == 0 else held[source][i]
-                part = kernel.forward(*_operands(call, q, keys, values), call.band, scale, softcap)
-                _accumulate(out, lse, call, *part)
-        round_.wait()
+        with clock.phase(ATTENTION, "attention"):
+            receives, sends = ring.forward_round(step)
+            arriving = {t.source: _buffers(q, ring, t.source, q.dtype) for t in receives}
+            round_ = channel.post(
+                _messages(ring, arriving, receives, "sender"), _messages(ring, held, sends, "receiver")
+            )
+            for i, calls in enumerate(ring.calls[source]):
+                for call in calls:
+                    keys, values = own[i] if step == 0 else held[source][i]
+                    part = kernel.forward(*_operands(call, q, keys, values), call.band, scale, softcap)
+                    _accumulate(out, lse, call, *part)
+        _wait(round_, receives, clock)
         if step + 1 < ring.size:  # what the last step worked on is kept for the backward
             later = {t.source for s in range(step + 1, ring.size) for t in ring.forward_round(s)[1]}
             held = {source: kv for source, kv in held.items() if source in later} | arriving
-    channel.finish()
+    _finish(channel, ring, clock)
     return out.to(q.dtype), lse, held.get(ring.source(ring.size - 1), []) if ring.size > 1 else []
+
+
+def _wait(round_: Round, receives: Sequence[Transfer], clock: Clock) -> None:
+    if receives:
+        with clock.phase(RING_WAIT, "ring_wait"):
+            round_.wait()
+
+
+def _finish(channel: Channel, ring: Ring, clock: Clock) -> None:
+    if ring.size > 1:
+        with clock.phase(RING_WAIT, "ring_finish"):
+            channel.finish()
 
 
 def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,54 +336,62 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
     kept: list[Tensor],
-    grads: tuple[Tensor, Tensor, Tensor],
     ring: Ring,
     group: ProcessGroup,
     kernel: AttentionKernel,
     scale: float,
     softcap: float | None,
-) -> None:
-    """Gradients of `ring_forward`, added to ``grads`` = (dq, dk, dv), shaped like q, k, v.
+    clock: Clock = UNTIMED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of `ring_forward`, shaped like q, k, v; in fp32 where they are sums of several parts.
 
     ``out`` and ``lse`` are the merged ones, so that every block's backward is exact by itself.
 
     Caller: every rank of the replica, in the backward of `attention`.
     Messages: per sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
     """
-    dq, dk, dv = grads
+    clock.computed_attention(_BACKWARD_FLOPS * ring.pairs * q.shape[-1])
+    if call := ring.undivided:
+        with clock.phase(ATTENTION, "attention_backward"):
+            return kernel.backward(dout, q, k, v, out, lse, call.band, scale, softcap)
+    with clock.phase(ATTENTION, "attention_backward_begin"):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        held = {ring.position: _pack(k, v, ring)}
+        if kept:
+            held[(ring.position + 1) % ring.size] = kept
+        own = _own_kv(k, v, held[ring.position], ring)
     channel = Channel(group)
-    held = {ring.position: _pack(k, v, ring)}
-    if kept:
-        held[(ring.position + 1) % ring.size] = kept
-    own = _own_kv(k, v, held[ring.position], ring)
     partial: dict[int, list[Tensor]] = {}  # dK/dV of visiting blocks, until the next group takes them over
     for step in range(ring.size):
         source = (ring.position + 1 + step) % ring.size
         local = source == ring.position
         kv_receives, kv_sends = ring.backward_kv_round(step)
         grad_receives, grad_sends = ring.backward_grad_round(step)
-        arriving = {t.source: _buffers(q, ring, t.source, q.dtype) for t in kv_receives}
-        added = {t.source: _buffers(q, ring, t.source, dk.dtype) for t in grad_receives}
-        round_ = channel.post(
-            _messages(ring, arriving, kv_receives, "sender")
-            + _messages(ring, added, grad_receives, "sender", _GRAD_TAG),
-            _messages(ring, held, kv_sends, "receiver") + _messages(ring, partial, grad_sends, "receiver", _GRAD_TAG),
-        )
-        partial = {s: x for s, x in partial.items() if s not in {t.source for t in grad_sends}}
-        if ring.position in ring.table.paths[source]:
-            partial[source] = [x.zero_() for x in _buffers(q, ring, source, dk.dtype)]
-        for i, (sub, calls) in enumerate(zip(ring.sub_rings, ring.calls[source], strict=True)):
-            for call in calls:
-                keys, values = own[i] if local else held[source][i]
-                dkeys, dvalues = (x[:, slice(*sub.kv)] for x in (dk, dv)) if local else partial[source][i]
-                at_q, at_k = (call.rows, call.q_heads, call.q), (call.rows, call.kv_heads, call.k)
-                part = kernel.backward(
-                    dout[at_q], *_operands(call, q, keys, values), out[at_q], lse[at_q], call.band, scale, softcap
-                )
-                dq[at_q] += part[0]
-                dkeys[at_k] += part[1]
-                dvalues[at_k] += part[2]
-        round_.wait()
+        with clock.phase(ATTENTION, "attention_backward"):
+            arriving = {t.source: _buffers(q, ring, t.source, q.dtype) for t in kv_receives}
+            added = {t.source: _buffers(q, ring, t.source, dk.dtype) for t in grad_receives}
+            round_ = channel.post(
+                _messages(ring, arriving, kv_receives, "sender")
+                + _messages(ring, added, grad_receives, "sender", _GRAD_TAG),
+                _messages(ring, held, kv_sends, "receiver")
+                + _messages(ring, partial, grad_sends, "receiver", _GRAD_TAG),
+            )
+            partial = {s: x for s, x in partial.items() if s not in {t.source for t in grad_sends}}
+            if ring.position in ring.table.paths[source]:
+                partial[source] = [x.zero_() for x in _buffers(q, ring, source, dk.dtype)]
+            for i, (sub, calls) in enumerate(zip(ring.sub_rings, ring.calls[source], strict=True)):
+                for call in calls:
+                    keys, values = own[i] if local else held[source][i]
+                    dkeys, dvalues = (x[:, slice(*sub.kv)] for x in (dk, dv)) if local else partial[source][i]
+                    at_q, at_k = (call.rows, call.q_heads, call.q), (call.rows, call.kv_heads, call.k)
+                    part = kernel.backward(
+                        dout[at_q], *_operands(call, q, keys, values), out[at_q], lse[at_q], call.band, scale, softcap
+                    )
+                    dq[at_q] += part[0]
+                    dkeys[at_k] += part[1]
+                    dvalues[at_k] += part[2]
+        _wait(round_, [*kv_receives, *grad_receives], clock)
         for buffers in added.values():
             for i, sub in enumerate(ring.sub_rings):
                 columns = slice(*ring.columns[source])
@@ -357,4 +400,5 @@ def ring_backward(
                     whole += part_
         later = {t.source for s in range(step + 1, ring.size) for t in ring.backward_kv_round(s)[1]}
         held = {s: kv for s, kv in held.items() if s in later} | arriving
-    channel.finish()
+    _finish(channel, ring, clock)
+    return dq, dk, dv

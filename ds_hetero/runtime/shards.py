@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 
-__all__ = ["IGNORE_INDEX", "WholeBatch", "cut", "read_batch"]
+__all__ = ["IGNORE_INDEX", "WholeBatch", "cut", "mark_schedule", "marked_schedule", "read_batch"]
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
 
@@ -105,6 +105,17 @@ def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
     return torch.cat(parts, dim=1).cpu()
+
+
+def mark_schedule(tensor: Tensor, fingerprint: int) -> Tensor:
+    """Write on a shard's tensor for which schedule it was cut; a rank may hold shards from before a change of it."""
+    tensor.ds_hetero_schedule = fingerprint  # type: ignore[attr-defined]
+    return tensor
+
+
+def marked_schedule(tensor: Tensor) -> int | None:
+    """What `mark_schedule` wrote; None on a copy, which does not have it."""
+    return getattr(tensor, "ds_hetero_schedule", None)
 
 
 # --- the entries -----------------------------------------------------------------------------------

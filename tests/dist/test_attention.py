@@ -16,6 +16,7 @@ from ds_hetero.errors import PeerError
 from ds_hetero.runtime import channel as channel_module
 from ds_hetero.runtime.attention import attention
 from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.clock import StepClock
 from ds_hetero.runtime.kernels import select
 from ds_hetero.runtime.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica
@@ -167,6 +168,42 @@ def _count_bytes(rank, schedule, causal, window):
     forward, sent[0] = sent[0], 0
     out.sum().backward()
     return forward, sent[0]
+
+
+# --- what is measured --------------------------------------------------------------------------------
+
+
+def test_every_phase_is_named_and_work_is_counted_where_it_is_done():
+    """Two groups of two, causal: 96 * 97 / 2 pairs a head, 8 heads of 4, shared out as the schedule says."""
+    groups = (Group(ranks=(0, 1), tokens=(3, 1), heads=(5, 3)), Group(ranks=(2, 3), tokens=(2, 2), heads=(8, 0)))
+    schedule = Schedule(num_heads=8, num_kv_heads=2, groups=groups)
+    found = run_ranks(_trace, 4, schedule)
+    phases = {"gather_sequence", "attention", "ring_wait", "ring_finish", "scatter_output"}
+    phases |= {"gather_output_heads", "attention_backward", "scatter_sequence"}
+    for names, times in found:
+        assert phases <= names
+        assert min(times.attention_s, times.all_to_all_s, times.ring_wait_s, times.model_s) > 0
+        inside = times.attention_s + times.all_to_all_s + times.ring_wait_s + times.model_s
+        assert inside < times.step_s
+    flops = [times.attention_flops for _, times in found]
+    assert sum(flops) == (4 + 10) * 8 * 4 * 96 * 97 // 2
+    assert flops[3] == 0
+    assert flops[0] / flops[1] == 5 / 3
+
+
+def _trace(rank, schedule):
+    replica = make_replica([schedule])
+    mine = schedule.positions(96, rank)
+    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    kernel, clock = select(CPU, torch.float32, 4, None, None), StepClock(CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        clock.forward_begins(training=True)
+        q, kv = torch.randn(1, 8, len(mine), 4), torch.randn(2, 1, 2, len(mine), 4)
+        leaves = [x.requires_grad_() for x in (q, *kv.unbind())]
+        attention(*leaves, replica, batch, kernel=kernel, clock=clock).sum().backward()
+        clock.end_step()
+    names = {event.key.removeprefix("ds_hetero.") for event in profile.key_averages() if "ds_hetero." in event.key}
+    return names, clock.taken()[0]
 
 
 # --- faults ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_hetero.errors import BatchError
 from ds_hetero.runtime.batch import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
@@ -112,3 +113,39 @@ def _fault(rank, fault):
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def test_shards_from_before_a_change_of_schedule():
+    run_ranks(_before_a_change, 2)
+
+
+def _before_a_change(rank):
+    def one_ring(*tokens, layout="contiguous"):
+        groups = tuple(Group(ranks=(r,), tokens=(t,), heads=(2,)) for r, t in enumerate(tokens))
+        return Schedule(num_heads=2, num_kv_heads=2, groups=groups, layout=layout)
+
+    old, zigzag, new = one_ring(1, 3), one_ring(1, 1, layout="zigzag"), one_ring(1, 1)
+    replica = make_replica([new])
+
+    def agree(schedule, told, earlier=(old, zigzag), **kwargs):
+        mine = schedule.positions(40, rank)
+        positions = kwargs.pop("positions", torch.arange(40))[None, mine]
+        cut_for = schedule.fingerprint if told else None
+        return agree_on_batch(
+            replica, positions.shape, torch.float32, CPU, position_ids=positions, cut_for=cut_for, earlier=earlier
+        ).schedule
+
+    packed = torch.cat([torch.arange(11), torch.arange(29)])
+    for schedule in (old, zigzag, new):
+        assert agree(schedule, told=True) is schedule
+        assert agree(schedule, told=True, positions=packed) is schedule
+        assert agree(schedule, told=False) is schedule  # by sizes, and else by positions
+    assert agree(old, told=False, positions=packed) is old
+    with pytest.raises(BatchError, match="do not tell whether they were cut before or after"):
+        agree(zigzag, told=False, positions=packed)
+    with pytest.raises(BatchError, match="the replica has had"):
+        agree(old, told=True, earlier=())
+    with pytest.raises(BatchError, match="the replica has had"):  # the ranks drew theirs at different times
+        agree_on_batch(
+            replica, (1, 20), torch.float32, CPU, cut_for=(new if rank else zigzag).fingerprint, earlier=(zigzag,)
+        )

@@ -33,6 +33,13 @@ def blocks(draw, largest=70):
     return num_queries, num_keys, Band(lo, hi)
 
 
+@given(blocks())
+def test_pairs_of_a_band_are_counted(block):
+    num_queries, num_keys, band = block
+    visible = visible_in(band, num_queries, num_keys)
+    assert band.pairs(num_queries, num_keys) == sum(visible(i, j) for i in range(num_queries) for j in range(num_keys))
+
+
 def visible_in(band, num_queries, num_keys):
     lo, hi = band.bounds(num_queries, num_keys)
     return lambda i, j: (lo <= j - i) & (j - i <= hi)

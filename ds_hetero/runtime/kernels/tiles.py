@@ -55,6 +55,20 @@ class Band(NamedTuple):
             -1 if hi == num_keys - 1 else hi - corner,
         )
 
+    def pairs(self, num_queries: int, num_keys: int) -> int:
+        """Pairs of query and key that see each other."""
+
+        def below(diagonal: int) -> int:  # pairs with j - i <= diagonal: a triangle, less what lies outside the block
+            x = num_queries + diagonal
+            return _triangle(x) - _triangle(diagonal) - _triangle(x - num_keys) + _triangle(diagonal - num_keys)
+
+        lo, hi = self.bounds(num_queries, num_keys)
+        return below(hi) - below(lo - 1)
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2 if side > 0 else 0
+
 
 FULL = Band(None, None)
 CAUSAL = Band(None, 0)  # of a square: j <= i

@@ -1,0 +1,210 @@
+"""Where the time of a step goes on this rank, measured without making the device wait.
+
+    with clock.phase(ATTENTION, "attention"):        a range with that name in a torch profiler's trace, and its time
+    clock.forward_begins() ... clock.end_step()      the engine's steps; `StepClock.taken` gives what is known of them
+
+On CUDA a phase is two events on the current stream, read when they have happened, so waiting for another rank counts
+where the stream waits; elsewhere it is the wall clock of the thread that computes. A phase inside another one has its
+name in the trace, and its time belongs to the outer one.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+__all__ = ["ALL_TO_ALL", "ATTENTION", "IDLE", "RING_WAIT", "UNTIMED", "Clock", "StepClock", "StepTimes"]
+
+ATTENTION = "attention"  # kernels, and the merging of what they return
+ALL_TO_ALL = "all_to_all"  # packing, moving, and waiting for the slowest of the group
+RING_WAIT = "ring_wait"  # waiting for KV or its gradient to arrive, or to be sent
+IDLE = "idle"  # waiting in any other collective
+
+_PREFIX = "ds_hetero."
+_IN_BLOCK = (ATTENTION, ALL_TO_ALL, RING_WAIT)
+_KEPT_STEPS = 256  # whose times nobody has asked for yet
+
+_Mark = Any  # a moment: perf_counter's seconds, or a CUDA event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """One optimizer step on one rank.
+
+    Args:
+        step_s: from the end of the step before.
+        attention_s, all_to_all_s, ring_wait_s, idle_s: in the phases of this module.
+        model_s: of forward and backward outside those phases, up to the last exchange of a backward: the rank's work
+            that grows with its tokens. What `step_s` has beyond all of these is the optimizer, the loader, the host,
+            and collectives that run on streams of their own.
+        attention_flops: operations of this rank's attention as it was computed, 4 a pair of query and key, head and
+            element of a head forward, 10 backward.
+        tokens: held by this rank, of all rows and micro-batches.
+        length: tokens of the longest sequence over all ranks; sequences: rows, of all micro-batches.
+    """
+
+    step_s: float
+    attention_s: float
+    all_to_all_s: float
+    ring_wait_s: float
+    idle_s: float
+    model_s: float
+    attention_flops: int
+    tokens: int
+    length: int
+    sequences: int
+
+
+class Clock:
+    """Names phases for a profiler and measures nothing; what is used where nobody asks for times."""
+
+    @contextmanager
+    def phase(self, kind: str, name: str) -> Iterator[None]:
+        """Name what happens inside.
+
+        Args:
+            kind: one of this module's constants.
+            name: in the trace, with ``ds_hetero.`` before it.
+        """
+        with record_function(_PREFIX + name):
+            yield
+
+    def computed_attention(self, flops: int) -> None:
+        """Count operations of attention; see `StepTimes`."""
+
+    def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
+        """Count a micro-batch of ``sequences`` rows, ``tokens`` of whose ``length`` tokens each are on this rank."""
+
+
+UNTIMED = Clock()
+
+
+@dataclass
+class _Step:
+    """What is noted during a step."""
+
+    begin: _Mark | None = None
+    end: _Mark | None = None
+    ranges: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)
+    windows: list[tuple[int, _Mark]] = field(default_factory=list)  # of a forward: ranges before it, its beginning
+    is_training: bool = True
+    attention_flops: int = 0
+    tokens: int = 0
+    length: int = 0
+    sequences: int = 0
+
+
+class StepClock(Clock):
+    """Takes the times of this rank's steps.
+
+    Args:
+        device: where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now, self._elapsed_s, self._is_over = _events() if device.type == "cuda" else _wall_clock()
+        self._step = _Step()
+        self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
+        self._inside = False
+
+    @contextmanager
+    def phase(self, kind: str, name: str) -> Iterator[None]:
+        """Name and time what happens inside; see `Clock.phase`."""
+        with record_function(_PREFIX + name):
+            if self._inside:
+                yield
+                return
+            self._inside = True
+            begin = self._now()
+            try:
+                yield
+            finally:
+                self._step.ranges.append((kind, begin, self._now()))
+                self._inside = False
+
+    def computed_attention(self, flops: int) -> None:
+        """Count operations of attention."""
+        self._step.attention_flops += flops
+
+    def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
+        """Count a micro-batch."""
+        step = self._step
+        step.sequences += sequences
+        step.tokens += sequences * tokens
+        step.length = max(step.length, length)
+
+    # --- the engine's steps -------------------------------------------------------------------------
+
+    def forward_begins(self, training: bool) -> None:
+        """Called before each forward; a step with an evaluation in it says nothing about training and is dropped."""
+        step = self._step
+        now = self._now()
+        step.begin = now if step.begin is None else step.begin
+        step.is_training &= training
+        step.windows.append((len(step.ranges), now))
+
+    def end_step(self) -> None:
+        """Called after each optimizer step."""
+        step, now = self._step, self._now()
+        if step.begin is not None and step.is_training:
+            step.end = now
+            self._pending.append(step)
+        self._step = _Step(begin=now)
+
+    def restart(self) -> None:
+        """Forget what was noted so far, as after a change that makes it worthless."""
+        self._pending.clear()
+        self._step = _Step()
+
+    def taken(self) -> list[StepTimes]:
+        """Steps that are over on the device and have not been given out, oldest first."""
+        found = []
+        while self._pending and self._is_over(self._pending[0].end):
+            found.append(self._read(self._pending.popleft()))
+        return found
+
+    def _read(self, step: _Step) -> StepTimes:
+        elapsed = self._elapsed_s
+        seconds = [elapsed(begin, end) for _, begin, end in step.ranges]
+        total = dict.fromkeys((*_IN_BLOCK, IDLE), 0.0)
+        for (kind, _, _), second in zip(step.ranges, seconds, strict=True):
+            total[kind] += second
+        in_block = [i for i, (kind, _, _) in enumerate(step.ranges) if kind in _IN_BLOCK]
+        model_s = 0.0
+        for (first, begin), after in zip(step.windows, [*(w[0] for w in step.windows[1:]), len(seconds)], strict=True):
+            last = in_block[bisect_right(in_block, after - 1) - 1] if in_block else -1
+            if last >= first:
+                model_s += elapsed(begin, step.ranges[last][2]) - sum(seconds[first : last + 1])
+        return StepTimes(
+            step_s=elapsed(step.begin, step.end),
+            attention_s=total[ATTENTION],
+            all_to_all_s=total[ALL_TO_ALL],
+            ring_wait_s=total[RING_WAIT],
+            idle_s=total[IDLE],
+            model_s=max(model_s, 0.0),
+            attention_flops=step.attention_flops,
+            tokens=step.tokens,
+            length=step.length,
+            sequences=step.sequences,
+        )
+
+
+def _wall_clock() -> tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool]]:
+    return time.perf_counter, lambda begin, end: float(end - begin), lambda mark: True
+
+
+def _events() -> tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool]]:
+    def now() -> _Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    return now, lambda begin, end: float(begin.elapsed_time(end)) / 1e3, lambda mark: bool(mark.query())

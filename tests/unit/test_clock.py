@@ -1,0 +1,119 @@
+"""What a step is divided into, told by a clock that only moves when the test says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_hetero.runtime import clock as clock_module
+from ds_hetero.runtime.clock import ALL_TO_ALL, ATTENTION, IDLE, RING_WAIT, UNTIMED, StepClock
+
+
+class Times:
+    """A clock to be measured with, and the time that it shows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.device_is_at = 0.0, float("inf")
+        reading = (lambda: self.now, lambda begin, end: end - begin, lambda mark: mark <= self.device_is_at)
+        monkeypatch.setattr(clock_module, "_wall_clock", lambda: reading)
+        self.clock = StepClock(torch.device("cpu"))
+
+    def spend(self, seconds: float, kind: str | None = None) -> None:
+        if kind is None:
+            self.now += seconds
+        else:
+            with self.clock.phase(kind, kind):
+                self.now += seconds
+
+    def micro_batch(self) -> None:
+        self.clock.forward_begins(training=True)
+        self.spend(0.01, IDLE)  # agreeing on the batch
+        for _ in range(2):  # forward, backward
+            self.spend(2)
+            self.spend(0.1, ALL_TO_ALL)
+            self.spend(3, ATTENTION)
+            self.spend(0.5, RING_WAIT)
+            self.spend(0.1, ALL_TO_ALL)
+        self.spend(7)  # what follows the last exchange of the backward, such as waiting for gradients
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    return Times(monkeypatch)
+
+
+def test_a_step_of_two_micro_batches(times):
+    times.spend(100)  # before the first forward
+    for _ in range(2):
+        times.micro_batch()
+        times.clock.computed_attention(50)
+        times.clock.holds_batch(2, 30, 40)
+    times.spend(1, IDLE)
+    times.clock.end_step()
+    (step,) = times.clock.taken()
+    assert step.step_s == pytest.approx(2 * (0.01 + 2 * 5.7 + 7) + 1)
+    assert step.attention_s == pytest.approx(12)
+    assert step.all_to_all_s == pytest.approx(0.8)
+    assert step.ring_wait_s == pytest.approx(2)
+    assert step.idle_s == pytest.approx(1.02)
+    assert step.model_s == pytest.approx(8)
+    assert (step.attention_flops, step.tokens, step.length, step.sequences) == (100, 120, 40, 4)
+    assert times.clock.taken() == []
+
+
+def test_a_step_begins_where_the_last_one_ended(times):
+    for _ in range(2):
+        times.spend(3)  # the loader
+        times.micro_batch()
+        times.clock.end_step()
+    first, second = times.clock.taken()
+    assert second.step_s - first.step_s == pytest.approx(3)
+
+
+def test_steps_that_the_device_has_not_finished_are_given_out_later(times):
+    for _ in range(3):
+        times.micro_batch()
+        times.clock.end_step()
+    times.device_is_at = times.now - 1
+    assert len(times.clock.taken()) == 2
+    times.device_is_at = times.now
+    assert len(times.clock.taken()) == 1
+
+
+def test_a_step_with_an_evaluation_in_it_is_dropped(times):
+    times.micro_batch()
+    times.clock.forward_begins(training=False)
+    times.spend(50, ATTENTION)
+    times.clock.end_step()
+    times.micro_batch()
+    times.clock.end_step()
+    (step,) = times.clock.taken()
+    assert step.attention_s == pytest.approx(6)
+
+
+def test_a_phase_inside_a_phase_belongs_to_the_outer_one(times):
+    times.clock.forward_begins(training=True)
+    with times.clock.phase(IDLE, "outer"), times.clock.phase(ATTENTION, "inner"):
+        times.now += 1
+    times.clock.end_step()
+    (step,) = times.clock.taken()
+    assert (step.idle_s, step.attention_s, step.model_s) == (1, 0, 0)
+
+
+def test_a_failing_phase_leaves_the_clock_in_order(times):
+    times.clock.forward_begins(training=True)
+    with pytest.raises(ValueError), times.clock.phase(IDLE, "fails"):
+        raise ValueError
+    times.spend(2, ATTENTION)
+    times.clock.end_step()
+    assert times.clock.taken()[0].attention_s == 2
+
+
+def test_names_are_in_the_trace_whether_or_not_times_are_taken():
+    for clock in (UNTIMED, StepClock(torch.device("cpu"))):
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            clock.phase(ATTENTION, "attention"),
+        ):
+            torch.ones(2).sum()
+        assert "ds_hetero.attention" in {event.key for event in profile.key_averages()}
