@@ -10,22 +10,28 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ds_hetero.errors import ConfigError, ScheduleError
-from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world
+from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world, ulysses
+
+if TYPE_CHECKING:
+    from ds_hetero.cluster import Cluster
 
 __all__ = [
     "SECTION",
     "HeterogeneitySection",
     "ReplanSection",
+    "check_schedules",
+    "clusters_of_replicas",
     "needs_measuring",
+    "needs_planner",
     "read_section",
     "resolve",
     "sp_size_of",
@@ -38,6 +44,9 @@ _UNIFORM = tuple(STRATEGIES)
 _FROM_DEVICES = ("proportional",)
 _FROM_PLANNER = ("plan", "lut", "formula")
 _STRATEGIES = (*_UNIFORM, *_FROM_DEVICES, *_FROM_PLANNER)
+
+Search = Callable[[str, "Cluster"], Schedule]
+"""From the name of a searching strategy and the cluster of one replica to a schedule of ranks that begin at 0."""
 
 
 class ReplanSection(BaseModel):
@@ -64,6 +73,7 @@ class HeterogeneitySection(BaseModel):
     enabled: bool = True
     cluster: str | dict[str, Any] = "measure"
     schedule: str | dict[str, Any] = "plan"
+    seq_len: int | None = Field(default=None, ge=1)
     layout: Literal["contiguous", "zigzag"] | None = None
     attention: Literal["torch", "flash_attn", "triton"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
@@ -89,6 +99,7 @@ _ACCEPTED = {
     "enabled": "true or false",
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": f"the path of a schedule file, the same inline as an object, or one of {', '.join(_STRATEGIES)}",
+    "seq_len": "a whole number >= 1, the tokens of a sequence that is planned for",
     "layout": '"contiguous" or "zigzag"',
     "attention": '"torch", "flash_attn" or "triton"',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
@@ -123,9 +134,15 @@ def read_section(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     return section if section.enabled else None
 
 
+def needs_planner(section: HeterogeneitySection) -> bool:
+    """Whether the schedule is searched for under a cost model."""
+    return section.schedule in _FROM_PLANNER
+
+
 def needs_measuring(section: HeterogeneitySection) -> bool:
-    """Whether the schedule follows from speeds that only the live ranks can tell."""
-    return section.cluster == "measure" and section.schedule in _FROM_DEVICES
+    """Whether the live ranks are to be measured: the schedule follows from it, or the section says so in words."""
+    asked = section.schedule in (*_FROM_DEVICES, *_FROM_PLANNER) or "cluster" in section.model_fields_set
+    return section.cluster == "measure" and asked
 
 
 # --- sizes -----------------------------------------------------------------------------------------
@@ -161,6 +178,7 @@ def resolve(
     world_size: int,
     sp_sizes: Mapping[str, int | None],
     measured: Mapping[str, Any] | None = None,
+    search: Search | None = None,
 ) -> tuple[Schedule, ...]:
     """The schedules that the section stands for, one per replica, in global ranks.
 
@@ -173,67 +191,100 @@ def resolve(
         world_size: ranks of the job.
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
         measured: content of a cluster file, in place of ``"cluster": "measure"``.
+        search: for the strategies that are searched for, see `needs_planner`.
 
     Raises:
         ConfigError: sizes that disagree, a strategy that is not available.
         ScheduleError: the schedule does not fit the model or the world.
         ClusterError: from reading the cluster.
+        PlanError: from the search.
     """
-    sp_size = sp_size_of(sp_sizes)
     if isinstance(section.schedule, str) and section.schedule in _STRATEGIES:
-        cluster = measured if measured is not None else section.cluster
-        schedules = _from_strategy(
-            section.schedule, cluster, num_heads, num_kv_heads, world_size, sp_size or world_size
-        )
+        sp_size = sp_size_of(sp_sizes) or world_size
+        if world_size % sp_size:
+            raise ConfigError(
+                f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
+                f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
+            )
+        if section.schedule in _UNIFORM:
+            uniform = STRATEGIES[section.schedule](sp_size, num_heads, num_kv_heads)
+            schedules = schedules_for_world(uniform, world_size)
+        elif sp_size == 1:  # nothing to decide
+            schedules = schedules_for_world(ulysses(1, num_heads, num_kv_heads), world_size)
+        else:
+            clusters = clusters_of_replicas(section, measured, [sp_size] * (world_size // sp_size))
+            schedules = _from_clusters(section.schedule, clusters, num_heads, num_kv_heads, search)
     else:
         schedules = _from_file(section.schedule, world_size)
     if section.layout:
         schedules = tuple(replace(schedule, layout=section.layout) for schedule in schedules)
-    _expect_model(schedules, num_heads, num_kv_heads)
-    _expect_size(schedules, sp_sizes, sp_size)
+    check_schedules(schedules, num_heads=num_heads, num_kv_heads=num_kv_heads, sp_sizes=sp_sizes)
     return schedules
 
 
-def _from_strategy(
-    name: str, cluster: str | Mapping[str, Any], num_heads: int, num_kv_heads: int, world_size: int, sp_size: int
-) -> tuple[Schedule, ...]:
-    if world_size % sp_size:
-        raise ConfigError(
-            f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
-            f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
-        )
-    if name in _UNIFORM:
-        return schedules_for_world(STRATEGIES[name](sp_size, num_heads, num_kv_heads), world_size)
-    if name in _FROM_DEVICES:
-        speeds = _speeds(cluster, world_size, sp_size)
-        return tuple(
-            proportional(speeds[first : first + sp_size], num_heads, num_kv_heads).shifted(first)
-            for first in range(0, world_size, sp_size)
-        )
-    raise ConfigError(
-        f'"{SECTION}.schedule": "{name}" is not searched for at the start of a job in this release. '
-        f"Give a schedule file (ds-hetero plan makes one), or one of {', '.join((*_UNIFORM, *_FROM_DEVICES))}."
-    )
+def check_schedules(
+    schedules: Sequence[Schedule], *, num_heads: int, num_kv_heads: int, sp_sizes: Mapping[str, int | None]
+) -> None:
+    """Refuse schedules of another model, or of other sizes than the user gave; arguments as for `resolve`.
+
+    Raises:
+        ConfigError: sizes that disagree.
+        ScheduleError: the schedules do not fit the model.
+    """
+    _expect_model(schedules, num_heads, num_kv_heads)
+    _expect_size(schedules, sp_sizes, sp_size_of(sp_sizes))
 
 
-def _speeds(cluster: str | Mapping[str, Any], world_size: int, sp_size: int) -> list[float]:
-    """Relative speed of every rank of the world at attention, of which long sequences mostly consist."""
-    if cluster == "measure":
+def clusters_of_replicas(
+    section: HeterogeneitySection, measured: Mapping[str, Any] | None, sizes: Sequence[int]
+) -> tuple[Cluster, ...]:
+    """The cluster of every replica: its part of the section's cluster, or all of it if that describes one replica.
+
+    Args:
+        section: from `read_section`.
+        measured: see `resolve`.
+        sizes: ranks of every replica, which hold consecutive ranks.
+
+    Raises:
+        ConfigError: the cluster has another number of devices than the job or a replica, or nothing was measured.
+        ClusterError: from reading the cluster.
+    """
+    source = measured if measured is not None else section.cluster
+    if source == "measure":
         raise ConfigError(
-            f'"{SECTION}.schedule": "proportional" takes the speeds from "cluster": "measure", but nothing was '
-            "measured here. Launch the job, or give a cluster file."
+            f'"{SECTION}.schedule": {json.dumps(section.schedule)} takes the devices from "cluster": "measure", but '
+            "nothing was measured here. Launch the job, or give a cluster file."
         )
     from ds_hetero.cluster import load_cluster
 
-    devices = load_cluster(cluster).devices
-    if len(devices) == sp_size:
-        devices = devices * (world_size // sp_size)
-    if len(devices) != world_size:
+    cluster = load_cluster(source)
+    if set(sizes) == {cluster.num_ranks}:
+        return (cluster,) * len(sizes)
+    if cluster.num_ranks != sum(sizes):
         raise ConfigError(
-            f'"{SECTION}.cluster" describes {len(devices)} devices, the job has {world_size} processes in replicas of '
-            f"{sp_size}. Describe every device once, in rank order."
+            f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {sum(sizes)} processes in '
+            f"replicas of {', '.join(map(str, sorted(set(sizes))))}. Describe every device once, in rank order."
         )
-    return [device.peak_flops_per_s * device.efficiency.attention_forward for device in devices]
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(cluster.part(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+
+
+def _from_clusters(
+    name: str, clusters: Sequence[Cluster], num_heads: int, num_kv_heads: int, search: Search | None
+) -> tuple[Schedule, ...]:
+    """One schedule per replica; replicas on equal devices share one."""
+    found: dict[Cluster, Schedule] = {}
+    for cluster in clusters:
+        if cluster in found:
+            continue
+        if name in _FROM_DEVICES:  # attention, of which long sequences mostly consist
+            speeds = [device.peak_flops_per_s * device.efficiency.attention_forward for device in cluster.devices]
+            found[cluster] = proportional(speeds, num_heads, num_kv_heads)
+        else:
+            assert search is not None
+            found[cluster] = search(name, cluster)
+    firsts = [sum(cluster.num_ranks for cluster in clusters[:i]) for i in range(len(clusters))]
+    return tuple(found[cluster].shifted(first) for cluster, first in zip(clusters, firsts, strict=True))
 
 
 def _from_file(source: str | Mapping[str, Any], world_size: int) -> tuple[Schedule, ...]:

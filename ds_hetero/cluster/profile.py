@@ -42,8 +42,9 @@ from ds_hetero.cluster.probes import (
     memory_probe,
 )
 from ds_hetero.cluster.rounds import rounds_between, rounds_inside
+from ds_hetero.errors import ClusterError
 
-__all__ = ["default_device", "default_dtype", "measure", "measure_cached"]
+__all__ = ["cache_folder", "default_device", "default_dtype", "measure", "measure_cached"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def measure_cached(
     dtype = settings.get("dtype") or default_dtype(device)
     with _process_group(device):
         ranks = _describe_all(device, dtype, settings.get("attention") or SdpaProbe())
-        path = (folder or _cache_folder()) / f"{fingerprint(ranks)}.json"
+        path = (folder or cache_folder()) / f"{fingerprint(ranks)}.json"
         found = _share(_read_cache(path, ranks) if _rank() == 0 and not refresh else None)
         if found is not None:
             return found, False
@@ -122,23 +123,45 @@ def _measure(
     nodes = nodes_of(ranks)
     timer = Timer(device, window_s)
     with _progress(show_progress and _rank() == 0) as advance:
-        mine: dict[str, Any] = {"peak_flops_per_s": matmul_probe(timer, dtype)}
-        advance("memory", 0.02)
-        mine["memory_bytes_per_s"] = memory_probe(timer)
-        mine["layers"], mine["attention"] = [], []
-        for kind, probes in (
-            ("layers", layer_probes(timer, dtype)),
-            ("attention", attention_probes(timer, dtype, attention)),
-        ):
+        mine: dict[str, Any] = {"layers": [], "attention": []}
+        problem = None
+        for kind in ("peaks", "layers", "attention"):
             _barrier()
-            for sample in probes:
-                mine[kind].append(sample)
-                advance(kind, 0.7 / 16)
+            if problem is not None:
+                continue
+            advance(kind, 0.02)
+            try:
+                if kind == "peaks":
+                    mine |= {
+                        "peak_flops_per_s": matmul_probe(timer, dtype),
+                        "memory_bytes_per_s": memory_probe(timer),
+                    }
+                    continue
+                probes = layer_probes(timer, dtype) if kind == "layers" else attention_probes(timer, dtype, attention)
+                for sample in probes:
+                    mine[kind].append(sample)
+                    advance(kind, 0.7 / 16)
+            except Exception as error:  # of any kind: the other ranks wait at the next barrier
+                problem = f"{kind}: {type(error).__name__}: {error}"
+        _expect_measured(_gather(problem))
         mine["links"] = _time_links(nodes, device, advance) if len(ranks) > 1 else {}
         advance("fitting", 1.0)
         samples = _gather(mine)
     content: dict[str, Any] = _share(cluster_content(ranks, samples) if _rank() == 0 else None)
     return content
+
+
+def _expect_measured(problems: Sequence[str | None]) -> None:
+    """Refuse on every rank what failed on one.
+
+    Raises:
+        ClusterError: names the ranks.
+    """
+    failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+    if failed:
+        raise ClusterError(
+            "the live ranks cannot be measured; give a cluster file instead. Failed have " + "; ".join(failed) + "."
+        )
 
 
 def _time_links(nodes: Mapping[str, Sequence[int]], device: torch.device, advance: Any) -> dict[str, Any]:
@@ -270,7 +293,8 @@ def _progress(shown: bool) -> Iterator[Any]:
 # --- cache ------------------------------------------------------------------------------------------
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """``ds_hetero`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_hetero"
 
 

@@ -9,7 +9,7 @@ Ranks are numbered in the order of the nodes. SI base units; the unit is in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -171,6 +171,26 @@ class Cluster:
     def link(self, a: int, b: int) -> Link:
         """The link between ranks ``a`` and ``b``."""
         return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]
+
+    def part(self, first: int, stop: int) -> Cluster:
+        """The cluster of ranks ``first`` to ``stop - 1``, which are numbered from 0 there.
+
+        Of a node with ranks outside they get their share of what its ranks have in common.
+        """
+        nodes: dict[int, Node] = {}
+        for index, node in enumerate(self.nodes):
+            inside = np.flatnonzero(self.node_of_rank[first:stop] == index) + first
+            if len(inside):
+                share = len(inside) / len(node.devices)
+                nodes[index] = replace(
+                    node,
+                    devices=tuple(self.devices[rank] for rank in inside),
+                    nic_bytes_per_s=node.nic_bytes_per_s and node.nic_bytes_per_s * share,
+                    switch_bytes_per_s=node.switch_bytes_per_s and node.switch_bytes_per_s * share,
+                )
+        place = {index: i for i, index in enumerate(nodes)}
+        links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
+        return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
 
     # --- identity -----------------------------------------------------------------------------------
 

@@ -32,10 +32,12 @@ def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats
     weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
     share_D = weights_D / weights_D.sum() / workload.data_parallel
     stage, count = workload.zero_stage, model.num_parameters
+    optimizer_bytes = 0 if workload.offload_optimizer else workload.optimizer_bytes
+    element_bytes = 0 if workload.offload_parameters else workload.element_bytes
     return np.asarray(
-        workload.optimizer_bytes * count * (share_D if stage >= 1 else 1.0)
+        optimizer_bytes * count * (share_D if stage >= 1 else 1.0)
         + workload.gradient_bytes * count * (share_D if stage >= 2 else 1.0)
-        + workload.element_bytes * count * (share_D if stage >= 3 else 1.0)
+        + element_bytes * count * (share_D if stage >= 3 else 1.0)
     )
 
 
@@ -77,7 +79,7 @@ def memory_parts(
         visiting = batch * length_K.max(axis=-1, keepdims=True) * kv_D * head_dim
         ring = 2 * visiting * 2 * element + 2 * visiting * 2 * WIDE + rows * head_dim * WIDE
     tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
-    gathered = 0
+    gathered = 0.0
     if workload.zero_stage == 3:
         whole_layer = model.layer_parameters * (2 * element + workload.gradient_bytes)
         gathered = whole_layer + model.vocab_size * hidden * element

@@ -37,7 +37,8 @@ class Workload:
         activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
         tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
         element_bytes: of parameters and activations (P); gradient_bytes, optimizer_bytes: per parameter (12: master
-            weight and two Adam moments in fp32).
+            weight and two Adam moments in fp32), less where only some of them are trained.
+        offload_optimizer, offload_parameters: kept in the host's memory; time is counted as if they were not.
         data_parallel: replicas that share the ZeRO partition with this one.
     """
 
@@ -50,8 +51,10 @@ class Workload:
     activation_checkpointing: bool = True
     tiled_logits: bool = True
     element_bytes: int = 2
-    gradient_bytes: int = 2
-    optimizer_bytes: int = 12
+    gradient_bytes: float = 2
+    optimizer_bytes: float = 12
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
     data_parallel: int = 1
 
 

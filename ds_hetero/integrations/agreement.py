@@ -1,13 +1,14 @@
 """What all ranks must agree on before training: the section, the model, and the schedules that follow from them.
 
 A rank that finds a fault tells all others before anybody acts, so that every rank stops with the same message and none
-waits for ever. Only rank 0 reads the schedule and cluster files.
+waits for ever. Only rank 0 reads the schedule and cluster files, searches and predicts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -16,26 +17,67 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hetero import __version__, errors
-from ds_hetero.config import SECTION, HeterogeneitySection, needs_measuring, read_section, resolve
-from ds_hetero.errors import ConfigError, HeteroError, PeerError
+from ds_hetero.cluster import Cluster
+from ds_hetero.cluster.profile import cache_folder, default_device
+from ds_hetero.config import (
+    SECTION,
+    HeterogeneitySection,
+    check_schedules,
+    clusters_of_replicas,
+    needs_measuring,
+    needs_planner,
+    read_section,
+    resolve,
+    sp_size_of,
+)
+from ds_hetero.cost import Workload
+from ds_hetero.errors import ConfigError, HeteroError, ModelError, PeerError, PlanError, ScheduleError
 from ds_hetero.integrations.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.integrations.outlook import Outlook, announce
+from ds_hetero.integrations.planning import Searcher, forecast, model_of, training_dtype, workload_of
+from ds_hetero.integrations.profiling import kernel_probe, profile_cached
+from ds_hetero.models import ModelSpec
+from ds_hetero.planner import Plan
 from ds_hetero.runtime.exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule
 
-__all__ = ["agree_on_schedules"]
+__all__ = ["Agreement", "agree_on_schedules"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the ranks have agreed on for one model.
+
+    Args:
+        section: the configuration's.
+        schedules: one per replica, in global ranks.
+        outlook: what is predicted; without forecasts on ranks other than 0, and where the devices are not known.
+    """
+
+    section: HeterogeneitySection
+    schedules: tuple[Schedule, ...]
+    outlook: Outlook
 
 
 def agree_on_schedules(
-    model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]
-) -> tuple[HeterogeneitySection, tuple[Schedule, ...]]:
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    sp_sizes: Mapping[str, int | None],
+    *,
+    before: Agreement | None,
+    profiles: dict[tuple[str | None, str], dict[str, Any]],
+) -> Agreement:
     """Check the section and the model on every rank, resolve the schedules on rank 0, and hand them to all.
 
     Args:
         model: the model to be split.
         ds_config: the DeepSpeed configuration, with the section.
         sp_sizes: see `ds_hetero.config.sp_size_of`.
+        before: an earlier agreement on the same model. If the section has not changed, its schedules stay, whatever
+            has become known of the training since: loaders may rely on them already.
+        profiles: of the ranks, by kernel and dtype, as far as this process has measured them; added to.
 
-    Caller: every rank of the world, once per model.
+    Caller: every rank of the world, once or twice per model.
     Collectives: two rounds of `all_gather_bytes`; between them, where the live ranks are to be measured, those of
         `ds_hetero.cluster.profile.measure_cached`.
 
@@ -48,12 +90,19 @@ def agree_on_schedules(
         section = read_section(ds_config)
         assert section is not None
         check_model(model)
-        num_heads, num_kv_heads = head_counts(pretrained_of(model))
+        pretrained = pretrained_of(model)
+        if needs_planner(section):
+            model_of(pretrained)
+        dtype = training_dtype(pretrained, ds_config)
+        if needs_measuring(section):
+            kernel_probe(dtype, section.attention)
+        num_heads, num_kv_heads = head_counts(pretrained)
         return {
-            SECTION: section.model_dump(),
-            "model": type(pretrained_of(model)).__name__,
+            SECTION: section.model_dump(exclude_unset=True),
+            "model": type(pretrained).__name__,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
+            "dtype": str(dtype).removeprefix("torch."),
             "sequence-parallel size": dict(sp_sizes),
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")}
             | {"ds_hetero": __version__},
@@ -62,26 +111,84 @@ def agree_on_schedules(
     facts = _agreed(examine)
     _expect_equal(facts)
     section = HeterogeneitySection.model_validate(facts[0][SECTION])
+    heads = {name: facts[0][name] for name in ("num_heads", "num_kv_heads")}
+    settled = before is not None and before.section == section
+    alone = sp_size_of(sp_sizes) == 1 or dist.get_world_size() == 1
     measured = None
-    if needs_measuring(section):
-        from ds_hetero.integrations.profiling import profile_cached
+    if needs_measuring(section) and not settled and not alone:
+        kind = section.attention, facts[0]["dtype"]
+        if kind not in profiles:
+            profiles[kind] = _measure(section, getattr(torch, kind[1]))
+        measured = profiles[kind]
+    outlook = Outlook(())
 
-        measured, _ = profile_cached()
-
-    def plan() -> list[Any]:
+    def settle() -> list[Any]:
+        nonlocal outlook
         if dist.get_rank() > 0:
             return []
+        if settled:
+            assert before is not None
+            check_schedules(before.schedules, **heads, sp_sizes=sp_sizes)
+            return [schedule.to_dict() for schedule in before.schedules]
+        training = _Training(pretrained_of(model), ds_config, section, default_device().type == "cpu")
+        searcher = None
+        if needs_planner(section):
+            num_replicas = dist.get_world_size() // (sp_size_of(sp_sizes) or dist.get_world_size())
+            searcher = Searcher(*training.of(num_replicas), section.layout)
         schedules = resolve(
             section,
-            num_heads=facts[0]["num_heads"],
-            num_kv_heads=facts[0]["num_kv_heads"],
+            **heads,
             world_size=dist.get_world_size(),
             sp_sizes=sp_sizes,
             measured=measured,
+            search=searcher,
         )
+        outlook = _outlook(section, schedules, training, measured, {} if searcher is None else searcher.plans)
         return [schedule.to_dict() for schedule in schedules]
 
-    return section, tuple(Schedule.from_dict(data) for data in _agreed(plan)[0])
+    schedules = tuple(Schedule.from_dict(data) for data in _agreed(settle)[0])
+    if before is not None and settled:
+        return before
+    return Agreement(section=section, schedules=schedules, outlook=outlook)
+
+
+def _measure(section: HeterogeneitySection, dtype: torch.dtype) -> dict[str, Any]:
+    measured, fresh = profile_cached(dtype, section.attention)
+    if dist.get_rank() == 0:
+        known = "measured now" if fresh else "as measured before"
+        announce(f"{dist.get_world_size()} ranks, {known}; profiles are kept in {cache_folder()}")
+    return measured
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What is trained, as the planning half sees it once the number of replicas is known."""
+
+    pretrained: Any
+    ds_config: Mapping[str, Any]
+    section: HeterogeneitySection
+    on_host: bool
+
+    def of(self, num_replicas: int) -> tuple[ModelSpec, Workload]:
+        workload = workload_of(self.pretrained, self.ds_config, self.section, num_replicas, on_host=self.on_host)
+        return model_of(self.pretrained), workload
+
+
+def _outlook(
+    section: HeterogeneitySection,
+    schedules: Sequence[Schedule],
+    training: _Training,
+    measured: Mapping[str, Any] | None,
+    plans: Mapping[Cluster, Plan],
+) -> Outlook:
+    """Forecasts, wherever the devices are known; a model that no cost model describes is trained without one."""
+    if section.cluster == "measure" and measured is None:
+        return Outlook(())
+    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in schedules])
+    try:
+        return Outlook(forecast(schedules, clusters, *training.of(len(schedules)), plans))
+    except (ModelError, PlanError, ScheduleError) as error:
+        return Outlook((), str(error))
 
 
 def _agreed(compute: Callable[[], Any]) -> list[Any]:

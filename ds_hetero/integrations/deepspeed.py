@@ -215,7 +215,8 @@ class _Door:
         _expect_supported(model, ds_config)
         _init_distributed(given.get("dist_init_required"))
         sizes = {**_sizes_in(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
-        replica = self._handle.convert(model, ds_config, sizes).replica
+        converted = self._handle.convert(model, ds_config, sizes)
+        replica = converted.replica
         given.update(
             args=_without_config(given.get("args")),
             config=_plain_configuration(ds_config, replica.num_replicas),
@@ -230,6 +231,7 @@ class _Door:
         engine.seq_parallel_group = replica.sp_group
         for name in ("forward", "backward", "step"):
             setattr(engine, name, _naming_lost_peers(getattr(engine, name), name))
+        self._handle.outlook(converted).watch(engine)
         return (engine, *rest)
 
 

@@ -15,6 +15,7 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import agreement, transformers
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
+from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import Replica, make_replica
@@ -56,12 +57,16 @@ class Handle:
         self._models: list[transformers.ShardedModel] = []
         self._whole_model: nn.Module | None = None  # prepared last, without a section
         self._replicas: dict[tuple[Schedule, ...], Replica] = {}
+        self._agreements: dict[transformers.ShardedModel, agreement.Agreement] = {}
+        self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
     def undo(self) -> None:
         """Put back everything that was replaced, in the frameworks and in the models."""
         for model in self._models:
+            self.outlook(model).conclude()
             model.restore()
         self._models.clear()
+        self._agreements.clear()
         self.patches.undo()
 
     # --- what is running ---------------------------------------------------------------------------
@@ -181,21 +186,31 @@ class Handle:
 
         Caller: every rank of the world.
         """
-        section, schedules = agreement.agree_on_schedules(model, ds_config, sp_sizes)
+        known = self.find(model)
+        before = None if known is None else self._agreements[known]
+        agreed = agreement.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
+        schedules = agreed.schedules
         if schedules not in self._replicas:
             self._replicas[schedules] = make_replica(schedules)
         replica = self._replicas[schedules]
-        known = self.find(model)
-        if known is not None and known.replica is replica and known.kernel == section.attention:
-            return known
-        if known is not None:
-            known.restore()
-            self._models.remove(known)
-        converted = transformers.ShardedModel(model, replica, section.attention)
-        self._models.append(converted)
-        if replica.rank == 0:
-            logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
-        return converted
+        if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
+            if known is not None:
+                known.restore()
+                self._models.remove(known)
+                del self._agreements[known]
+            known = transformers.ShardedModel(model, replica, agreed.section.attention)
+            self._models.append(known)
+        if agreed is not before:
+            self._agreements[known] = agreed
+            known.on_batch = agreed.outlook.saw
+            agreed.outlook.introduce()
+            if replica.rank == 0:
+                logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
+        return known
+
+    def outlook(self, model: transformers.ShardedModel) -> Outlook:
+        """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
+        return self._agreements[model].outlook
 
 
 def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:

@@ -10,20 +10,36 @@ from ds_hetero.cluster.probes import KernelProbe, head_dim_on
 from ds_hetero.cluster.profile import default_device, default_dtype, measure, measure_cached
 from ds_hetero.runtime.kernels import Band, select
 
-__all__ = ["profile", "profile_cached"]
+__all__ = ["kernel_probe", "profile", "profile_cached"]
 
 
 def profile(**settings: Any) -> dict[str, Any]:
     """`ds_hetero.cluster.profile.measure` with the runtime's kernel; every rank."""
-    return measure(attention=_kernel(), **settings)
+    return measure(attention=kernel_probe(), **settings)
 
 
-def profile_cached(**settings: Any) -> tuple[dict[str, Any], bool]:
-    """`ds_hetero.cluster.profile.measure_cached` with the runtime's kernel; every rank."""
-    return measure_cached(attention=_kernel(), **settings)
+def profile_cached(
+    dtype: torch.dtype | None = None, kernel: str | None = None, **settings: Any
+) -> tuple[dict[str, Any], bool]:
+    """`ds_hetero.cluster.profile.measure_cached` with a kernel of the runtime; every rank.
+
+    Args:
+        dtype: in which layers will be computed; left out, what is usual on the device.
+        kernel: its name; left out, the best on the device.
+        settings: see `ds_hetero.cluster.profile.measure`.
+    """
+    found = measure_cached(attention=kernel_probe(dtype, kernel), dtype=dtype, **settings)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the probes' memory is the model's now
+    return found
 
 
-def _kernel() -> KernelProbe:
+def kernel_probe(dtype: torch.dtype | None = None, kernel: str | None = None) -> KernelProbe:
+    """The kernel as the profiler times it.
+
+    Raises:
+        ConfigError: the kernel does not work on this rank's device.
+    """
     device = default_device()
-    kernel = select(torch.device(device.type), default_dtype(device), head_dim_on(device), None, None)
-    return KernelProbe(kernel.name, kernel, Band(None, None), Band(None, 0))
+    found = select(torch.device(device.type), dtype or default_dtype(device), head_dim_on(device), None, kernel)
+    return KernelProbe(found.name, found, Band(None, None), Band(None, 0))

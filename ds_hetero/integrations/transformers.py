@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -130,6 +130,7 @@ class ShardedModel:
         self._decoder = decoder_of(self.pretrained)
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._token: Any = None
+        self.on_batch: Callable[[BatchLayout], None] = lambda batch: None  # called when a sharded forward begins
         self._configs = {id(m.config): m.config for m in self.pretrained.modules() if hasattr(m, "config")}
         for key, config in self._configs.items():
             _cores[key] = (config, config._attn_implementation)
@@ -200,6 +201,7 @@ class ShardedModel:
             attention_mask=mask,
             cu_seqlens=cu_seqlens,
         )
+        self.on_batch(batch)
         self._token = _forward.set(_Forward(batch, self.replica, self.kernel, placeholder))
         return (), kwargs
 

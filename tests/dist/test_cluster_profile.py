@@ -58,3 +58,24 @@ def test_one_process_without_a_launcher(monkeypatch, tmp_path):
     content = measure(window_s=0.002, show_progress=False)
     assert cluster_from_dict(content).num_ranks == 1
     assert json.loads(json.dumps(content)) == content
+
+
+def test_a_rank_that_cannot_be_measured_is_named_on_every_rank():
+    told = run_ranks(_measure_with_a_broken_rank, 2)
+    assert told[0] == told[1]
+    assert "rank 1: attention: RuntimeError: out of order" in told[0] and "give a cluster file" in told[0]
+
+
+def _measure_with_a_broken_rank(rank):
+    from ds_hetero.cluster.probes import SdpaProbe
+    from ds_hetero.cluster.profile import measure
+    from ds_hetero.errors import ClusterError
+
+    class Broken(SdpaProbe):
+        def forward(self, q, k, v, causal):
+            raise RuntimeError("out of order")
+
+    probe = Broken() if rank == 1 else SdpaProbe()
+    with pytest.raises(ClusterError) as caught:
+        measure(attention=probe, window_s=0.001, show_progress=False)
+    return str(caught.value)

@@ -218,3 +218,31 @@ def test_unreadable_files(tmp_path):
     (tmp_path / "list.yaml").write_text("[1, 2]")
     with pytest.raises(ClusterError, match="cluster must be a mapping"):
         load_cluster(tmp_path / "list.yaml")
+
+
+def test_a_part_keeps_the_devices_links_and_shares_of_its_ranks():
+    link = {"bandwidth_gb_per_s": 10, "latency_us": 1}
+    node = {"device": "A100-SXM-80GB", "count": 4, "link": {**link, "total_gb_per_s": 40}}
+    whole = cluster_from_dict(
+        {
+            "nodes": [
+                {**node, "name": "a", "nics": {"bandwidth_gb_per_s": 8}},
+                {"name": "b", "device": "L40S", "count": 2, "link": link},
+                {"name": "c", "device": "V100-SXM-32GB", "count": 2, "link": link},
+            ],
+            "network": link,
+            "links": [
+                {"between": ["a", "b"], "bandwidth_gb_per_s": 5, "latency_us": 9},
+                {"between": ["b", "c"], "bandwidth_gb_per_s": 3, "latency_us": 9},
+            ],
+        }
+    )
+    assert whole.part(0, 8) == whole
+    part = whole.part(3, 7)
+    assert part.devices == whole.devices[3:7]
+    assert [node.name for node in part.nodes] == ["a", "b", "c"]
+    assert part.nodes[0].nic_bytes_per_s == 2e9 and part.nodes[0].switch_bytes_per_s == 10e9
+    for a in range(4):
+        for b in range(4):
+            assert part.link(a, b) == whole.link(3 + a, 3 + b)
+    assert whole.part(4, 8).links == (((0, 1), whole.links[1][1]),)

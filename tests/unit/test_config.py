@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
-from ds_hetero.config import needs_measuring, read_section, resolve, sp_size_of
-from ds_hetero.errors import ClusterError, ConfigError, HeteroError, ScheduleError
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.config import needs_measuring, needs_planner, read_section, resolve, sp_size_of
+from ds_hetero.cost import Workload
+from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
+from ds_hetero.integrations.planning import Searcher, forecast, forecast_text
+from ds_hetero.models import ModelSpec
+from ds_hetero.planner import plan
 from ds_hetero.schedule import ring, ulysses
 
 INLINE = {
@@ -69,6 +74,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         ({"attention": "sdpa"}, r'"heterogeneity.attention": "sdpa". It takes "torch", "flash_attn" or "triton".'),
         ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
         ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),
+        ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),
         ({"zero_partition": [1, 0]}, r'"heterogeneity.zero_partition": \[1, 0\] must hold one finite weight > 0'),
         ({"zero_partition": "memory"}, r"is not in this release; set it so, or leave it out"),
         ({"replan": {"enabled": True}}, r'replan is not in this release; set "replan": {"enabled": false}'),
@@ -165,6 +171,103 @@ def test_measured_speeds_take_the_place_of_measure() -> None:
     assert schedule.tokens(40) == {0: 30, 1: 10}
 
 
+# --- schedules that are searched for -----------------------------------------------------------------
+
+MODEL = ModelSpec(
+    name="small",
+    num_layers=4,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    mlp_size=2048,
+    vocab_size=1000,
+)
+WORKLOAD = Workload(seq_len=16384, tiled_logits=False)
+FOUR = {**CLUSTER, "nodes": [{**node, "count": 2} for node in CLUSTER["nodes"]]}
+
+
+def searched(
+    section: dict[str, Any], world_size: int = 2, *, workload: Workload = WORKLOAD, **sizes: int | None
+) -> Any:
+    searcher = Searcher(MODEL, workload, section.get("layout"))
+    found = resolve(
+        read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes, search=searcher
+    )
+    return found, searcher
+
+
+def test_the_default_is_the_planners_schedule() -> None:
+    (schedule,), searcher = searched({"cluster": CLUSTER})
+    expected = plan(cluster_from_dict(CLUSTER), MODEL, WORKLOAD.seq_len, tiled_logits=False)
+    assert schedule == expected.schedule
+    assert searcher.plans[cluster_from_dict(CLUSTER)].prediction == expected.prediction
+    (again,), _ = searched({"cluster": CLUSTER, "schedule": "plan"})
+    assert again == schedule
+    (contiguous,), _ = searched({"cluster": CLUSTER, "layout": "contiguous"})
+    assert contiguous.layout == "contiguous"
+
+
+@pytest.mark.parametrize("name", ["lut", "formula"])
+def test_tables_and_formulas_follow_the_devices(name: str) -> None:
+    (schedule,), _ = searched({"cluster": CLUSTER, "schedule": name})
+    fast, slow = schedule.tokens(4000).values()
+    assert 2.7 < fast / slow < 3.3  # peaks of 300 and 100
+
+
+def test_every_replica_is_planned_on_its_own_devices() -> None:
+    one = searched({"cluster": CLUSTER})[0]
+    assert searched({"cluster": CLUSTER}, 4, sp_size=2)[0] == (one[0], one[0].shifted(2))
+    section = {"cluster": FOUR, "schedule": "lut"}
+    alike = searched(section, 4, sp_size=2)[0]
+    assert [s.tokens(100) for s in alike] == [{0: 50, 1: 50}, {2: 50, 3: 50}]
+    (whole,), _ = searched(section, 4)
+    assert whole.tokens(100)[0] > 30
+    with pytest.raises(ConfigError, match="describes 4 devices, the job has 6 processes in replicas of 3"):
+        searched(section, 6, sp_size=3)
+
+
+def test_one_rank_needs_neither_devices_nor_a_search() -> None:
+    assert schedules({}, 1) == (ulysses(1, 8, 4),)
+    assert schedules({}, 2, sp_size=1) == (ulysses(1, 8, 4), ulysses(1, 8, 4).shifted(1))
+
+
+@pytest.mark.parametrize(
+    ("section", "measures", "searches"),
+    [
+        ({}, True, True),
+        ({"schedule": "lut"}, True, True),
+        ({"schedule": "proportional"}, True, False),
+        ({"schedule": "ring"}, False, False),
+        ({"schedule": INLINE}, False, False),
+        ({"schedule": INLINE, "cluster": "measure"}, True, False),  # in so many words: for a prediction
+        ({"cluster": CLUSTER}, False, True),
+    ],
+)
+def test_what_is_measured_and_searched(section: dict[str, Any], measures: bool, searches: bool) -> None:
+    assert (needs_measuring(read(**section)), needs_planner(read(**section))) == (measures, searches)
+
+
+def test_what_fits_nowhere_names_the_key_to_change() -> None:
+    small = {name: {**device, "memory_gib": 0.01} for name, device in CLUSTER["devices"].items()}
+    with pytest.raises(
+        PlanError, match=r'(?s)GiB too much.*planned for sequences of 16384 tokens; set "heterogeneity.s'
+    ):
+        searched({"cluster": {**CLUSTER, "devices": small}})
+
+
+def test_a_forecast_tells_replicas_that_are_alike_once() -> None:
+    (schedule,), searcher = searched({"cluster": CLUSTER})
+    cluster = cluster_from_dict(CLUSTER)
+    found = forecast([schedule, schedule.shifted(2)], [cluster, cluster], MODEL, WORKLOAD, searcher.plans)
+    assert found[0].prediction == found[1].prediction == searcher.plans[cluster].prediction
+    text = forecast_text(found)
+    assert text.count("replica 0, 1:") == text.count("predicted:") == text.count("bottleneck:") == 1
+    assert f"{found[0].prediction.tokens_per_s:,.0f} tokens/s" in text and "fast" in text
+    shorter = found[1].iteration_s(schedule.shifted(2), 8192, 1, 1)
+    assert shorter < found[1].iteration_s(schedule.shifted(2), 16384, 1, 1) == found[0].prediction.iteration_s
+
+
 @pytest.mark.parametrize(
     ("section", "kind", "says"),
     [
@@ -176,6 +279,7 @@ def test_measured_speeds_take_the_place_of_measure() -> None:
         ),
         ({"schedule": {"version": 1}}, ScheduleError, "missing keys"),
         ({"schedule": "proportional"}, ConfigError, "nothing was measured here"),
+        ({}, ConfigError, '"plan" takes the devices from "cluster": "measure", but nothing was measured here'),
         ({"schedule": "proportional", "cluster": "nowhere.yaml"}, ClusterError, "nowhere.yaml"),
     ],
 )

@@ -1,0 +1,173 @@
+"""Prediction beside measurement: what the cost model says of a model's steps, and how long they really take.
+
+Rank 0 alone keeps an `Outlook`. It says what was chosen when a model is prepared, looks at a clock when an optimizer
+step is done, and compares at the end: when the engine is destroyed, when the handle is undone, or when the process
+exits, whichever comes first. Ranks wait for each other in every step, so one rank's clock will do, and no device is
+synchronized for it: the host runs ahead of its device by no more than it may queue, which is the same in every step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ds_hetero.errors import HeteroError
+from ds_hetero.integrations.planning import Forecast, forecast_text, time_text
+from ds_hetero.runtime.batch import BatchLayout
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Comparison", "Outlook", "Step", "announce"]
+
+logger = logging.getLogger(__name__)
+
+KEPT_STEPS = 100  # the latest ones are compared
+WARM_UP = 2  # steps at the start that do not count, if there are others
+
+
+def announce(text: str) -> None:
+    """Say something that is to be said once: as a log record where the script lets these through, else on stderr."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        print(f"ds_hetero: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step.
+
+    Args:
+        seconds: since the one before.
+        batches: its micro-batches as (schedule, tokens of a sequence, sequences).
+    """
+
+    seconds: float
+    batches: tuple[tuple[Schedule, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Medians over ``steps`` optimizer steps; both are of the same steps, each predicted for its own batches."""
+
+    steps: int
+    predicted_s: float
+    measured_s: float
+
+
+class Outlook:
+    """The forecasts for one model, and the steps that its engine makes.
+
+    Args:
+        forecasts: one per replica, this rank's first; none where nothing is known of the devices.
+        remark: why there is no forecast, if that needs to be said.
+    """
+
+    def __init__(self, forecasts: Sequence[Forecast], remark: str | None = None) -> None:
+        self.forecasts = tuple(forecasts)
+        self.remark = remark
+        self._batches: list[tuple[Schedule, int, int]] = []
+        self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self._num_steps = 0
+        self._last_s: float | None = None
+
+    def introduce(self) -> None:
+        """Say what was chosen and what is predicted of it."""
+        if self.forecasts:
+            announce(f"the schedule\n{forecast_text(self.forecasts)}")
+        elif self.remark:
+            announce(f"no prediction of the step time: {self.remark}")
+
+    # --- watching ----------------------------------------------------------------------------------
+
+    def watch(self, engine: Any) -> None:
+        """Look at the clock after every optimizer step of a DeepSpeed engine, and compare when it is destroyed."""
+        if not self.forecasts:
+            return
+        atexit.register(self.conclude)
+        engine.step = self._timing(engine, engine.step)
+        engine.destroy = self._concluding(engine.destroy)
+
+    def saw(self, batch: BatchLayout) -> None:
+        """A sharded forward has begun."""
+        if self.forecasts and torch.is_grad_enabled():
+            self._batches.append((batch.schedule, batch.length, batch.batch_size))
+
+    def _timing(self, engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = engine.global_steps
+            result = stock(*args, **kwargs)
+            if engine.global_steps > before:
+                self.stepped(time.perf_counter())
+            return result
+
+        return step
+
+    def _concluding(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def destroy(*args: Any, **kwargs: Any) -> Any:
+            self.conclude()
+            return stock(*args, **kwargs)
+
+        return destroy
+
+    def stepped(self, now_s: float) -> None:
+        """An optimizer step is done, of the batches seen since the last one."""
+        if self._last_s is not None and self._batches:
+            self._num_steps += 1
+            if self._num_steps == WARM_UP:  # the first one took no part, as nothing came before it
+                self._steps.clear()
+            self._steps.append(Step(now_s - self._last_s, tuple(self._batches)))
+        self._last_s = now_s
+        self._batches.clear()
+
+    # --- comparing ---------------------------------------------------------------------------------
+
+    def conclude(self) -> None:
+        """Say how prediction and measurement compare, once; silent if there was no step to look at."""
+        atexit.unregister(self.conclude)
+        found = self.compare()
+        self._steps.clear()
+        if found is not None:
+            announce(
+                f"per step, median of {found.steps}: predicted {time_text(found.predicted_s)}, "
+                f"measured {time_text(found.measured_s)} (prediction {found.predicted_s / found.measured_s - 1:+.1%})"
+            )
+
+    def compare(self) -> Comparison | None:
+        """Medians of prediction and measurement over the steps seen; None without any, or any that can be predicted."""
+        steps = list(self._steps)
+        if not steps:
+            return None
+        predict = functools.lru_cache(maxsize=None)(self._predict)
+        try:
+            predicted = [predict(step.batches) for step in steps]
+        except HeteroError as error:
+            logger.debug("the steps cannot be predicted: %s", error)
+            return None
+        return Comparison(len(steps), median(predicted), median(step.seconds for step in steps))
+
+    def _predict(self, batches: tuple[tuple[Schedule, int, int], ...]) -> float:
+        """Seconds of a step of these micro-batches on the slowest replica.
+
+        Each counts as its share of a step of micro-batches like itself. Other replicas are taken to have batches like
+        this rank's.
+        """
+        count, mine = len(batches), self.forecasts[0]
+        return max(
+            sum(
+                each.iteration_s(schedule if each is mine else each.schedule, length, sequences, count) * times / count
+                for (schedule, length, sequences), times in Counter(batches).items()
+            )
+            for each in self.forecasts
+        )

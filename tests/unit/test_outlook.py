@@ -1,0 +1,107 @@
+"""Prediction beside measurement: which steps are compared, and with what."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cost import Workload
+from ds_hetero.integrations.outlook import Comparison, Outlook, announce
+from ds_hetero.integrations.planning import forecast
+from ds_hetero.models import ModelSpec
+from ds_hetero.runtime.batch import batch_layout
+from ds_hetero.runtime.blocks import Rows
+from ds_hetero.schedule import ring, ulysses
+
+MODEL = ModelSpec(
+    name="small",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=128,
+    vocab_size=100,
+)
+LINK = {"bandwidth_gb_per_s": 1, "latency_us": 10}
+CLUSTER = cluster_from_dict(
+    {
+        "nodes": [{"name": "a", "device": "d", "count": 2, "link": LINK}],
+        "devices": {"d": {"peak_tflops": 1, "memory_gib": 8, "memory_bandwidth_gb_per_s": 100}},
+    }
+)
+SCHEDULE = ring(2, 4, 2)
+
+
+def outlook(num_replicas: int = 1) -> Outlook:
+    schedules = [SCHEDULE.shifted(2 * i) for i in range(num_replicas)]
+    return Outlook(forecast(schedules, [CLUSTER] * num_replicas, MODEL, Workload(seq_len=1024), {}))
+
+
+def step(found: Outlook, now_s: float, *lengths: int, schedule=SCHEDULE) -> None:
+    for length in lengths:
+        found.saw(batch_layout(schedule, length, (Rows(0, 1, ((0, length),)),)))
+    found.stepped(now_s)
+
+
+def test_every_step_is_predicted_for_its_own_batches():
+    found, (forecast, *_) = outlook(2), outlook().forecasts
+    for number, length in enumerate((64, 64, 256, 512, 1024)):
+        step(found, 10.0 * number, length, length)
+    expected = [forecast.iteration_s(SCHEDULE, length, 1, 2) for length in (256, 512, 1024)]
+    assert found.compare() == Comparison(steps=3, predicted_s=expected[1], measured_s=10.0)
+
+
+def test_the_first_steps_do_not_count_if_there_are_others():
+    found = outlook()
+    step(found, 0.0, 64)
+    assert found.compare() is None
+    step(found, 50.0, 64)
+    assert found.compare().measured_s == 50.0
+    step(found, 53.0, 64)
+    assert (found.compare().steps, found.compare().measured_s) == (1, 3.0)
+
+
+def test_a_schedule_that_changes_in_between_is_predicted_as_it_was():
+    found, other = outlook(), ulysses(2, 4, 2)
+    step(found, 0.0, 512)
+    step(found, 1.0, 512)
+    step(found, 2.0, 512, schedule=other)
+    assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(other, 512, 1, 1))
+
+
+def test_forwards_without_gradients_are_no_part_of_a_step():
+    found = outlook()
+    for now_s in range(3):
+        with torch.no_grad():
+            found.saw(batch_layout(SCHEDULE, 64, (Rows(0, 1, ((0, 64),)),)))
+        step(found, float(now_s), 1024)
+    assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(SCHEDULE, 1024, 1, 1))
+
+
+def test_the_comparison_is_told_once(capsys):
+    found = outlook()
+    for now_s in range(4):
+        step(found, float(now_s), 512)
+    found.conclude()
+    found.conclude()
+    told = capsys.readouterr().err
+    assert told.count("ds_hetero: per step, median of 2: predicted ") == 1 and "measured 1 s" in told
+
+
+def test_nothing_is_told_where_nothing_is_known(capsys):
+    empty = Outlook(())
+    empty.introduce()
+    step(empty, 0.0, 64)
+    step(empty, 1.0, 64)
+    empty.conclude()
+    assert empty.compare() is None and not capsys.readouterr().err
+
+
+def test_scripts_that_log_get_a_record_in_place_of_stderr(caplog, capsys):
+    with caplog.at_level(logging.INFO):
+        announce("chosen")
+    assert "chosen" in caplog.text and not capsys.readouterr().err
