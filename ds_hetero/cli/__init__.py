@@ -17,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ds_hetero.cli.app import app
     from ds_hetero.errors import HeteroError
 
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0].startswith("--local_rank"):  # DeepSpeed's launcher tells everybody
+        del arguments[0]
     try:
         app(args=arguments, prog_name="ds-hetero")
     except HeteroError as error:

@@ -149,26 +149,45 @@ def show(
 @app.command()
 def profile(
     out: Annotated[Path, typer.Option(help="Cluster file to write, .yaml or .json.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; left out, what is usual on the device.")
+    ] = None,
+    window_s: Annotated[float, typer.Option(help="Seconds per timing.")] = 0.15,
     as_json: JsonOption = False,
 ) -> None:
     """Measure devices and links of the live ranks; run it under the launcher that will train."""
     from ds_hetero.cli import profile as command
 
-    command.run(out, as_json)
+    command.run(out, dtype, window_s, as_json)
 
 
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Option(help="A ds_config.json whose section is to be checked.")] = None,
     world_size: Annotated[int, typer.Option(help="Processes of the job, to check a schedule against.")] = 1,
-    num_heads: Annotated[int, typer.Option(help="Query heads of the model.")] = 32,
-    num_kv_heads: Annotated[int, typer.Option(help="KV heads of the model.")] = 8,
+    num_heads: Annotated[int, typer.Option(help="Query heads of the model, where --model is left out.")] = 32,
+    num_kv_heads: Annotated[int, typer.Option(help="KV heads of the model, where --model is left out.")] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face config.json or its folder, or a preset: to plan and predict.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens to plan for, where the section has no seq_len.")] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing of every layer.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """What is installed, which kernels work on this machine's devices, and what a configuration's section comes to."""
-    from ds_hetero.cli.doctor import examine, show
+    from ds_hetero.cli.doctor import Job, examine, show
 
-    report = examine(config, world_size, num_heads, num_kv_heads)
+    job = Job(
+        world_size=world_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        model=model,
+        seq_len=seq_len,
+        checkpointing=checkpointing,
+    )
+    report = examine(config, job)
     show(report, as_json)
     if not report["healthy"]:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,50 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from ds_hetero.config import SECTION, read_section, resolve
+from ds_hetero.config import (
+    SECTION,
+    HeterogeneitySection,
+    clusters_of_replicas,
+    needs_planner,
+    read_section,
+    resolve,
+    sp_size_of,
+)
+from ds_hetero.cost import Workload
 from ds_hetero.errors import HeteroError
+from ds_hetero.integrations.planning import Searcher, forecast, forecast_text, mixed_precision, workload_from
+from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.runtime.kernels import available
 from ds_hetero.schedule import Schedule
 
-__all__ = ["examine", "show"]
+__all__ = ["Job", "examine", "show"]
 
 _OPTIONAL = ("triton", "flash-attn")
 _HEAD_DIM = 128  # of today's models
 
 
-def examine(config: Path | None, world_size: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What the configuration is checked against.
+
+    Args:
+        world_size: processes. num_heads, num_kv_heads: of the model, where ``model`` does not tell.
+        model: config.json, folder or preset, None if not given; seq_len: tokens to plan for where the section has none.
+        checkpointing: of the activations.
+    """
+
+    world_size: int
+    num_heads: int
+    num_kv_heads: int
+    model: str | None = None
+    seq_len: int | None = None
+    checkpointing: bool = False
+
+
+def examine(config: Path | None, job: Job) -> dict[str, Any]:
     """Everything that `show` prints, as plain data; ``healthy`` says whether training would start."""
     packages = _packages()
-    section = None if config is None else _section(config, world_size, num_heads, num_kv_heads)
+    section = None if config is None else _section(config, job)
     healthy = all(p["problem"] is None or p["optional"] for p in packages) and (
         section is None or not section["problem"]
     )
@@ -67,20 +97,71 @@ def _devices() -> list[dict[str, Any]]:
     return rows
 
 
-def _section(config: Path, world_size: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+def _section(config: Path, job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
         data = json.loads(config.read_text())
         section = read_section(data)
         if section is None:
-            return {"problem": None, "enabled": False, "schedules": []}
-        sizes = {"sequence_parallel_size of ds_config": data.get("sequence_parallel_size")}
-        schedules = resolve(
-            section, num_heads=num_heads, num_kv_heads=num_kv_heads, world_size=world_size, sp_sizes=sizes
-        )
+            return {**found, "enabled": False}
+        return {**found, **_resolved(section, data, job)}
     except (OSError, ValueError) as error:
         known = isinstance(error, HeteroError)
-        return {"problem": str(error) if known else f"{config}: {error}", "enabled": True, "schedules": []}
-    return {"problem": None, "enabled": True, "schedules": [schedule.to_dict() for schedule in schedules]}
+        return {**found, "problem": str(error) if known else f"{config}: {error}"}
+
+
+def _resolved(section: HeterogeneitySection, data: dict[str, Any], job: Job) -> dict[str, Any]:
+    """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
+    sizes = {"sequence_parallel_size of ds_config": data.get("sequence_parallel_size")}
+    sp_size = sp_size_of(sizes) or job.world_size
+    follows = needs_planner(section) or section.schedule == "proportional"
+    if follows and section.cluster == "measure" and sp_size > 1:
+        then = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
+        text = (
+            f'"schedule": {json.dumps(section.schedule)}: the ranks are measured at the start of the job, and {then}. '
+        )
+        return {"decided": text + "To see it now, profile them (ds-hetero profile) and name the file as the cluster."}
+    model = None if job.model is None else load_model(job.model)
+    seq_len = section.seq_len or job.seq_len
+    if needs_planner(section) and (model is None or seq_len is None) and sp_size > 1:
+        missing = " and ".join(
+            text for text, value in (("--model", model), ('--seq-len or "seq_len"', seq_len)) if value is None
+        )
+        text = f'"schedule": {json.dumps(section.schedule)}: searched for at the start of the job. To see it now, give '
+        return {"decided": f"{text}{missing}."}
+
+    def training(num_replicas: int) -> tuple[ModelSpec, Workload]:
+        assert model is not None and seq_len is not None
+        dtype = mixed_precision(data) or torch.bfloat16
+        workload = workload_from(
+            data,
+            section,
+            num_replicas,
+            seq_len=seq_len,
+            element_bytes=dtype.itemsize,
+            checkpointing=job.checkpointing,
+            on_host=False,
+        )
+        return model, workload
+
+    planned = needs_planner(section) and sp_size > 1
+    searcher = Searcher(*training(max(job.world_size // sp_size, 1)), section.layout) if planned else None
+    schedules = resolve(
+        section,
+        num_heads=job.num_heads if model is None else model.num_heads,
+        num_kv_heads=job.num_kv_heads if model is None else model.num_kv_heads,
+        world_size=job.world_size,
+        sp_sizes=sizes,
+        search=searcher,
+    )
+    found: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in schedules]}
+    if section.cluster != "measure" and model is not None and seq_len is not None:
+        clusters = clusters_of_replicas(section, None, [schedule.sp_size for schedule in schedules])
+        plans = {} if searcher is None else searcher.plans
+        forecasts = forecast(schedules, clusters, *training(len(schedules)), plans)
+        found["predicted"] = [each.prediction.to_dict() for each in forecasts]
+        found["decided"] = forecast_text(forecasts)
+    return found
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:
@@ -105,7 +186,9 @@ def show(report: dict[str, Any], as_json: bool) -> None:
             "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
         )
         console.print(f'"{SECTION}": {state}', markup=False)
-        for schedule in section["schedules"]:
+        if section["decided"] is not None:
+            console.print(section["decided"], markup=False, highlight=False, soft_wrap=True)
+        for schedule in section["schedules"] if section["predicted"] is None else ():
             console.print(_schedule_table(Schedule.from_dict(schedule)))
     console.print("healthy" if report["healthy"] else "not healthy: see above")
 

@@ -1,11 +1,17 @@
-"""``ds-hetero profile``: measure the live ranks and write what they are as a cluster file."""
+"""``ds-hetero profile``: measure the live ranks and write what they are as a cluster file.
+
+torchrun --nproc-per-node 8 -m ds_hetero.cli profile --out cluster.yaml
+deepspeed --num_gpus 8 --module ds_hetero.cli profile --out cluster.yaml
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
+import torch
 import yaml
 
 from ds_hetero.errors import ClusterError
@@ -13,21 +19,37 @@ from ds_hetero.integrations.profiling import profile
 
 __all__ = ["run"]
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-def run(out: Path, as_json: bool) -> None:
-    """Measure on every rank; rank 0 writes and prints."""
+
+def run(out: Path, dtype: str | None, window_s: float, as_json: bool) -> None:
+    """Measure on every rank; rank 0 writes and prints.
+
+    Raises:
+        ClusterError: the file cannot be written, or a rank cannot be measured.
+    """
     if out.suffix not in (".json", ".yaml", ".yml"):
         raise ClusterError(f"--out must end in .yaml or .json, got {out}.")
-    content = profile(show_progress=not as_json)
-    if int(os.environ.get("RANK", "0")):
+    if dtype is not None and dtype not in DTYPES:
+        raise ClusterError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
+    if not 0 < window_s <= 10:
+        raise ClusterError(f"--window-s must be greater than 0 and at most 10, got {window_s}.")
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first and not os.access(out.resolve().parent, os.W_OK):  # known before anything is measured
+        raise ClusterError(
+            f"--out {out} cannot be written: {out.resolve().parent} is no folder that may be written to."
+        )
+    begin_s = time.perf_counter()
+    content = profile(None if dtype is None else DTYPES[dtype], window_s=window_s, show_progress=not as_json)
+    if not first:
         return
     text = json.dumps(content, indent=1) if out.suffix == ".json" else yaml.safe_dump(content, sort_keys=False)
     out.write_text(text, encoding="utf-8")
     if as_json:
         print(json.dumps(content))
         return
-    errors = content["profile"]["fit_errors"]
-    print(f"{len(content['profile']['ranks'])} ranks on {len(content['nodes'])} nodes measured; written to {out}")
-    for term, error in errors.items():
+    ranks, nodes, seconds = len(content["profile"]["ranks"]), len(content["nodes"]), time.perf_counter() - begin_s
+    print(f"{ranks} ranks on {nodes} nodes measured in {seconds:.0f} s; written to {out}")
+    for term, error in content["profile"]["fit_errors"].items():
         median, largest = 100 * error["median"], 100 * error["largest"]
         print(f"  {term}: the fit is off by {median:.1f} % in the median, {largest:.0f} % at most")

@@ -32,9 +32,11 @@ __all__ = [
     "Searcher",
     "forecast",
     "forecast_text",
+    "mixed_precision",
     "model_of",
     "time_text",
     "training_dtype",
+    "workload_from",
     "workload_of",
 ]
 
@@ -64,46 +66,81 @@ def model_of(pretrained: Any) -> ModelSpec:
 
 def training_dtype(pretrained: Any, ds_config: Mapping[str, Any]) -> torch.dtype:
     """In which type layers are computed: that of DeepSpeed's mixed precision, else the model's own."""
+    own: torch.dtype = pretrained.dtype
+    return mixed_precision(ds_config) or own
+
+
+def mixed_precision(ds_config: Mapping[str, Any]) -> torch.dtype | None:
+    """The data type of DeepSpeed's mixed precision, None without."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if ds_config.get(name, {}).get("enabled") is True:
             return dtype
-    own: torch.dtype = pretrained.dtype
-    return own
+    return None
 
 
 def workload_of(
     pretrained: Any, ds_config: Mapping[str, Any], section: HeterogeneitySection, num_replicas: int, *, on_host: bool
 ) -> Workload:
-    """What one replica trains, from the model and the DeepSpeed configuration.
-
-    Args:
-        pretrained: the transformers model.
-        ds_config: values that are still ``"auto"`` count as left out.
-        section: its ``seq_len`` and ``zero_partition`` are used.
-        num_replicas: copies of the model that share a global batch.
-        on_host: devices are CPUs, so that nothing can be offloaded to the host.
+    """What one replica trains, from the model and the DeepSpeed configuration; arguments as for `workload_from`.
 
     Raises:
         PlanError: nobody says how long sequences are.
     """
-    zero = ds_config.get("zero_optimization", {})
-    stage = _number(zero, "stage", 0)
-    micro_batch, micro_batches = _batch(ds_config, num_replicas)
     parameters = list(pretrained.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-    trained = sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / sum(sizes)
-    element_bytes = training_dtype(pretrained, ds_config).itemsize
+    trained = sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad)
+    modules = list(pretrained.modules())
+    return workload_from(
+        ds_config,
+        section,
+        num_replicas,
+        seq_len=_seq_len(pretrained, section),
+        element_bytes=training_dtype(pretrained, ds_config).itemsize,
+        trained=trained / sum(sizes),
+        causal=any(getattr(module, "is_causal", False) for module in modules),
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
+        on_host=on_host,
+    )
+
+
+def workload_from(
+    ds_config: Mapping[str, Any],
+    section: HeterogeneitySection,
+    num_replicas: int,
+    *,
+    seq_len: int,
+    element_bytes: int,
+    trained: float = 1.0,
+    causal: bool = True,
+    checkpointing: bool,
+    on_host: bool,
+) -> Workload:
+    """What one replica trains, from the DeepSpeed configuration and what only the model can tell.
+
+    Args:
+        ds_config: values that are still ``"auto"`` count as left out.
+        section: its ``zero_partition`` is used.
+        num_replicas: copies of the model that share a global batch.
+        seq_len: tokens of a sequence.
+        element_bytes: of the data type in which layers are computed.
+        trained: share of the parameters that are trained.
+        causal: whether attention is.
+        checkpointing: of the activations of every layer.
+        on_host: devices are CPUs, so that nothing can be offloaded to the host.
+    """
+    zero, weights = ds_config.get("zero_optimization", {}), section.zero_partition
+    stage = _number(zero, "stage", 0)
+    micro_batch, micro_batches = _batch(ds_config, num_replicas)
     wide = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
-    modules, weights = list(pretrained.modules()), section.zero_partition
     return Workload(
-        seq_len=_seq_len(pretrained, section),
+        seq_len=seq_len,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
-        causal=any(getattr(module, "is_causal", False) for module in modules),
+        causal=causal,
         zero_stage=stage,
         zero_weights=tuple(weights) if isinstance(weights, list) and num_replicas == 1 else None,
-        activation_checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
+        activation_checkpointing=checkpointing,
         tiled_logits=False,  # models return the logits of all tokens of a shard
         element_bytes=element_bytes,
         gradient_bytes=(FP32_BYTES if wide else element_bytes) * trained,

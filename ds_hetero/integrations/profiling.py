@@ -13,9 +13,13 @@ from ds_hetero.runtime.kernels import Band, select
 __all__ = ["kernel_probe", "profile", "profile_cached"]
 
 
-def profile(**settings: Any) -> dict[str, Any]:
-    """`ds_hetero.cluster.profile.measure` with the runtime's kernel; every rank."""
-    return measure(attention=kernel_probe(), **settings)
+def profile(dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Any]:
+    """`ds_hetero.cluster.profile.measure` with the runtime's best kernel; every rank.
+
+    Args:
+        dtype, settings: as for `profile_cached`.
+    """
+    return measure(attention=kernel_probe(dtype), dtype=dtype, **settings)
 
 
 def profile_cached(

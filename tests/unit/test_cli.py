@@ -32,6 +32,38 @@ def test_doctor_names_what_is_wrong_with_a_section(tmp_path):
     assert 'did you mean "schedule"?' in " ".join(run.stdout.split())
 
 
+def test_doctor_plans_where_devices_and_model_are_known(tmp_path):
+    config = tmp_path / "ds_config.json"
+    section = {"cluster": "hexiseq-setting-1", "seq_len": 65536}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "heterogeneity": section}))
+    command = ["doctor", "--config", config, "--world-size", 8, "--json"]
+    report = json.loads(_run(*command).stdout)
+    assert report["healthy"] and not report["section"]["schedules"]
+    assert "To see it now, give --model" in report["section"]["decided"]
+    planned = json.loads(_run(*command, "--model", "llama-3.1-8b", "--checkpointing").stdout)["section"]
+    (schedule,), (predicted,) = planned["schedules"], planned["predicted"]
+    assert sum(len(group["ranks"]) for group in schedule["groups"]) == 8 and predicted["feasible"]
+    assert f"{predicted['tokens_per_s']:,.0f} tokens/s" in planned["decided"]
+
+
+def test_doctor_says_what_only_the_start_of_a_job_can_tell(tmp_path):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"heterogeneity": {}}))
+    run = _run("doctor", "--config", config, "--world-size", 4)
+    assert run.returncode == 0, run.stderr
+    assert '"plan": the ranks are measured at the start of the job' in run.stdout
+
+
+def test_profile_refuses_what_it_could_not_write_before_it_measures(tmp_path):
+    for options, says in (
+        (["--out", tmp_path / "cluster.txt"], "must end in .yaml or .json"),
+        (["--out", tmp_path / "none" / "cluster.yaml"], "is no folder that may be written to"),
+        (["--out", tmp_path / "cluster.yaml", "--dtype", "int8"], "must be one of bfloat16"),
+    ):
+        run = _run("profile", *options)
+        assert run.returncode == 2 and says in run.stderr and not run.stdout
+
+
 def test_an_unknown_command_exits_with_2():
     assert _run("docter").returncode == 2
 
