@@ -6,6 +6,7 @@
       ClusterError      a cluster file or device catalogue entry
       PlanError         no schedule exists for this cluster, model and length
       ModelError        a model, layer or attention feature that cannot be split over the sequence
+      CheckpointError   a checkpoint that is incomplete, damaged, or of another model
       BatchError        a batch that cannot be sharded, or that differs between ranks
       VersionError      an installed framework outside the range that works
     PeerError (RuntimeError)   another rank failed or stopped answering
@@ -15,6 +16,7 @@ Messages name the rule, the values seen and what to change, in the user's field 
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "ClusterError",
     "ConfigError",
     "HeteroError",
@@ -48,6 +50,10 @@ class PlanError(HeteroError):
 
 class ModelError(HeteroError):
     """The model has a layer or a feature that cannot be split over the sequence."""
+
+
+class CheckpointError(HeteroError):
+    """A checkpoint is incomplete or damaged, or was written for another model."""
 
 
 class BatchError(HeteroError):
