@@ -7,9 +7,11 @@ Gloo ranks on this machine, slowed down to the given shares of a core (`benchmar
 Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
 measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
 
-Schedules have several turns each. The column "machine" says how fast the ranks computed products around their turns,
-compared with right after the profile: on a shared machine the neighbours' use of caches and memory changes that, and
-no profile can know. Turns where it differs by more than 5 % do not count, unless a schedule has no other.
+Besides uniform, proportional and bad schedules the one that the planner finds on the measured cluster is trained.
+Schedules have several turns each, in an order that is turned round every time. The column "machine" says how fast the
+ranks computed products around their turns, compared with right after the profile: on a shared machine the neighbours'
+use of caches and memory changes that, and no profile can know. Turns where it differs by more than 5 % do not count,
+unless a schedule has no other.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from benchmarks.quota import SpeedLimits
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
+from ds_hetero.planner.planning import plan_workload
 from ds_hetero.schedule import Group, Schedule, proportional, ring, ulysses, usp
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _VOCABULARY = 8, 4, 64, 2, 512
@@ -50,6 +53,7 @@ _MODEL = {
     "hidden_act": "silu",
 }
 _LINKS = {"loopback": None, "1gbit": (1e9, 100e-6), "200mbit": (2e8, 500e-6)}
+_PLAN = "plan"
 _RESULTS = Path(__file__).parent / "results"
 MEDIAN_ERROR, CLEAR = 0.10, 0.10
 DISTURBED = 0.05  # a turn counts if the machine computes as fast as when it was profiled, to within this
@@ -59,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if the targets are met."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
+    options.output = options.output or _RESULTS / f"prediction_{options.link}.json"
     outcome = run(options, console)
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(json.dumps(outcome, indent=1) + "\n")
@@ -78,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2, help="timed steps per turn, after one to warm up")
     parser.add_argument("--link", choices=_LINKS, default="loopback")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument("--output", type=Path, default=_RESULTS / "prediction.json")
+    parser.add_argument("--output", type=Path, help="left out, prediction_LINK.json among the results")
     return parser
 
 
@@ -95,7 +100,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         emulate(nodes=num_ranks, **shaped) as network,
         Progress(*columns, console=console) as progress,
     ):
-        task = progress.add_task("starting ranks", total=1 + options.rounds * len(schedules))
+        task = progress.add_task("starting ranks", total=1 + options.rounds * (len(schedules) + 1))
         results = ranks.run(
             measure,
             network.nodes,
@@ -111,7 +116,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cluster = results[0][0]
     cost = make_cost_model("calibrated", cluster_from_dict(cluster), load_model(_MODEL), workload(options.tokens))
     rows = []
-    for name, schedule in schedules.items():
+    for name, schedule in (schedules | {_PLAN: planned(cluster, options.tokens)}).items():
         turns = [_turn(of_ranks) for of_ranks in zip(*(result[1][name] for result in results), strict=True)]
         clean = [turn for turn in turns if abs(turn["machine"] - 1) <= DISTURBED]
         prediction = cost.predict(schedule)
@@ -185,6 +190,11 @@ def workload(tokens: int) -> Workload:
     )
 
 
+def planned(cluster: dict[str, Any], tokens: int) -> Schedule:
+    """The planner's schedule on a measured cluster; the same on every rank and here."""
+    return plan_workload(cluster_from_dict(cluster), load_model(_MODEL), workload(tokens)).schedule
+
+
 def candidates(cores: Sequence[float]) -> dict[str, Schedule]:
     """Uniform schedules, proportional ones, and mixtures of ranks; few are good."""
     num_ranks = len(cores)
@@ -247,11 +257,12 @@ def measure(
     begin = time.perf_counter()
     cluster = profile(window_s=0.5, show_progress=False)
     cluster["profile"] |= {"seconds": time.perf_counter() - begin, "limited": limited}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in schedules}
+    turns = [*schedules, (_PLAN, planned(cluster, tokens).to_dict())]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in turns}
     profiled = before = _speed()
     for turn in range(num_rounds):
-        for number, (name, schedule) in enumerate(schedules):
-            say(1 + turn * len(schedules) + number, name)
+        for number, (name, schedule) in enumerate(reversed(turns) if turn % 2 else turns):
+            say(1 + turn * len(turns) + number, name)
             result = _train(rank, schedule, tokens, num_steps)
             after = _speed()
             found[name].append(result | {"machine": (before + after) / 2 / profiled})

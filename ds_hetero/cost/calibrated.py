@@ -276,23 +276,25 @@ class CalibratedCostModel(BaseCostModel):
         Below stage 3 DeepSpeed reduces gradients by an all-reduce, twice a reduce-scatter, unless
         ``use_multi_rank_bucket_allreduce`` is off: in stage 2 for every micro-batch, else once. Stages 1 and 2 gather
         the new parameters. Adam reads and writes master weight and two moments in fp32, reads the gradient and writes
-        the parameter.
+        the parameter. Around it DeepSpeed copies all gradients into its buckets, and out of these in stage 0, and all
+        gathered parameters back into the model in stages 1 and 2.
         """
         work, model = self.workload, self.model
         loss_D = tokens_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._half_tokens_D
         loss_s = float(loss_D[tokens_D > 0].max())
         stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
-        zero_s = 0.0
+        zero_s, reductions = 0.0, work.micro_batches if stage >= 2 else 1
         if stage == 3:
             loss_s += 2 * self._collective(embedding * work.element_bytes)
             loss_s += self._collective(embedding * work.gradient_bytes)
         else:
-            reductions = work.micro_batches if stage == 2 else 1
             zero_s = reductions * 2 * self._collective(count * work.gradient_bytes)
             zero_s += self._collective(count * work.element_bytes) if stage else 0.0
         weights_D = np.ones(len(tokens_D)) if work.zero_weights is None else np.array(work.zero_weights)
         own_D = count * (weights_D / weights_D.sum() / work.data_parallel if stage else np.ones(len(tokens_D)))
         step_bytes_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
+        copied_back = {0: work.gradient_bytes, 3: 0}.get(stage, work.element_bytes)
+        step_bytes_D = step_bytes_D + count * 2 * (reductions * work.gradient_bytes + copied_back)
         return {
             "loss_s": loss_s,
             "zero_s": zero_s,
