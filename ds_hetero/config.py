@@ -82,14 +82,12 @@ class HeterogeneitySection(BaseModel):
     @field_validator("zero_partition")
     @classmethod
     def _usable_weights(cls, value: str | list[float]) -> str | list[float]:
-        if isinstance(value, list) and (not value or any(not 0 < weight < float("inf") for weight in value)):
-            raise ValueError("must hold one finite weight > 0 per rank")
+        if isinstance(value, list) and (not any(value) or any(not 0 <= weight < float("inf") for weight in value)):
+            raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
 
     @model_validator(mode="after")
     def _in_this_release(self) -> HeterogeneitySection:
-        if self.enabled and self.zero_partition != "uniform":
-            raise ValueError('zero_partition other than "uniform" is not in this release; set it so, or leave it out')
         if self.enabled and self.replan.enabled:
             raise ValueError('replan is not in this release; set "replan": {"enabled": false} or leave it out')
         return self

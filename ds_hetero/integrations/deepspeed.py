@@ -7,7 +7,8 @@ of the ranks' mean losses, weighted by tokens, whose backward adds up over the r
 sizes are kept right by `sequence_parallel_size` in the configuration, which `DeepSpeedConfig` reads where it is given
 no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
 
-All private names of DeepSpeed that ds_hetero knows are in this file.
+All private names of DeepSpeed that ds_hetero knows are in this file, in its neighbours `zero` and `checkpoints`, and in
+the optimizers of `ds_hetero.zero`; `PRIVATE_NAMES` lists them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.integrations import checkpoints, zero
+from ds_hetero.integrations.checkpoints import guard_checkpoints
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.zero import stage12
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "SequenceParallelState", "install"]
 
@@ -48,6 +52,9 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.__init__",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
+    *zero.PRIVATE_NAMES,
+    *checkpoints.PRIVATE_NAMES,
+    *stage12.PRIVATE_NAMES,
 )
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
@@ -224,9 +231,11 @@ class _Door:
             mpu=None,
             mesh_param=None,
         )
+        weights = zero.agree_on_weights(ds_config, model, given.get("optimizer"))
         truth = SequenceParallelState(replica)
-        with _sequence_parallelism_hidden(truth, self._handle):
+        with _sequence_parallelism_hidden(truth, self._handle), zero.optimizers_in_place(given["config"], weights):
             engine, *rest = stock(**given)
+        guard_checkpoints(engine)
         engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
         engine.seq_parallel_group = replica.sp_group
         for name in ("forward", "backward", "step"):

@@ -6,7 +6,9 @@ Stages 1 and 2 cut the flat vector of a parameter group once, `cut_flat_group`. 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import ceil, isfinite
@@ -16,12 +18,17 @@ from ds_hetero.splits import Split
 
 __all__ = [
     "ALIGNMENT",
+    "FlatGroup",
+    "Fragment",
+    "Move",
     "alignment_of",
     "check_weights",
     "cut_as_deepspeed",
     "cut_flat_group",
     "cut_parameter",
     "is_even",
+    "moves",
+    "round_robin_order",
 ]
 
 ALIGNMENT = 128  # elements: 256 bytes of a 16-bit type, what vectorized kernels and NCCL's fast paths want
@@ -100,6 +107,99 @@ def _aligned_cuts(num_elements: int, weights: Sequence[float], unit: int) -> lis
         ideal = num_elements * before / sums[-1]
         cuts.append(num_elements if before == sums[-1] else min(round(ideal / unit) * unit, num_elements))
     return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one part of a flat group holds of one parameter: ``count`` elements.
+
+    ``in_parameter`` and ``in_part`` say where they begin in the flattened parameter and in the part.
+    """
+
+    parameter: int
+    in_parameter: int
+    in_part: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Where the parameters of a group lie in its flat vector, and who owns which range of that.
+
+    Args:
+        starts: of every parameter in the flat vector, in the order of the optimizer's group; `round_robin_order` and
+            alignment let them differ from the running sum of ``sizes``.
+        sizes: elements of every parameter.
+        cut: of the flat vector, one part per rank.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    cut: Split
+
+    def fragments(self, part: int) -> tuple[Fragment, ...]:
+        """What ``part`` holds of the parameters, in the order of its elements."""
+        start, stop = self.cut.ranges[part]
+        found = []
+        for parameter, (first, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            low, high = max(first, start), min(first + size, stop)
+            if low < high:
+                found.append(Fragment(parameter, low - first, low - start, high - low))
+        return tuple(sorted(found, key=lambda fragment: fragment.in_part))
+
+
+def round_robin_order(num_parameters: int, num_ranks: int) -> list[int]:
+    """The order in which ``round_robin_gradients`` lays parameters out: every num_ranks-th from 0, from 1, and so on.
+
+    As in DeepSpeed's `DeepSpeedZeroOptimizer._round_robin_reorder`.
+    """
+    return [index for first in range(num_ranks) for index in range(first, num_parameters, num_ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """``count`` elements of part ``source`` of one cut, from ``in_source`` on, that belong at ``in_target``."""
+
+    source: int
+    in_source: int
+    in_target: int
+    count: int
+
+
+def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
+    """How to put ``part`` of ``wanted`` together from the parts of ``saved``; neighbours that stay so are one move.
+
+    Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if saved.sizes != wanted.sizes:
+        raise ValueError(f"layouts of different parameters: {saved.sizes} and {wanted.sizes}")
+    found: list[Move] = []
+    cuts = saved.cut.cuts
+    for fragment in wanted.fragments(part):
+        start = saved.starts[fragment.parameter] + fragment.in_parameter
+        stop = start + fragment.count
+        source = bisect_right(cuts, start) - 1  # the last part that begins there: those before it are empty
+        at = start
+        while at < stop:
+            count = min(stop, cuts[source + 1]) - at
+            move = Move(source, at - cuts[source], fragment.in_part + at - start, count)
+            if found and _continues(found[-1], move):
+                move = Move(source, found[-1].in_source, found[-1].in_target, found.pop().count + count)
+            found.append(move)
+            at += count
+            source = bisect_right(cuts, at) - 1
+    return tuple(found)
+
+
+def _continues(before: Move, after: Move) -> bool:
+    return (
+        before.source == after.source
+        and before.in_source + before.count == after.in_source
+        and before.in_target + before.count == after.in_target
+    )
 
 
 # --- stage 3 ------------------------------------------------------------------------------------------

@@ -7,14 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.splits import Split
 from ds_hetero.zero.layout import (
     ALIGNMENT,
+    FlatGroup,
+    Fragment,
+    Move,
     alignment_of,
     check_weights,
     cut_as_deepspeed,
     cut_flat_group,
     cut_parameter,
     is_even,
+    moves,
+    round_robin_order,
 )
 
 positive = st.floats(min_value=0.01, max_value=100, allow_subnormal=False)
@@ -79,6 +85,59 @@ def test_a_larger_weight_never_owns_less(num_elements, weights, data):
 def test_weights_that_cannot_be_are_refused(weights, world_size, stage, said):
     with pytest.raises(ConfigError, match=said):
         check_weights(weights, world_size, zero_stage=stage)
+
+
+def test_fragments_of_a_part():
+    group = FlatGroup(starts=(0, 30, 40), sizes=(25, 10, 60), cut=Split((32, 0, 68)))  # five elements of padding
+    assert group.fragments(0) == (Fragment(0, 0, 0, 25), Fragment(1, 0, 30, 2))
+    assert group.fragments(1) == ()
+    assert group.fragments(2) == (Fragment(1, 2, 0, 8), Fragment(2, 0, 8, 60))
+
+
+def test_moves_join_what_stays_together():
+    before = FlatGroup((0, 10), (10, 22), Split((16, 16)))
+    after = FlatGroup((0, 10), (10, 22), Split((8, 8, 16)))
+    assert moves(before, after, 1) == (Move(0, 8, 0, 8),)
+    assert moves(after, before, 0) == (Move(0, 0, 0, 8), Move(1, 0, 8, 8))
+
+
+def test_round_robin_deals_parameters_to_ranks():
+    assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
+    assert round_robin_order(2, 3) == [0, 1]
+
+
+@st.composite
+def flat_groups(draw, sizes):
+    order = draw(st.permutations(range(len(sizes))))
+    starts, end = [0] * len(sizes), 0
+    for parameter in order:
+        starts[parameter] = end
+        end += sizes[parameter] + draw(st.integers(0, 3))
+    return FlatGroup(tuple(starts), tuple(sizes), cut_flat_group(end, draw(some_zero)))
+
+
+@given(st.data())
+def test_moves_bring_every_element_where_it_belongs(data):
+    sizes = tuple(data.draw(st.lists(st.integers(0, 40), max_size=6)))
+    before, after = data.draw(flat_groups(sizes)), data.draw(flat_groups(sizes))
+
+    def flat(group):
+        vector = ["padding"] * group.cut.total
+        for parameter, (start, size) in enumerate(zip(group.starts, group.sizes, strict=True)):
+            vector[start : start + size] = [(parameter, i) for i in range(size)]
+        return vector
+
+    saved = [flat(before)[start:stop] for start, stop in before.cut.ranges]
+    for part, (start, stop) in enumerate(after.cut.ranges):
+        target = ["padding"] * (stop - start)
+        for move in moves(before, after, part):
+            target[move.in_target : move.in_target + move.count] = saved[move.source][move.in_source :][: move.count]
+        assert target == flat(after)[start:stop]
+
+
+def test_layouts_of_different_parameters_have_no_moves():
+    with pytest.raises(ValueError, match="different parameters"):
+        moves(FlatGroup((0,), (4,), Split((4,))), FlatGroup((0,), (6,), Split((6,))), 0)
 
 
 # --- stage 3 ---------------------------------------------------------------------------------------

@@ -1,0 +1,178 @@
+"""Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
+
+weights = agree_on_weights(ds_config, model, optimizer)
+with optimizers_in_place(ds_config, weights):
+engine, *_ = deepspeed.initialize(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed.runtime.engine as engine_module
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+
+from ds_hetero.config import HeterogeneitySection, read_section
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.agreement import _agreed as agreed
+from ds_hetero.integrations.patching import Patches
+from ds_hetero.zero.layout import check_weights, is_even
+from ds_hetero.zero.stage12 import WeightedZeroOptimizer
+
+__all__ = [
+    "OPTIMIZERS",
+    "PRIVATE_NAMES",
+    "agree_on_weights",
+    "expect_possible",
+    "optimizers_in_place",
+    "weights_of",
+    "zero_stage_of",
+]
+
+PRIVATE_NAMES = (
+    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",
+    "deepspeed.runtime.engine:BFLOAT16",
+    "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
+)
+
+# By ZeRO stage: the module and the name under which the engine looks for an optimizer class, and ours, which takes
+# ``weights`` besides the arguments of DeepSpeed's.
+OPTIMIZERS: dict[int, tuple[str, str, Callable[..., Any]]] = {
+    1: ("deepspeed.runtime.engine", "DeepSpeedZeroOptimizer", WeightedZeroOptimizer),
+    2: ("deepspeed.runtime.engine", "DeepSpeedZeroOptimizer", WeightedZeroOptimizer),
+}
+
+
+def zero_stage_of(ds_config: Mapping[str, Any]) -> int:
+    """The ZeRO stage of a DeepSpeed configuration."""
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    return int(stage)
+
+
+def agree_on_weights(ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> tuple[float, ...]:
+    """The ZeRO shares of all ranks, checked against the rest of the configuration.
+
+    Caller: every rank of the world, once the section is known to be the same on all.
+    Collectives: one `agreed`.
+
+    Raises:
+        ConfigError: the same one on every rank; see `weights_of` and `expect_possible`.
+    """
+
+    def decide() -> list[float]:
+        section = read_section(ds_config)
+        assert section is not None
+        weights = weights_of(section, ds_config, dist.get_world_size())
+        expect_possible(ds_config, weights, model, optimizer)
+        return list(weights)
+
+    return tuple(agreed(decide)[0])
+
+
+def weights_of(section: HeterogeneitySection, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
+    """The ZeRO shares of all ranks that the section asks for.
+
+    Raises:
+        ConfigError: they cannot be; see `check_weights`.
+    """
+    if section.zero_partition == "uniform":
+        return (1.0,) * world_size
+    assert isinstance(section.zero_partition, list)
+    check_weights(section.zero_partition, world_size, zero_stage=zero_stage_of(ds_config))
+    return tuple(section.zero_partition)
+
+
+def expect_possible(
+    ds_config: Mapping[str, Any], weights: Sequence[float], model: torch.nn.Module, optimizer: Any = None
+) -> None:
+    """Check that unequal partitions can be had with the rest of the configuration.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        weights: from `weights_of`; equal ones are always possible.
+        model: the model.
+        optimizer: given to ``deepspeed.initialize``, if any.
+
+    Raises:
+        ConfigError: they cannot; the message names what stands against it.
+    """
+    if is_even(weights):
+        return
+    zero = ds_config.get("zero_optimization", {})
+    stage = zero_stage_of(ds_config)
+    if stage == 0:
+        raise ConfigError(
+            '"zero_partition" has nothing to partition without ZeRO. Set "zero_optimization": {"stage": 1} or higher, '
+            'or leave "zero_partition" out.'
+        )
+    if stage not in OPTIMIZERS:
+        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {stage}; use {_listed(OPTIMIZERS)}.')
+    named = str(ds_config.get("optimizer", {}).get("type", "")) + " " + type(optimizer).__name__
+    against = {
+        "the Muon optimizer": "muon" in named.lower(),
+        '"zenflow"': bool(zero.get("zenflow")),
+        '"compile": {"deepcompile": true}': bool(ds_config.get("compile", {}).get("deepcompile")),
+        '"elastic_checkpoint"': bool(zero.get("elastic_checkpoint")),
+        "a mixture of experts over expert-parallel groups": any(isinstance(part, MoE) for part in model.modules()),
+        '"expert_parallel"': bool(ds_config.get("expert_parallel", {}).get("enabled")),
+    }
+    if refused := [name for name, present in against.items() if present]:
+        raise ConfigError(
+            f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
+            'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
+        )
+
+
+@contextlib.contextmanager
+def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) -> Iterator[None]:
+    """Inside, an engine that is built takes our optimizer for its ZeRO stage, if there is one."""
+    patches = Patches()
+    stage = zero_stage_of(ds_config)
+    if stage in OPTIMIZERS:
+        module, name, ours = OPTIMIZERS[stage]
+        patches.replace(importlib.import_module(module), name, lambda stock: _choose(stock, ours, weights))
+    if stage == 1 and not is_even(weights) and _accumulates_in_fp32(ds_config):
+        # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The one
+        # of all other cases computes the same; both reduce in "communication_data_type", bf16 if nobody says otherwise.
+        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:
+    """Ours, but for experts, whose groups are of fewer ranks than there are weights."""
+
+    @functools.wraps(stock)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("has_moe_layers"):
+            return stock(*args, **kwargs)
+        return ours(*args, weights=weights, **kwargs)
+
+    return make
+
+
+def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(check)
+    def checked(engine: Any, basic_optimizer: Any) -> Any:
+        kind = check(engine, basic_optimizer)
+        return engine_module.ZERO_OPTIMIZATION if kind == engine_module.BFLOAT16 else kind
+
+    return checked
+
+
+def _accumulates_in_fp32(ds_config: Mapping[str, Any]) -> bool:
+    wide = ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
+    return wide and ds_config.get("bf16", {}).get("enabled") is True
+
+
+def _listed(stages: Mapping[int, Any]) -> str:
+    return " or ".join(map(str, sorted(stages)))
