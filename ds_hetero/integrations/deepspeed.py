@@ -235,6 +235,7 @@ class _Door:
         truth = SequenceParallelState(replica)
         with _sequence_parallelism_hidden(truth, self._handle), zero.optimizers_in_place(given["config"], weights):
             engine, *rest = stock(**given)
+        zero.prepare(engine)
         guard_checkpoints(engine)
         engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
         engine.seq_parallel_group = replica.sp_group

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed.runtime.engine as engine_module
@@ -28,9 +29,11 @@ from ds_hetero.zero.stage12 import WeightedZeroOptimizer
 __all__ = [
     "OPTIMIZERS",
     "PRIVATE_NAMES",
+    "Replacement",
     "agree_on_weights",
     "expect_possible",
     "optimizers_in_place",
+    "prepare",
     "weights_of",
     "zero_stage_of",
 ]
@@ -42,12 +45,34 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
 )
 
-# By ZeRO stage: the module and the name under which the engine looks for an optimizer class, and ours, which takes
-# ``weights`` besides the arguments of DeepSpeed's.
-OPTIMIZERS: dict[int, tuple[str, str, Callable[..., Any]]] = {
-    1: ("deepspeed.runtime.engine", "DeepSpeedZeroOptimizer", WeightedZeroOptimizer),
-    2: ("deepspeed.runtime.engine", "DeepSpeedZeroOptimizer", WeightedZeroOptimizer),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """What stands in the place of DeepSpeed's optimizer for one ZeRO stage.
+
+    Args:
+        module, name: where the engine looks for DeepSpeed's class.
+        make: takes the arguments of that class, and ``weights``.
+        check: raises `ConfigError` for a configuration with which unequal weights do not work.
+        prepare: called with the finished engine.
+    """
+
+    module: str
+    name: str
+    make: Callable[..., Any]
+    check: Callable[[Mapping[str, Any]], None]
+    prepare: Callable[[Any], None]
+
+
+_STAGES_1_AND_2 = Replacement(
+    module="deepspeed.runtime.engine",
+    name="DeepSpeedZeroOptimizer",
+    make=WeightedZeroOptimizer,
+    check=lambda ds_config: None,
+    prepare=lambda engine: None,
+)
+OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2}
+"""By ZeRO stage."""
 
 
 def zero_stage_of(ds_config: Mapping[str, Any]) -> int:
@@ -84,7 +109,8 @@ def weights_of(section: HeterogeneitySection, ds_config: Mapping[str, Any], worl
     """
     if section.zero_partition == "uniform":
         return (1.0,) * world_size
-    assert isinstance(section.zero_partition, list)
+    if section.zero_partition == "memory":
+        raise ConfigError('"zero_partition": "memory" is not in this release; give a list of weights, one per rank.')
     check_weights(section.zero_partition, world_size, zero_stage=zero_stage_of(ds_config))
     return tuple(section.zero_partition)
 
@@ -128,6 +154,7 @@ def expect_possible(
             f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
             'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
         )
+    OPTIMIZERS[stage].check(ds_config)
 
 
 @contextlib.contextmanager
@@ -135,17 +162,24 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
     """Inside, an engine that is built takes our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     stage = zero_stage_of(ds_config)
-    if stage in OPTIMIZERS:
-        module, name, ours = OPTIMIZERS[stage]
-        patches.replace(importlib.import_module(module), name, lambda stock: _choose(stock, ours, weights))
+    if ours := OPTIMIZERS.get(stage):
+        patches.replace(
+            importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
+        )
     if stage == 1 and not is_even(weights) and _accumulates_in_fp32(ds_config):
-        # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The one
-        # of all other cases computes the same; both reduce in "communication_data_type", bf16 if nobody says otherwise.
+        # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
+        # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
         patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
     try:
         yield
     finally:
         patches.undo()
+
+
+def prepare(engine: Any) -> None:
+    """Whatever is left to do to an engine that was built with one of `OPTIMIZERS`."""
+    if ours := OPTIMIZERS.get(engine.zero_optimization_stage()):
+        ours.prepare(engine)
 
 
 def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:

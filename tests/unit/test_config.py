@@ -75,8 +75,8 @@ def test_defaults_are_those_of_the_manual() -> None:
         ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
         ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),
         ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),
-        ({"zero_partition": [1, 0]}, r'"heterogeneity.zero_partition": \[1, 0\] must hold one finite weight > 0'),
-        ({"zero_partition": "memory"}, r"is not in this release; set it so, or leave it out"),
+        ({"zero_partition": [1, -1]}, r'"heterogeneity.zero_partition": \[1, -1\] must hold one finite weight >= 0'),
+        ({"zero_partition": [0, 0]}, r"and not only zeros"),
         ({"replan": {"enabled": True}}, r'replan is not in this release; set "replan": {"enabled": false}'),
         (
             {"replan": {"intervall_steps": 1}},
