@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.machine import cpu_s_of, machine_busy_s
 from benchmarks.ranks import Report
 
-__all__ = ["Outcome", "alternate", "number_of_pairs"]
+__all__ = ["Outcome", "alternate", "number_of_pairs", "timed_run"]
 
 _WARM_UPS = 2  # pages, caches, connections; and the plans that ours keeps by batch layout
 _MAX_PAIRS = 101
@@ -47,7 +47,7 @@ def alternate(
     warm_up: list[list[float]] = []
     for done in range(_WARM_UPS):
         report(done / (_WARM_UPS + min_pairs), "warming up")
-        warm_up.append([_timed(action) for action in actions.values()])
+        warm_up.append([timed_run(action) for action in actions.values()])
     pairs = _agreed(number_of_pairs(sum(warm_up[-1]), budget_s - (time.perf_counter() - begin), min_pairs))
     pids = _all_pids(own_pids)
     busy_s, own_s, begin = machine_busy_s(), cpu_s_of(pids), time.perf_counter()
@@ -55,7 +55,7 @@ def alternate(
     for pair in range(pairs):
         report((_WARM_UPS + pair) / (_WARM_UPS + pairs), f"pair {pair + 1} of {pairs}")
         for name in list(actions) if pair % 2 else reversed(list(actions)):
-            times[name].append(_timed(actions[name]))
+            times[name].append(timed_run(actions[name]))
     busy_s, own_s = machine_busy_s() - busy_s, cpu_s_of(pids) - own_s
     foreign_cores = max(0.0, busy_s - own_s) / (time.perf_counter() - begin)
     return {"seconds": {name: _slowest(values) for name, values in times.items()}, "foreign_cores": foreign_cores}
@@ -67,7 +67,8 @@ def number_of_pairs(pair_s: float, left_s: float, min_pairs: int) -> int:
     return pairs - 1 + pairs % 2
 
 
-def _timed(action: Callable[[], object]) -> float:
+def timed_run(action: Callable[[], object]) -> float:
+    """Seconds of this rank from a barrier to the end of ``action``."""
     dist.barrier()
     begin = time.perf_counter()
     action()

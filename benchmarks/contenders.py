@@ -31,7 +31,7 @@ from ds_hetero.runtime import kernels
 from ds_hetero.runtime.attention import attention
 from ds_hetero.runtime.batch import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.schedule import STRATEGIES
+from ds_hetero.schedule import STRATEGIES, Schedule
 
 __all__ = [
     "CONTESTS",
@@ -41,6 +41,7 @@ __all__ = [
     "TorchRing",
     "contiguous_positions",
     "make_contender",
+    "make_engine",
     "zigzag_positions",
 ]
 
@@ -97,6 +98,11 @@ class Layer:
     dout: Tensor
     position_ids: Tensor
 
+    def forward(self) -> Tensor:
+        """Forward alone, as in prefill."""
+        with torch.no_grad():
+            return self.attend(*self.inputs, self.position_ids)
+
     def __call__(self) -> Tensor:
         """Forward and backward."""
         for x in self.inputs:
@@ -110,6 +116,19 @@ def make_contender(name: str, shape: Shape) -> Contender:
     """Set one up on this rank; makes process groups, so every rank calls it in the same order."""
     makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
     return makers[name](name, shape)
+
+
+def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
+    """This engine with a schedule for all ranks; makes process groups, so every rank calls it in the same order."""
+    replica = make_replica([schedule])
+    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, softcap=None, requested=None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        # A model does this once for all its layers. Stock gathers position ids in every layer, so here every call does.
+        batch = agree_on_batch(replica, position_ids.shape, q.dtype, q.device, position_ids=position_ids)
+        return attention(q, k, v, replica, batch, kernel=kernel).flatten(2)
+
+    return Contender(name, partial(schedule.positions, rank=dist.get_rank()), attend)
 
 
 def contiguous_positions(length: int, rank: int, num_ranks: int) -> list[int]:
@@ -192,13 +211,4 @@ def _torchs_ring() -> Any:
 
 
 def _engine(name: str, shape: Shape) -> Contender:
-    schedule = STRATEGIES[name](dist.get_world_size(), shape.num_heads, shape.num_kv_heads)
-    replica = make_replica([schedule])
-    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, softcap=None, requested=None)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
-        # A model does this once for all its layers. Stock gathers position ids in every layer, so here every call does.
-        batch = agree_on_batch(replica, position_ids.shape, q.dtype, q.device, position_ids=position_ids)
-        return attention(q, k, v, replica, batch, kernel=kernel).flatten(2)
-
-    return Contender(name, partial(schedule.positions, rank=dist.get_rank()), attend)
+    return make_engine(name, STRATEGIES[name](dist.get_world_size(), shape.num_heads, shape.num_kv_heads), shape)

@@ -21,7 +21,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
@@ -34,7 +33,7 @@ from rich.table import Table
 from benchmarks import ranks
 from benchmarks.machine import cpu_s_of, describe_machine, machine_busy_s
 from benchmarks.network import emulate
-from benchmarks.quota import SpeedLimits
+from benchmarks.quota import SpeedLimits, speed_limits
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
@@ -93,10 +92,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     schedules = candidates(options.cores)
     link = _LINKS[options.link]
     shaped = {"rate_bit_per_s": link[0], "delay_s": link[1]} if link else {"rate_bit_per_s": 1.0, "methods": ["none"]}
-    limits = SpeedLimits(num_ranks) if SpeedLimits.available() else nullcontext()
     columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
     with (
-        limits as limit,
+        speed_limits(num_ranks) as limits,
         emulate(nodes=num_ranks, **shaped) as network,
         Progress(*columns, console=console) as progress,
     ):
@@ -104,7 +102,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         results = ranks.run(
             measure,
             network.nodes,
-            limit,
+            limits,
             options.cores,
             [(name, schedule.to_dict()) for name, schedule in schedules.items()],
             options.tokens,
@@ -241,7 +239,7 @@ def _weighted(
 def measure(
     rank: int,
     report: Callable[[float, str], None],
-    limits: SpeedLimits | None,
+    limits: SpeedLimits,
     cores: Sequence[float],
     schedules: Sequence[tuple[str, dict[str, Any]]],
     tokens: int,
@@ -251,7 +249,7 @@ def measure(
     """Profile all ranks, then train with all schedules by turns; the cluster file, and the turns of every schedule."""
     from ds_hetero.integrations.profiling import profile
 
-    limited = limits.join(rank, cores[rank]) if limits is not None else "not limited"
+    limited = limits.limit(rank, cores[rank]) or "not limited"
     say = report if rank == 0 else lambda done, now: None
     say(0, "profiling")
     begin = time.perf_counter()

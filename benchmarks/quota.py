@@ -1,15 +1,17 @@
-"""Ranks of unequal speed on equal cores: a CPU quota for the thread that computes.
+"""Ranks of unequal speed on equal cores: the kernel gives the thread that computes a share of a core.
 
-    with SpeedLimits(num_ranks) as limits:       # in the parent; needs root and a writable cpu controller (cgroup v1)
-        method = limits.join(rank, cores)        # in the rank's process, from its main thread
+    with speed_limits(num_ranks) as limits:      # in the parent
+        method = limits.limit(rank, cores)       # in the rank's process, from its main thread; again to change it
 
 Only the main thread is limited, so that gloo's threads carry messages at full speed while it computes, as a NIC would.
-Everything that the thread does is slowed down alike, whether a profiler or a training step asks for it.
+Everything that the thread does is slowed down alike, whether a profiler or a training step asks for it. Both methods
+count CPU time, so that waiting for a message is not taken for work.
 
-    deadline    SCHED_DEADLINE: so many milliseconds in every ten, whatever else the machine has to do
-    quota       CFS bandwidth control, where deadlines are not allowed; a busy machine takes some of the quota
+    deadline    SCHED_DEADLINE: so many milliseconds in every ten, whatever else the machine has to do; needs root
+    quota       CFS bandwidth control, where deadlines are not allowed; needs a writable cpu controller (cgroup v1)
 
-All ranks' other threads are in a group that is given precedence over other processes.
+Where that controller is writable, the ranks' other threads are in a group that has precedence over other processes.
+The groups are gone at the end, also after SIGKILL (`benchmarks.guardian`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SpeedLimits"]
+__all__ = ["SpeedLimits", "speed_limits"]
 
 _ROOT = Path("/sys/fs/cgroup/cpu")
 _SHARES = 262_144  # the most there is; 1,024 is normal
@@ -45,40 +52,61 @@ class _Attributes(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
 class SpeedLimits:
-    """A CPU group for all ranks of a measurement, with one below it per rank; gone at the end."""
+    """What a rank needs to limit itself; picklable.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.path = _ROOT / f"ds_hetero_{os.getpid()}"
-        self._ranks = [self.path / f"rank{rank}" for rank in range(num_ranks)]
+    Args:
+        group: CPU group of all ranks, with ``rank<n>`` below it; None where groups cannot be made.
+    """
 
-    @staticmethod
-    def available() -> bool:
-        """Whether this machine lets us limit threads."""
-        return os.access(_ROOT / "cpu.shares", os.W_OK)
+    group: Path | None
 
-    def __enter__(self) -> SpeedLimits:
-        for path in (self.path, *self._ranks):
-            path.mkdir()
-        (self.path / "cpu.shares").write_text(str(_SHARES))
-        return self
+    def limit(self, rank: int, cores: float) -> str | None:
+        """Give the calling thread ``cores`` of a core and this process precedence; says by which method, None if none.
 
-    def __exit__(self, *_: object) -> None:
-        for path in (*self._ranks, self.path):
-            for task in (path / "tasks").read_text().split():
-                (_ROOT / "tasks").write_text(task)
-            path.rmdir()
-
-    def join(self, rank: int, cores: float) -> str:
-        """Give this process precedence and its main thread ``cores`` of a core; says by which method."""
-        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+        Other threads of the process, and threads and processes it starts later, are not limited.
+        """
+        self.take_precedence()
         if _set_deadline(cores):
             return "deadline"
-        mine = self._ranks[rank]
+        if self.group is None:
+            return None
+        mine = self.group / f"rank{rank}"
         (mine / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_US))
         (mine / "cpu.cfs_quota_us").write_text(str(round(cores * _QUOTA_PERIOD_US)))
         (mine / "tasks").write_text(str(threading.get_native_id()))
         return "quota"
+
+    def take_precedence(self) -> None:
+        """Give this process, where groups can be made, precedence over processes outside of them."""
+        if self.group is not None:
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def speed_limits(num_ranks: int) -> Iterator[SpeedLimits]:
+    """Make the CPU groups if this machine allows it, and remove them at the end with whatever still runs in them."""
+    if not os.access(_ROOT / "cpu.shares", os.W_OK):
+        yield SpeedLimits(None)
+        return
+    group = _ROOT / f"ds_hetero_{os.getpid()}"
+    parts = [group / f"rank{rank}" for rank in range(num_ranks)]
+    # In a session of its own, so that Ctrl-C does not reach it.
+    guardian = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("guardian.py")), *map(str, (*parts, group))],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert guardian.stdin is not None
+    try:
+        for path in (group, *parts):
+            path.mkdir()
+        (group / "cpu.shares").write_text(str(_SHARES))
+        yield SpeedLimits(group)
+    finally:
+        guardian.stdin.close()
+        guardian.wait()
 
 
 def _set_deadline(cores: float) -> bool:

@@ -1,0 +1,177 @@
+"""An emulated cluster on one Linux machine: speeds, memory and links of every rank, made, verified and removed.
+
+    with emulate(cluster) as emulated:
+        results = emulated.run(fn, arguments)      # fn(lab, *arguments) on every rank; lab is a `RankLab`
+
+What is used: network namespaces with a relay or token buckets between them (`benchmarks.network`), the kernel's
+scheduler (`benchmarks.quota`) or counted CPU time (`benchmarks.lab.throttle`), and RLIMIT_DATA. Each falls back to
+what the machine allows; `RankLab.describe` says what was used and what was measured of it.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import network as networks
+from benchmarks import ranks
+from benchmarks.lab.cluster import EmulatedCluster
+from benchmarks.lab.throttle import METHODS, SpeedMeasurement, Throttle, measure_speed, reference_rate
+from benchmarks.network import Network
+from benchmarks.quota import SpeedLimits, speed_limits
+from benchmarks.ranks import Report
+
+__all__ = ["Emulation", "RankLab", "RankSettings", "emulate", "limit_memory"]
+
+NETWORK_METHODS = (*networks.METHODS, "none")
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank needs to know to become what the cluster says; picklable."""
+
+    cluster: EmulatedCluster
+    limits: SpeedLimits
+    speed_methods: tuple[str, ...]
+    network: str
+    own_pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A cluster that exists, seen from the process that made it.
+
+    Args:
+        settings: for its ranks.
+        network: its nodes.
+    """
+
+    settings: RankSettings
+    network: Network
+
+    @property
+    def nodes(self) -> list[networks.Node]:
+        """By rank."""
+        return [self.network.nodes[node] for node in self.settings.cluster.node_of_rank]
+
+    def run(self, fn: Callable[..., Any], *args: Any, on_report: Report = lambda done, now: None) -> list[Any]:
+        """Run ``fn(lab, *args)`` on every rank and return what each returned; see `benchmarks.ranks.run`."""
+        return ranks.run(_on_rank, self.nodes, fn, self.settings, args, on_report=on_report)
+
+
+@contextmanager
+def emulate(
+    cluster: EmulatedCluster,
+    *,
+    speed_methods: Sequence[str] = METHODS,
+    network_methods: Sequence[str] = NETWORK_METHODS,
+) -> Iterator[Emulation]:
+    """Make the cluster's links and CPU groups, and remove them at the end.
+
+    Args:
+        cluster: what to emulate.
+        speed_methods: to try in this order, from `benchmarks.lab.throttle.METHODS`.
+        network_methods: to try in this order; ``"none"`` joins all nodes by loopback.
+
+    Raises:
+        EmulationError: no network method works, and ``"none"`` was not among them.
+    """
+    count = len(cluster.nodes)
+    links: dict[str, Any] = {"rate_bit_per_s": 1.0, "methods": ["none"]}
+    if cluster.has_links:
+        delays = [node.link_delay_s for node in cluster.nodes]
+        links = {
+            "rate_bit_per_s": [node.link_bit_per_s for node in cluster.nodes],
+            "delay_s": [[delays[i] + delays[j] if i != j else 0.0 for j in range(count)] for i in range(count)],
+            "methods": list(network_methods),
+        }
+    with speed_limits(len(cluster.speeds)) as limits, networks.emulate(nodes=count, **links) as network:
+        described = network.describe()
+        if cluster.has_links and network.method == "none":
+            described = "loopback, NOT shaped as asked for: this machine lets us do neither of relay and veth"
+        yield Emulation(RankSettings(cluster, limits, tuple(speed_methods), described, network.pids), network)
+
+
+def _on_rank(
+    rank: int, report: Report, fn: Callable[..., Any], settings: RankSettings, args: Sequence[Any]
+) -> Any:
+    return fn(RankLab(rank, report, settings), *args)
+
+
+class RankLab:
+    """The lab, seen from one of its ranks.
+
+    Attributes:
+        cluster: what was asked for.
+        rank: this one.
+        speeds: `SpeedMeasurement` of every rank, from the last `set_speeds`.
+        own_pids: processes besides the ranks that the emulation needs.
+    """
+
+    def __init__(self, rank: int, report: Report, settings: RankSettings) -> None:
+        self.cluster, self.rank, self._settings, self._report = settings.cluster, rank, settings, report
+        self.own_pids = settings.own_pids
+        self.speeds: list[SpeedMeasurement] = []
+        self._throttle = Throttle(settings.limits, rank, settings.speed_methods)
+        self._reference = reference_rate()
+        if (budget := self.cluster.memory_bytes[rank]) is not None:
+            limit_memory(budget)
+        self.set_speeds(self.cluster.cores)
+
+    def report(self, done: float, now: str) -> None:
+        """Say how far the measurement is; rank 0's word counts."""
+        if self.rank == 0:
+            self._report(done, now)
+
+    def set_speeds(self, cores: Sequence[float]) -> list[SpeedMeasurement]:
+        """Give every rank its share of a core from now on, and measure what came of it. Caller: every rank."""
+        self.speeds = measure_speed(self._throttle, cores, self._reference)
+        return self.speeds
+
+    def change_speed(self, cores: float) -> None:
+        """Change this rank's speed alone, at once, and without measuring it."""
+        self._throttle.set(cores)
+
+    @property
+    def method(self) -> str:
+        """How speeds are made."""
+        return self._throttle.method
+
+    @property
+    def late_s(self) -> float:
+        """See `Throttle.late_s`."""
+        return self._throttle.late_s
+
+    def describe(self) -> str:
+        """Request and measurement, in a line each for speeds and links."""
+        asked = " ".join(f"{speed.asked:.3g}" for speed in self.speeds)
+        got = " ".join(f"{speed.measured:.3g}" for speed in self.speeds)
+        spread = max(speed.spread for speed in self.speeds)
+        bad = "" if all(speed.good for speed in self.speeds) else " (NOT as asked for: a busy machine, or no right to)"
+        return (
+            f"emulated speeds by {self.method}: {asked} cores asked for, {got} measured, "
+            f"variation up to {spread:.1%}{bad}\nemulated links: {self._settings.network}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For result files."""
+        return {
+            "cluster": self.cluster.to_dict(),
+            "method": self.method,
+            "speeds": [asdict(speed) | {"error": speed.error, "good": speed.good} for speed in self.speeds],
+            "links": self._settings.network,
+        }
+
+
+def limit_memory(budget_bytes: int) -> None:
+    """Let this process allocate so much more than it has now; beyond, torch raises its out-of-memory error."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    limit = int(found[1]) * 1024 + budget_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

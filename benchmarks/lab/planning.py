@@ -1,0 +1,136 @@
+"""What the planner may know of an emulated cluster, and the schedules of all strategies for it.
+
+Ranks are profiled at equal speed; an emulated slow rank is the same device with its rates scaled down. That is what it
+is, and the planner then sees exactly the speeds that were asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import Shape
+from benchmarks.lab.emulator import RankLab
+from ds_hetero.cluster import Cluster, cluster_from_dict
+from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost.types import CostModel
+from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.planner import ProfileTable
+from ds_hetero.runtime.kernels import Band, select
+
+__all__ = ["cost_model", "measure_table", "model_of", "profile_ranks", "scaled"]
+
+_MOST_CORES = 1.2  # of all ranks together while they are profiled
+_TABLE_S = 0.3  # of one entry of the table
+
+
+def profile_ranks(lab: RankLab) -> Cluster:
+    """Profile the live ranks at one speed for all; speeds are as before afterwards. Caller: every rank."""
+    from ds_hetero.integrations.profiling import profile
+
+    count = dist.get_world_size()
+    lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))
+    dist.barrier()
+    cluster = cluster_from_dict(profile(window_s=0.1, show_progress=False))
+    lab.set_speeds(lab.cluster.cores)
+    return cluster
+
+
+def scaled(profiled: Cluster, speeds: Sequence[float]) -> Cluster:
+    """The cluster with every rank at ``speeds[rank]`` of the typical rank's profile."""
+    typical = sorted(profiled.devices, key=_attention_rate)[len(profiled.devices) // 2]
+    rest = iter(speeds)
+    nodes = tuple(
+        replace(node, devices=tuple(_at_speed(typical, next(rest)) for _ in node.devices)) for node in profiled.nodes
+    )
+    return replace(profiled, nodes=nodes)
+
+
+def _attention_rate(device: DeviceSpec) -> float:
+    return device.peak_flops_per_s * device.efficiency.attention_forward
+
+
+def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
+    known = device.efficiency
+    return replace(
+        device,
+        name=f"{device.name} at {speed:g}",
+        peak_flops_per_s=device.peak_flops_per_s * speed,
+        memory_bytes_per_s=device.memory_bytes_per_s * speed,
+        efficiency=replace(
+            known,
+            kernel_overhead_s=known.kernel_overhead_s / speed,
+            attention_overhead_s=known.attention_overhead_s / speed,
+        ),
+    )
+
+
+def model_of(shape: Shape, vocabulary: int = 512) -> ModelSpec:
+    """The small Llama of `benchmarks.training`, as the planner sees it."""
+    return load_model(
+        {
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.hidden_size * 11 // 4,
+            "head_dim": shape.head_dim,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "vocab_size": vocabulary,
+            "hidden_act": "silu",
+        }
+    )
+
+
+def cost_model(cluster: Cluster, shape: Shape, tokens: int) -> CostModel:
+    """The calibrated cost model of a step as the lab runs it: fp32, ZeRO-1, no checkpointing."""
+    workload = Workload(
+        seq_len=tokens,
+        micro_batch=shape.batch_size,
+        zero_stage=1,
+        activation_checkpointing=False,
+        tiled_logits=False,
+        element_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=12,
+    )
+    return make_cost_model("calibrated", cluster, model_of(shape), workload)
+
+
+def measure_table(lab: RankLab, shape: Shape, lengths: Sequence[int], fractions: Sequence[float]) -> ProfileTable:
+    """The hetero-ring paper's table: rank 0 runs causal attention alone, at every length and every throttle setting.
+
+    Caller: every rank; the others wait.
+    """
+    found: list[ProfileTable | None] = [None]
+    if dist.get_rank() == 0:
+        fastest = lab.cluster.fastest_cores
+        columns = []
+        for fraction in sorted(fractions):
+            lab.change_speed(fastest * fraction)
+            columns.append([_attention_s(shape, length) for length in lengths])
+        lab.change_speed(fastest)
+        rows = tuple(tuple(row) for row in zip(*columns, strict=True))
+        found = [ProfileTable(lengths=tuple(lengths), speeds=tuple(sorted(fractions)), seconds=rows)]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    return found[0]
+
+
+def _attention_s(shape: Shape, length: int) -> float:
+    kernel = select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
+    q, k, v = (
+        torch.randn(shape.batch_size, heads, length, shape.head_dim)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    kernel.forward(q, k, v, Band(None, 0), shape.head_dim**-0.5, None)
+    begin, calls = time.perf_counter(), 0
+    while time.perf_counter() < begin + _TABLE_S:
+        kernel.forward(q, k, v, Band(None, 0), shape.head_dim**-0.5, None)
+        calls += 1
+    return (time.perf_counter() - begin) / calls

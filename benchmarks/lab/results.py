@@ -1,0 +1,45 @@
+"""Result files, and where the commands say how far they are."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.machine import describe_machine
+from benchmarks.ranks import Report
+
+__all__ = ["FOLDER", "header", "progress", "write"]
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+
+
+def header(command: str) -> dict[str, Any]:
+    """What every result begins with."""
+    return {
+        "command": command,
+        "emulated": True,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": describe_machine(),
+    }
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """As JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Report]:
+    """A bar; what it yields takes the share that is done, and what is being done."""
+    columns = (TextColumn("{task.description:48}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting ranks", total=1.0)
+        yield lambda done, now: bar.update(task, completed=done, description=now)

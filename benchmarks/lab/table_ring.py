@@ -1,0 +1,96 @@
+"""``python -m benchmarks.lab ring``: what is measured when, and the table beside the published figures."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders import Shape
+from benchmarks.lab.cluster import pair
+from benchmarks.lab.emulator import emulate
+from benchmarks.lab.ring import PREFILL, PUBLISHED, STEP, STRATEGIES, RingCase, RingPlan, measure, summarize
+from benchmarks.ranks import Report
+
+__all__ = ["RingTable"]
+
+
+class RingTable:
+    """Two ranks, the second slowed down."""
+
+    help = "two ranks, the second slowed down: even, proportional, look-up table, formula and planned splits"
+
+    def add_options(self, parser: ArgumentParser) -> None:
+        """Fractions and scopes."""
+        parser.add_argument("--fractions", type=float, nargs="+", help="speeds of the second rank; 1 is always measured")
+        parser.add_argument("--scopes", choices=(PREFILL, STEP), nargs="+", default=[PREFILL, STEP])
+
+    def run(self, options: Namespace, report: Report) -> dict[str, Any]:
+        """See `benchmarks.lab.ring`."""
+        plan = _plan(options)
+        with emulate(pair(1.0)) as emulated:
+            found = emulated.run(measure, plan, on_report=report)[0]
+        return {
+            "shape": asdict(plan.shape),
+            "published": PUBLISHED,
+            "rows": summarize(found["cases"]),
+            "emulation": found["speeds"],
+            "profile_table": found["table"],
+            "cases": found["cases"],
+        }
+
+    def show(self, result: dict[str, Any], console: Console) -> None:
+        """One table per scope and length."""
+        shape = result["shape"]
+        console.print(
+            f"EMULATED: two ranks of {result['machine']['cpu']}, one kernel thread each; attention of "
+            f"{shape['num_heads']} heads of {shape['head_dim']}, causal, float32; {result['seconds']:.0f} s in all"
+        )
+        for speeds in result["emulation"]:
+            console.print(speeds["text"].splitlines()[0])
+        cases = list(dict.fromkeys((row["scope"], row["tokens"]) for row in result["rows"]))
+        for scope, tokens in cases:
+            rows = [row for row in result["rows"] if (row["scope"], row["tokens"]) == (scope, tokens)]
+            console.print(_table(scope, tokens, rows))
+        console.print(
+            "Published (two GPUs, MPS, prefill): at 10 % the even split is slower by 5-8x and the proportional one by "
+            "about 2x; best speed-up over even 4.4x (64K tokens, 10 %); efficiency 40-50 %."
+        )
+
+
+def _plan(options: Namespace) -> RingPlan:
+    scopes = tuple(options.scopes)
+    heads = options.heads or 1
+    shape = Shape(num_heads=heads, num_kv_heads=heads, hidden_size=64 * heads, num_layers=1)
+    if options.tokens or options.fractions:
+        fractions = tuple(sorted({1.0, *(options.fractions or (0.1, 0.5))}))
+        cases = [RingCase(fractions, tuple(options.tokens or (16384,)), scopes)]
+    elif options.quick:
+        cases = [RingCase((0.1, 0.5, 1.0), (16384,), scopes)]
+    else:
+        cases = [
+            RingCase((0.1, 0.25, 0.5, 0.75, 1.0), (4096, 16384), scopes),
+            RingCase((0.1, 1.0), (65536,), (PREFILL,)),
+        ]
+    return RingPlan(tuple(cases), shape, options.rounds or 3, 75.0 if options.quick else 600.0)
+
+
+def _table(scope: str, tokens: int, rows: list[dict[str, Any]]) -> Table:
+    what = "prefill (forward)" if scope == PREFILL else "training step (forward and backward)"
+    table = Table(title=f"{tokens} tokens, {what}: speed-up over even / of the bound (slowdown against equal ranks)")
+    table.add_column("second rank at")
+    for name in STRATEGIES:
+        table.add_column(name, justify="right")
+    table.add_column("bound", justify="right")
+    for fraction in sorted({row["slow_fraction"] for row in rows}):
+        by_name = {row["strategy"]: row for row in rows if row["slow_fraction"] == fraction}
+        cells = [
+            f"{row['speedup']:.2f}x / {row['efficiency_against_bound']:.1%}"
+            + (f" ({row['slowdown']:.2f}x)" if row["slowdown"] else "")
+            for row in (by_name[name] for name in STRATEGIES)
+        ]
+        table.add_row(f"{fraction:.0%}", *cells, f"{by_name['even']['bound_speedup']:.2f}x")
+    return table

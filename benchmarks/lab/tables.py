@@ -1,0 +1,32 @@
+"""The commands by name: their options, what they run, and how they show it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.lab.table_ring import RingTable
+from benchmarks.ranks import Report
+
+__all__ = ["TABLES", "LabTable"]
+
+
+class LabTable(Protocol):
+    """One command of the lab."""
+
+    help: str
+
+    def add_options(self, parser: ArgumentParser) -> None:
+        """Options besides the common ones."""
+
+    def run(self, options: Namespace, report: Report) -> dict[str, Any]:
+        """Measure; plain data, with ``rows``."""
+
+    def show(self, result: dict[str, Any], console: Console) -> None:
+        """Tables for people."""
+
+
+TABLES: dict[str, LabTable] = {"ring": RingTable()}

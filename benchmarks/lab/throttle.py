@@ -1,0 +1,208 @@
+"""How a rank is made slow, and how that is verified.
+
+    deadline, quota   by the kernel, see `benchmarks.quota`: nothing of the program knows; needs root
+    counted           by this process itself: after every torch operator it sleeps until the emulated device would be
+                      done as well. Needs no right, sees operators only, and costs 10 to 20 us of each
+    none              not at all
+
+All count the CPU time of the thread that computes. None takes waiting for work, and none slows the threads that carry
+messages.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.quota import SpeedLimits
+
+__all__ = ["METHODS", "CountedTime", "SpeedMeasurement", "Throttle", "measure_speed", "reference_rate"]
+
+METHODS = ("kernel", "counted", "none")
+SPEED_TOLERANCE, SPREAD_TOLERANCE = 0.05, 0.03
+
+_PROBE = 256  # square product, about half a millisecond
+_WINDOWS = 5
+_SHORTEST_SLEEP_S = 1e-3
+_MOST_CREDIT_S = 0.02  # for time in which the thread was ready and got no core
+
+
+@dataclass(frozen=True)
+class SpeedMeasurement:
+    """One rank's speed.
+
+    Args:
+        asked: cores.
+        measured: rate of products over that of the same rank alone and not slowed down.
+        spread: coefficient of variation between windows.
+    """
+
+    asked: float
+    measured: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.measured / self.asked - 1
+
+    @property
+    def good(self) -> bool:
+        """As the lab promises."""
+        return abs(self.error) <= SPEED_TOLERANCE and self.spread <= SPREAD_TOLERANCE
+
+
+class Throttle:
+    """The speed of this rank, which may change while it runs.
+
+    Args:
+        limits: from the parent.
+        rank: whose group to use.
+        methods: to try, in this order.
+
+    Attributes:
+        method: what works here: ``"deadline"``, ``"quota"``, ``"counted"`` or ``"none"``.
+    """
+
+    def __init__(self, limits: SpeedLimits, rank: int, methods: Sequence[str] = METHODS) -> None:
+        self._limits, self._rank, self._methods = limits, rank, methods
+        self._counted: CountedTime | None = None
+        self.method = "none"
+
+    def set(self, cores: float) -> None:
+        """Run at ``cores`` of a core from now on; call it from the thread that computes."""
+        for method in self._methods:
+            if method == "kernel" and (found := self._limits.limit(self._rank, cores)):
+                self.method = found
+                return
+            if method == "counted":
+                self._count(cores)
+                return
+        self.method = "none"
+
+    @property
+    def late_s(self) -> float:
+        """By how much this process fell behind because no core was free for it; known to ``counted`` alone."""
+        return self._counted.late_s if self._counted else 0.0
+
+    def _count(self, cores: float) -> None:
+        self.method = "counted"
+        self._limits.take_precedence()
+        if self._counted is None:
+            self._counted = CountedTime(cores)
+            self._counted.__enter__()  # for the rest of the process
+        self._counted.cores = cores
+
+
+class CountedTime(TorchDispatchMode):
+    """Sleeps after operators so that the thread's CPU time is ``cores`` of the time it is not blocked."""
+
+    def __init__(self, cores: float) -> None:
+        super().__init__()
+        self.cores = cores
+        self.late_s = 0.0
+        self._debt_s = 0.0
+        # Its second number: nanoseconds in which the thread was ready to run and had no core.
+        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._cpu_s, self._queued_s = time.thread_time(), self._read_queued_s()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then make up for its speed."""
+        result = func(*args, **(kwargs or {}))
+        self._pay()
+        return result
+
+    def _pay(self) -> None:
+        cpu_s = time.thread_time()
+        due_s = (cpu_s - self._cpu_s) * (1 / self.cores - 1)
+        if self._debt_s + due_s < _SHORTEST_SLEEP_S:
+            return
+        queued_s = self._read_queued_s()
+        self._debt_s += due_s - (queued_s - self._queued_s)
+        self._cpu_s, self._queued_s = cpu_s, queued_s
+        if self._debt_s < -_MOST_CREDIT_S:
+            self.late_s -= self._debt_s + _MOST_CREDIT_S
+            self._debt_s = -_MOST_CREDIT_S
+        if self._debt_s > _SHORTEST_SLEEP_S:
+            begin = time.perf_counter()
+            time.sleep(self._debt_s)
+            self._debt_s -= time.perf_counter() - begin
+            self._queued_s = self._read_queued_s()
+
+    def _read_queued_s(self) -> float:
+        return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
+
+
+# --- verifying --------------------------------------------------------------------------------------
+
+
+def measure_speed(throttle: Throttle, cores: Sequence[float], reference: float) -> list[SpeedMeasurement]:
+    """Set all ranks' speeds, measure them all at once, and correct once what is more than a percent off.
+
+    A slowed device finds its caches cold after every pause, so that it is a little slower still.
+
+    Args:
+        throttle: of this rank.
+        cores: of every rank.
+        reference: from `reference_rate`.
+
+    Returns:
+        the speeds of all ranks as they are now. Caller: every rank.
+    """
+    asked = cores[dist.get_rank()]
+    throttle.set(asked)
+    measured = _measure(asked, reference)
+    if throttle.method != "none" and max(_gather(abs(measured.error))) > 0.01:
+        throttle.set(min(asked / (1 + measured.error), 1.0))
+        measured = _measure(asked, reference)
+    return _gather(measured)
+
+
+def reference_rate() -> float:
+    """Products per second of this rank alone on the machine, before it is slowed down. Caller: every rank."""
+    rate = 0.0
+    for turn in range(dist.get_world_size()):
+        dist.barrier()
+        if turn == dist.get_rank():
+            _rates(0.1, 1)
+            rate = median(_rates(0.1, 3))
+    dist.barrier()
+    return rate
+
+
+def _measure(cores: float, reference: float) -> SpeedMeasurement:
+    dist.barrier()
+    window_s = max(0.4, 0.1 / cores)  # the kernel enforces limits by ticks of up to 10 ms
+    _rates(0.1, 1)
+    rates = _rates(window_s, _WINDOWS)
+    dist.barrier()
+    return SpeedMeasurement(cores, mean(rates) / reference, stdev(rates) / mean(rates))
+
+
+def _rates(window_s: float, windows: int) -> list[float]:
+    x = torch.ones(_PROBE, _PROBE)
+    out = torch.empty_like(x)
+    rates = []
+    for _ in range(windows):
+        begin, calls = time.perf_counter(), 0
+        while time.perf_counter() < begin + window_s:
+            torch.mm(x, x, out=out)
+            calls += 1
+        rates.append(calls / (time.perf_counter() - begin))
+    return rates
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
