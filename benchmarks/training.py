@@ -18,11 +18,13 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
 from benchmarks.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+from ds_hetero.schedule import Schedule
 
-__all__ = ["Step", "make_step"]
+__all__ = ["Step", "alone_step", "make_scheduled_step", "make_step"]
 
 Step = Callable[[int], float]
 """Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""
@@ -118,11 +120,18 @@ def _documented_step(engine: Any, batch: Mapping[str, Tensor], group: Any) -> fl
 
 
 def _engine(name: str, shape: Shape, max_length: int) -> Step:
+    return make_scheduled_step(name, shape, max_length)
+
+
+def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int) -> Step:
+    """This engine with a schedule or a strategy's name. Every rank calls it in the same order, after any "stock"."""
     num_ranks = dist.get_world_size()
     handle = ds_hetero.register()
     model = _model(shape, max_length, "sdpa")
-    engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity={"schedule": name})
-    batch = cache(lambda length: _batch(shape, length, handle.schedule.positions(length, dist.get_rank())))
+    section = {"schedule": schedule if isinstance(schedule, str) else schedule.to_dict()}
+    engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity=section)
+    running = handle.schedule
+    batch = cache(lambda length: _batch(shape, length, running.positions(length, dist.get_rank())))
 
     def step(length: int) -> float:
         shard = batch(length)
@@ -130,6 +139,28 @@ def _engine(name: str, shape: Shape, max_length: int) -> Step:
         loss = handle.loss(outputs, shard)
         engine.backward(loss)
         engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def alone_step(shape: Shape, max_length: int) -> Step:
+    """The same step without any engine: the whole sequence on the calling rank, no other rank takes part."""
+    # Under a name of its own, because the usual one may be stock's by now.
+    AttentionInterface.register("alone", sdpa_attention_forward)
+    AttentionMaskInterface.register("alone", lambda *args, **kwargs: None)
+    model = _model(shape, max_length, "alone")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = cache(lambda length: _batch(shape, length, list(range(length))))
+
+    def step(length: int) -> float:
+        whole = batch(length)
+        logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole["shift_labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         return float(loss.detach())
 
     return step

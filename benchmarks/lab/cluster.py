@@ -71,9 +71,7 @@ class EmulatedCluster:
     @property
     def memory_bytes(self) -> tuple[int | None, ...]:
         """By rank."""
-        return tuple(
-            limit for node in self.nodes for limit in (node.memory_bytes or (None,) * len(node.speeds))
-        )
+        return tuple(limit for node in self.nodes for limit in (node.memory_bytes or (None,) * len(node.speeds)))
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:

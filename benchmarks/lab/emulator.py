@@ -97,9 +97,7 @@ def emulate(
         yield Emulation(RankSettings(cluster, limits, tuple(speed_methods), described, network.pids), network)
 
 
-def _on_rank(
-    rank: int, report: Report, fn: Callable[..., Any], settings: RankSettings, args: Sequence[Any]
-) -> Any:
+def _on_rank(rank: int, report: Report, fn: Callable[..., Any], settings: RankSettings, args: Sequence[Any]) -> Any:
     return fn(RankLab(rank, report, settings), *args)
 
 

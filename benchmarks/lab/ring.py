@@ -118,9 +118,7 @@ def _profile_cores(fastest: float) -> float:
 
 
 def _lengths(plan: RingPlan, fraction: float) -> list[tuple[int, tuple[str, ...]]]:
-    return [
-        (tokens, case.scopes) for case in plan.cases if fraction in case.fractions for tokens in case.tokens
-    ]
+    return [(tokens, case.scopes) for case in plan.cases if fraction in case.fractions for tokens in case.tokens]
 
 
 def _action(layer: Layer, scope: str) -> Callable[[], object]:

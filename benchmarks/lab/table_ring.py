@@ -25,7 +25,7 @@ class RingTable:
 
     def add_options(self, parser: ArgumentParser) -> None:
         """Fractions and scopes."""
-        parser.add_argument("--fractions", type=float, nargs="+", help="speeds of the second rank; 1 is always measured")
+        parser.add_argument("--fractions", type=float, nargs="+", help="of the second rank; 1 is always measured")
         parser.add_argument("--scopes", choices=(PREFILL, STEP), nargs="+", default=[PREFILL, STEP])
 
     def run(self, options: Namespace, report: Report) -> dict[str, Any]:

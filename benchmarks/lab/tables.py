@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
+from benchmarks.lab.table_mesh import MeshTable
 from benchmarks.lab.table_ring import RingTable
 from benchmarks.ranks import Report
 
@@ -29,4 +29,4 @@ class LabTable(Protocol):
         """Tables for people."""
 
 
-TABLES: dict[str, LabTable] = {"ring": RingTable()}
+TABLES: dict[str, LabTable] = {"ring": RingTable(), "mesh": MeshTable()}

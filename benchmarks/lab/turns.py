@@ -40,9 +40,7 @@ class Turns:
         return max(self.seconds[name]) / min(self.seconds[name]) - 1
 
 
-def take_turns(
-    lab: RankLab, actions: Mapping[str, Callable[[], object]], max_rounds: int, budget_s: float
-) -> Turns:
+def take_turns(lab: RankLab, actions: Mapping[str, Callable[[], object]], max_rounds: int, budget_s: float) -> Turns:
     """Run every action once a round, every second round the other way round, while ``budget_s`` lasts.
 
     Every run starts at a barrier, and its time is that of the slowest rank. A round that would not fit into what is

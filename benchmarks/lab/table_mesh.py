@@ -1,0 +1,103 @@
+"""``python -m benchmarks.lab mesh``: what is measured when, and the table."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders import Shape
+from benchmarks.lab.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.lab.emulator import emulate
+from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
+from benchmarks.ranks import Report
+
+__all__ = ["MESH", "MeshTable"]
+
+LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 50e-6
+UNEQUAL, EQUAL = (4.0, 3.0, 2.0, 1.0), (1.0, 1.0, 1.0, 1.0)
+MESH = EmulatedCluster(
+    nodes=tuple(
+        EmulatedNode(speeds=speeds, link_bit_per_s=LINK_BIT_PER_S, link_delay_s=LINK_DELAY_S)
+        for speeds in (UNEQUAL[:2], UNEQUAL[2:])
+    )
+)
+
+
+class MeshTable:
+    """Two nodes of two ranks."""
+
+    help = "four ranks in two unequal nodes with a slow link: stock, torch's ring, uniform and uneven schedules"
+
+    def add_options(self, parser: ArgumentParser) -> None:
+        """Contenders, scopes and speeds."""
+        parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", default=list(CONTENDERS))
+        parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
+        parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", default=["unequal", "equal"])
+        parser.add_argument("--layers", type=int, default=1, help="of the model whose steps are measured")
+
+    def run(self, options: Namespace, report: Report) -> dict[str, Any]:
+        """See `benchmarks.lab.mesh`."""
+        plan = _plan(options)
+        with emulate(MESH) as emulated:
+            found = emulated.run(measure, plan, on_report=report)[0]
+            carried = emulated.network.carried()
+        return {
+            "shape": asdict(plan.shape),
+            "rows": summarize(found["cases"]),
+            "emulation": found["emulation"],
+            "relay": carried,
+            "cases": found["cases"],
+        }
+
+    def show(self, result: dict[str, Any], console: Console) -> None:
+        """One table per scope and speeds."""
+        shape = result["shape"]
+        console.print(
+            f"EMULATED: two nodes of two ranks of {result['machine']['cpu']}, one kernel thread each; "
+            f"{shape['num_heads']} heads of {shape['head_dim']}, {shape['num_kv_heads']} KV heads, causal, float32; "
+            f"steps: {shape['num_layers']} layer(s), hidden size {shape['hidden_size']}, ZeRO 1; "
+            f"{result['seconds']:.0f} s in all"
+        )
+        for emulation in result["emulation"]:
+            console.print(emulation["text"])
+        for scope, speeds in dict.fromkeys((row["scope"], tuple(row["speeds"])) for row in result["rows"]):
+            rows = [row for row in result["rows"] if (row["scope"], tuple(row["speeds"])) == (scope, speeds)]
+            console.print(_table(scope, speeds, rows))
+
+
+def _plan(options: Namespace) -> MeshPlan:
+    tokens = options.tokens or ([8192] if options.quick else [8192, 16384])
+    heads = options.heads or 8
+    shape = Shape(num_heads=heads, num_kv_heads=heads // 2, num_layers=options.layers)
+    chosen = {"unequal": UNEQUAL, "equal": EQUAL}
+    cases = [
+        MeshCase(chosen[speeds], scope, length, tuple(options.contenders))
+        for scope in options.scopes
+        for speeds in options.speeds
+        for length in (tokens if speeds == "unequal" else tokens[:1])
+    ]
+    return MeshPlan(
+        tuple(cases), shape, options.rounds or (3 if options.quick else 5), 90.0 if options.quick else 200.0
+    )
+
+
+def _table(scope: str, speeds: tuple[float, ...], rows: list[dict[str, Any]]) -> Table:
+    bound = sum(speeds) / (len(speeds) * min(speeds))
+    text = ":".join(f"{speed:g}" for speed in speeds)
+    table = Table(title=f"{scope}, speeds {text}: at most {bound:.2f}x over uniform")
+    table.add_column("contender")
+    for column in ("tokens", "s", "tokens/s", "over best uniform", "of the bound", "rounds", "spread"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        best = " (best uniform)" if row["contender"] == row["best_uniform"] else ""
+        table.add_row(
+            row["contender"] + best,
+            *(str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_s']:,.0f}"),
+            *(f"{row['over_best_uniform']:.2f}x", f"{row['efficiency_against_bound']:.1%}"),
+            *(str(row["rounds"]), f"{row['spread']:.0%}"),
+        )
+    return table
