@@ -5,8 +5,10 @@ Ranks are forked from a server that has torch, DeepSpeed and transformers loaded
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -25,6 +27,7 @@ Report = Callable[[float, str], None]
 """Called by rank 0: how much of its task is done, in units of the task's choice, and what it does now."""
 
 _TIMEOUT_S = 300  # of one collective
+_PR_SET_PDEATHSIG = 1
 _server = multiprocessing.get_context("forkserver")
 
 
@@ -90,6 +93,9 @@ def _main(
     args: Sequence[Any],
 ) -> None:
     try:
+        ctypes.CDLL(None).prctl(
+            _PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # the server ends with the parent, we with the server
         node.enter()  # before torch opens its first socket
         import torch
         import torch.distributed as dist

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import network as networks
 from benchmarks import ranks
 from benchmarks.lab.cluster import EmulatedCluster
-from benchmarks.lab.throttle import METHODS, SpeedMeasurement, Throttle, measure_speed, reference_rate
+from benchmarks.lab.throttle import METHODS, SpeedMeasurement, Throttle, describe_speeds, measure_speed, reference_rate
 from benchmarks.network import Network
 from benchmarks.quota import SpeedLimits, speed_limits
 from benchmarks.ranks import Report
@@ -147,14 +147,7 @@ class RankLab:
 
     def describe(self) -> str:
         """Request and measurement, in a line each for speeds and links."""
-        asked = " ".join(f"{speed.asked:.3g}" for speed in self.speeds)
-        got = " ".join(f"{speed.measured:.3g}" for speed in self.speeds)
-        spread = max(speed.spread for speed in self.speeds)
-        bad = "" if all(speed.good for speed in self.speeds) else " (NOT as asked for: a busy machine, or no right to)"
-        return (
-            f"emulated speeds by {self.method}: {asked} cores asked for, {got} measured, "
-            f"variation up to {spread:.1%}{bad}\nemulated links: {self._settings.network}"
-        )
+        return f"{describe_speeds(self.method, self.speeds)}\nemulated links: {self._settings.network}"
 
     def to_dict(self) -> dict[str, Any]:
         """For result files."""

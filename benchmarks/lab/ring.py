@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ _WARM_UP_TOKENS = 512
 
 @dataclass(frozen=True)
 class RingCase:
-    """Lengths and scopes that are measured at some fractions."""
+    """Lengths and scopes that are measured at some fractions, with ``max_rounds`` turns of every strategy."""
 
     fractions: tuple[float, ...]
     tokens: tuple[int, ...]
     scopes: tuple[str, ...] = (PREFILL, STEP)
+    max_rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,11 @@ class RingPlan:
     Args:
         cases: in this order.
         shape: of the layer.
-        max_rounds: turns of every strategy.
         budget_s: of one case, after which no further round begins.
     """
 
     cases: tuple[RingCase, ...]
     shape: Shape
-    max_rounds: int
     budget_s: float
 
     @property
@@ -89,7 +89,7 @@ def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
         lab.set_speeds(pair(fraction).cores)
         found["speeds"].append({"slow_fraction": fraction, "text": lab.describe(), **lab.to_dict()})
         cluster = scaled(profiled, [cores / _profile_cores(fastest) for cores in pair(fraction).cores])
-        for tokens, scopes in _lengths(plan, fraction):
+        for tokens, scopes, max_rounds in _lengths(plan, fraction):
             lab.report(done / steps, f"second rank at {fraction:.0%}, {tokens} tokens")
             cost = cost_model(cluster, plan.shape, tokens)
             schedules = {name: strategy(name, cost, table) for name in STRATEGIES}
@@ -100,7 +100,7 @@ def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
             for scope in scopes:
                 actions = {name: _action(layer, scope) for name, layer in layers.items()}
                 actions[_ALONE] = bound_action(plan.shape, tokens, scope == STEP)
-                turns = take_turns(lab, actions, plan.max_rounds, plan.budget_s)
+                turns = take_turns(lab, actions, max_rounds, plan.budget_s)
                 found["cases"].append(
                     {
                         "slow_fraction": fraction,
@@ -117,8 +117,9 @@ def _profile_cores(fastest: float) -> float:
     return min(fastest, 1.2 / 2)
 
 
-def _lengths(plan: RingPlan, fraction: float) -> list[tuple[int, tuple[str, ...]]]:
-    return [(tokens, case.scopes) for case in plan.cases if fraction in case.fractions for tokens in case.tokens]
+def _lengths(plan: RingPlan, fraction: float) -> list[tuple[int, tuple[str, ...], int]]:
+    cases = [case for case in plan.cases if fraction in case.fractions]
+    return [(tokens, case.scopes, case.max_rounds) for case in cases for tokens in case.tokens]
 
 
 def _action(layer: Layer, scope: str) -> Callable[[], object]:
@@ -182,6 +183,4 @@ def summarize(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _median(case: dict[str, Any], name: str) -> float:
-    from statistics import median
-
     return float(median(case["seconds"][name]))

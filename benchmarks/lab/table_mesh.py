@@ -13,6 +13,7 @@ from benchmarks.contenders import Shape
 from benchmarks.lab.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.lab.emulator import emulate
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
+from benchmarks.lab.throttle import METHODS
 from benchmarks.ranks import Report
 
 __all__ = ["MESH", "MeshTable"]
@@ -37,12 +38,13 @@ class MeshTable:
         parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", default=list(CONTENDERS))
         parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
         parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", default=["unequal", "equal"])
+        parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="of slowing down, in order")
         parser.add_argument("--layers", type=int, default=1, help="of the model whose steps are measured")
 
     def run(self, options: Namespace, report: Report) -> dict[str, Any]:
         """See `benchmarks.lab.mesh`."""
         plan = _plan(options)
-        with emulate(MESH) as emulated:
+        with emulate(MESH, speed_methods=options.methods) as emulated:
             found = emulated.run(measure, plan, on_report=report)[0]
             carried = emulated.network.carried()
         return {

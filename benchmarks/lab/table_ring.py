@@ -65,17 +65,18 @@ def _plan(options: Namespace) -> RingPlan:
     scopes = tuple(options.scopes)
     heads = options.heads or 1
     shape = Shape(num_heads=heads, num_kv_heads=heads, hidden_size=64 * heads, num_layers=1)
+    rounds = options.rounds or 3
     if options.tokens or options.fractions:
         fractions = tuple(sorted({1.0, *(options.fractions or (0.1, 0.5))}))
-        cases = [RingCase(fractions, tuple(options.tokens or (16384,)), scopes)]
+        cases = [RingCase(fractions, tuple(options.tokens or (16384,)), scopes, rounds)]
     elif options.quick:
-        cases = [RingCase((0.1, 0.5, 1.0), (16384,), scopes)]
+        cases = [RingCase((0.1, 0.5, 1.0), (16384,), scopes, rounds)]
     else:
         cases = [
-            RingCase((0.1, 0.25, 0.5, 0.75, 1.0), (4096, 16384), scopes),
-            RingCase((0.1, 1.0), (65536,), (PREFILL,)),
+            RingCase((0.1, 0.25, 0.5, 0.75, 1.0), (4096, 16384), scopes, rounds),
+            RingCase((0.1, 1.0), (65536,), (PREFILL,), 1),  # takes minutes
         ]
-    return RingPlan(tuple(cases), shape, options.rounds or 3, 75.0 if options.quick else 600.0)
+    return RingPlan(tuple(cases), shape, 75.0 if options.quick else 600.0)
 
 
 def _table(scope: str, tokens: int, rows: list[dict[str, Any]]) -> Table:

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.quota import SpeedLimits
 
-__all__ = ["METHODS", "CountedTime", "SpeedMeasurement", "Throttle", "measure_speed", "reference_rate"]
+__all__ = [
+    "METHODS",
+    "CountedTime",
+    "SpeedMeasurement",
+    "Throttle",
+    "describe_speeds",
+    "measure_speed",
+    "reference_rate",
+]
 
 METHODS = ("kernel", "counted", "none")
 SPEED_TOLERANCE, SPREAD_TOLERANCE = 0.05, 0.03
@@ -166,6 +174,15 @@ def measure_speed(throttle: Throttle, cores: Sequence[float], reference: float) 
         throttle.set(min(asked / (1 + measured.error), 1.0))
         measured = _measure(asked, reference)
     return _gather(measured)
+
+
+def describe_speeds(method: str, speeds: Sequence[SpeedMeasurement]) -> str:
+    """One line: the request, the measurement, and whether they agree."""
+    asked = " ".join(f"{speed.asked:.3g}" for speed in speeds)
+    got = " ".join(f"{speed.measured:.3g}" for speed in speeds)
+    spread = max(speed.spread for speed in speeds)
+    bad = "" if all(speed.good for speed in speeds) else " (NOT as asked for: a busy machine, or no right to)"
+    return f"emulated speeds by {method}: {asked} cores asked for, {got} measured, variation up to {spread:.1%}{bad}"
 
 
 def reference_rate() -> float:

@@ -1,0 +1,73 @@
+"""Python imports this file when it starts, if its folder is on PYTHONPATH: how `benchmarks.lab.launch` reaches ranks.
+
+In a process with RANK and the launcher's settings in its environment, torch.distributed's `init_process_group` is
+wrapped once torch has been imported: when the group exists, the rank takes its speed and its memory limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_TARGET = "torch.distributed.distributed_c10d"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the target once, by all other finders, and wraps its loader."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            _wrap_loader(spec.loader)
+        return spec
+
+
+def _wrap_loader(loader: Any) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        original = module.init_process_group
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            _join()
+
+        module.init_process_group = init_process_group
+
+    loader.exec_module = exec_module
+
+
+def _join() -> None:
+    """Become the rank that the emulated cluster says."""
+    settings = json.loads(os.environ["DS_HETERO_LAB"])
+    sys.path.append(settings["root"])
+    from benchmarks.lab.join import join
+
+    join(settings)
+
+
+def _import_the_usual() -> None:
+    """The file of this name that would have been imported without us, if there is one."""
+    here = str(Path(__file__).parent)
+    ours = sys.modules.pop("sitecustomize", None)
+    sys.path[:] = [folder for folder in sys.path if folder != here]
+    with contextlib.suppress(ImportError):
+        import sitecustomize  # noqa: F401
+    if ours is not None:
+        sys.modules.setdefault("sitecustomize", ours)
+
+
+_import_the_usual()
+if "RANK" in os.environ and "DS_HETERO_LAB" in os.environ:
+    sys.meta_path.insert(0, _Finder())

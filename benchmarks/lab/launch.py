@@ -1,0 +1,162 @@
+r"""Any command on an emulated cluster of unequal ranks.
+
+    python -m benchmarks.lab.launch CLUSTER.yaml -- python train.py
+    python -m benchmarks.lab.launch CLUSTER.yaml -- torchrun --nnodes {nodes} --nproc-per-node {ranks} \
+        --node-rank {node} --master-addr {master} --master-port {port} train.py
+
+Without ``{node}`` in it the command is started once per rank with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT in its environment; with it, once per node, and the command starts its ranks. Filled in are {nodes}, {node},
+{ranks} (of this node), {world}, {master} and {port}.
+
+CLUSTER.yaml is described in `benchmarks.lab.cluster.read_cluster`. Every command starts inside its node's network. A
+Python process with RANK in its environment gets its speed and its memory limit when torch.distributed's process group
+exists, so that imports are not slowed down; it then measures its speed together with the others, and rank 0 says what
+was asked for and what is there (``--no-verify`` skips that). Other programs keep the full speed of a core.
+
+Everything is removed at the end, also after Ctrl-C or SIGKILL. Exit status: the first non-zero one of the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.lab.cluster import EmulatedCluster, read_cluster
+from benchmarks.lab.emulator import NETWORK_METHODS, Emulation, emulate
+from benchmarks.lab.throttle import METHODS
+
+__all__ = ["VARIABLE", "main"]
+
+VARIABLE = "DS_HETERO_LAB"
+"""Environment variable that tells a rank what it is to become; see `benchmarks.lab.inject`."""
+
+_INJECT = Path(__file__).parent / "inject"
+_ROOT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.05
+_GRACE_S = 10.0  # for the rest, once a command has failed or Ctrl-C was pressed
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = _parser().parse_args(arguments)
+    cluster = read_cluster(options.cluster)
+    with emulate(cluster, speed_methods=options.speed, network_methods=options.network) as emulated:
+        print(f"emulated links: {emulated.settings.network}", file=sys.stderr)
+        return _run(_commands(options.command, cluster, emulated, options.verify), emulated)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lab.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("cluster", type=Path, help="YAML or JSON")
+    parser.add_argument("command", nargs="+", help="after --")
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not measure the ranks' speeds")
+    parser.add_argument("--speed", nargs="+", choices=METHODS, default=METHODS, help="methods to try, in this order")
+    parser.add_argument("--network", nargs="+", choices=NETWORK_METHODS, default=NETWORK_METHODS, help="likewise")
+    return parser
+
+
+def _commands(
+    command: Sequence[str], cluster: EmulatedCluster, emulated: Emulation, verify: bool
+) -> list[tuple[list[str], dict[str, str]]]:
+    """(words, environment) of every process to start."""
+    port = str(_free_port())
+    master = emulated.network.nodes[0].address
+    settings = {
+        "cores": cluster.cores,
+        "memory_bytes": cluster.memory_bytes,
+        "group": emulated.settings.limits.group and str(emulated.settings.limits.group),
+        "speed_methods": emulated.settings.speed_methods,
+        "verify": verify,
+        "root": str(_ROOT),
+    }
+    common = {
+        VARIABLE: json.dumps(settings),
+        "PYTHONPATH": os.pathsep.join([str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": master,
+        "MASTER_PORT": port,
+    }
+    found = []
+    world, first = len(cluster.speeds), 0
+    for index, node in enumerate(cluster.nodes):
+        place = emulated.network.nodes[index]
+        enter = ["nsenter", f"--net={place.namespace}"] if place.namespace else []
+        environment = common | place.environment
+        values = {"nodes": len(cluster.nodes), "node": index, "ranks": len(node.speeds), "world": world}
+        filled = [_fill(word, values | {"master": master, "port": port}) for word in command]
+        if any("{node}" in word for word in command):
+            found.append(([*enter, *filled], environment))
+        else:
+            for local in range(len(node.speeds)):
+                mine = {"RANK": str(first + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
+                found.append(([*enter, *filled], environment | mine))
+        first += len(node.speeds)
+    return found
+
+
+def _fill(word: str, values: Mapping[str, object]) -> str:
+    """Names in braces replaced, anything else in braces left alone: JSON may be among the words."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", str(value))
+    return word
+
+
+def _free_port() -> int:
+    """Free on this machine; in a network namespace of its own almost any is."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(commands: Sequence[tuple[list[str], dict[str, str]]], emulated: Emulation) -> int:
+    """Start all, wait for all; when one fails or Ctrl-C is pressed, end the others."""
+    processes = []
+    try:
+        for words, environment in commands:
+            processes.append(
+                subprocess.Popen(words, env=os.environ | environment, start_new_session=True, preexec_fn=_die_with_us)
+            )
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                break
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        print("interrupted: ending the ranks", file=sys.stderr)
+        _end(processes)
+        return 130
+    _end(processes)
+    return next((abs(process.returncode) for process in processes if process.returncode), 0)
+
+
+def _die_with_us() -> None:
+    """In the child: SIGTERM when this process is gone, so that launchers end their own children."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to the process groups of what still runs, SIGKILL to what then remains."""
+    for number, grace_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        give_up = time.monotonic() + grace_s
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, number)
+        while time.monotonic() < give_up and any(process.poll() is None for process in running):
+            time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The lab's emulator: ranks get what a cluster file says, and nothing is left behind however the program ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.lab.cluster import read_cluster
+from benchmarks.lab.mesh import summarize as summarize_mesh
+from benchmarks.lab.ring import STRATEGIES, summarize
+from benchmarks.lab.throttle import CountedTime
+from tests.support import ROOT
+
+CLUSTER = """
+nodes:
+  - {speeds: [4, 3], bandwidth_gbit_per_s: 1, latency_us: 100}
+  - {speeds: [1], bandwidth_gbit_per_s: 1, latency_us: 100, memory_mib: [100]}
+"""
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+ranks = torch.tensor([1.0])
+dist.all_reduce(ranks)
+try:
+    torch.ones(200 * 2**18)
+    memory = "enough"
+except RuntimeError:
+    memory = "too little"
+folder = Path(sys.argv[1])
+where = os.readlink("/proc/self/ns/net")
+(folder / f"rank{dist.get_rank()}.tmp").write_text(f"{os.getpid()} {int(ranks)} {memory} {where}")
+(folder / f"rank{dist.get_rank()}.tmp").rename(folder / f"rank{dist.get_rank()}")
+time.sleep(float(sys.argv[2]))
+dist.destroy_process_group()
+"""
+
+
+def test_a_cluster_file():
+    cluster = read_cluster({"nodes": [{"speeds": [4, 2], "memory_mib": [2, None]}, {"speeds": [1]}]})
+    assert cluster.cores == pytest.approx((0.6, 0.3, 0.15))
+    assert cluster.memory_bytes == (2 * 2**20, None, None)
+    assert cluster.node_of_rank == (0, 0, 1)
+    assert not cluster.has_links
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"nodes": [{"speeds": [1], "speed": 2}]}, "unknown keys"),
+        ({"nodes": [{"speeds": [0]}]}, "positive"),
+        ({"nodes": [{"speeds": [1], "bandwidth_gbit_per_s": 1}, {"speeds": [1]}]}, "all nodes"),
+        ({"nodes": [{"speeds": [1, 2], "memory_mib": [1]}]}, "each of 2 ranks"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense(content, message):
+    with pytest.raises(ValueError, match=message):
+        read_cluster(content)
+
+
+def test_counted_time_takes_as_long_as_the_emulated_device():
+    x = torch.ones(256, 256)
+    with CountedTime(0.25):
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        while time.thread_time() - cpu_s < 0.1:
+            x @ x
+        cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
+    # It forgives 20 ms in which the thread had no core, and owes up to 1 ms at the end.
+    assert wall_s > cpu_s / 0.25 - 0.021
+
+
+def test_ranks_of_a_command(tmp_path):
+    run = _launch(tmp_path, seconds=0)
+    assert run.wait(timeout=90) == 0
+    found = [(tmp_path / f"rank{rank}").read_text().split(maxsplit=2) for rank in range(3)]
+    assert [ranks for _, ranks, _ in found] == ["3", "3", "3"]
+    memory, where = zip(*(rest.rsplit(maxsplit=1) for *_, rest in found), strict=True)
+    assert memory == ("enough", "enough", "too little")
+    if where[0] != os.readlink("/proc/self/ns/net"):  # links could be emulated here
+        assert where[0] == where[1] != where[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path, number):
+    run = _launch(tmp_path, seconds=600)
+    _wait_until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(3)), 90)
+    pids = [int((tmp_path / f"rank{rank}").read_text().split()[0]) for rank in range(3)]
+    group = Path(f"/sys/fs/cgroup/cpu/ds_hetero_{run.pid}")
+    helpers = [child for child in _children(run.pid) if child not in pids]
+    run.send_signal(number)
+    run.wait(timeout=30)
+    _wait_until(lambda: not any(map(_alive, (*pids, *helpers))) and not group.exists(), 30)
+
+
+def test_rows_of_the_ring():
+    seconds = {name: [2.0, 2.2, 1.8] for name in STRATEGIES} | {"plan": [0.5], "one rank alone": [0.55]}
+    equal = {name: [1.0] for name in STRATEGIES} | {"one rank alone": [1.9]}
+    cases = [_ring_case(0.1, seconds), _ring_case(1.0, equal)]
+    planned = next(row for row in summarize(cases) if row["strategy"] == "plan" and row["slow_fraction"] == 0.1)
+    assert planned["speedup"] == pytest.approx(4.0)
+    assert planned["slowdown"] == pytest.approx(0.5)
+    assert planned["efficiency_against_bound"] == pytest.approx(1.0)  # 0.55 / 1.1 s
+
+
+def test_rows_of_the_mesh():
+    case = {
+        "contenders": ("stock", "ring", "plan"),
+        "scope": "attention",
+        "tokens": 100,
+        "speeds": (4.0, 3.0, 2.0, 1.0),
+        "seconds": {"stock": [3.0, 3.0], "ring": [2.0, 2.0], "plan": [1.0, 1.0], "one rank alone": [2.0, 2.0]},
+        "foreign_cores": 0.0,
+    }
+    rows = {row["contender"]: row for row in summarize_mesh([case])}
+    assert rows["plan"]["over_best_uniform"] == 2.0
+    assert rows["plan"]["efficiency_against_bound"] == pytest.approx(0.8)  # 2 s x 4 / 10
+    assert rows["stock"]["tokens_per_s"] == pytest.approx(100 / 3)
+
+
+def _ring_case(fraction, seconds):
+    split = {name: [1, 1] for name in STRATEGIES}
+    return {
+        "slow_fraction": fraction,
+        "tokens": 4096,
+        "scope": "prefill",
+        "split": split,
+        "seconds": seconds,
+        "foreign_cores": 0.0,
+    }
+
+
+def _launch(folder: Path, seconds: float) -> subprocess.Popen:
+    (folder / "cluster.yaml").write_text(CLUSTER)
+    (folder / "script.py").write_text(SCRIPT)
+    words = [sys.executable, "-m", "benchmarks.lab.launch", str(folder / "cluster.yaml"), "--no-verify", "--"]
+    words += [sys.executable, str(folder / "script.py"), str(folder), str(seconds)]
+    return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _wait_until(condition, timeout_s: float) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.1)
