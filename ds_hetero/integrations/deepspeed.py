@@ -38,7 +38,7 @@ from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.zero import stage12
+from ds_hetero.zero import stage3, stage3_shards, stage12
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "SequenceParallelState", "install"]
 
@@ -55,6 +55,7 @@ PRIVATE_NAMES = (
     *zero.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
+    *stage3.PRIVATE_NAMES,
 )
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
@@ -119,12 +120,14 @@ class _Pending:
 
 
 def install(handle: Handle) -> None:
-    """Replace the three doors: registration, loader adapter and `deepspeed.initialize`."""
+    """Replace the three doors: registration, loader adapter and `deepspeed.initialize`; and how ZeRO-3 gathers."""
     door = _Door(handle)
     replace = handle.patches.replace
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", door.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", door.adapter)
     replace(deepspeed, "initialize", door.initialize)
+    replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
+    replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
 
 
 class _Door:

@@ -24,6 +24,8 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.agreement import _agreed as agreed
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.zero.layout import check_weights, is_even
+from ds_hetero.zero.stage3 import check_stage3, make_stage3_optimizer
+from ds_hetero.zero.stage3_checkpoint import install_checkpoints
 from ds_hetero.zero.stage12 import WeightedZeroOptimizer
 
 __all__ = [
@@ -71,7 +73,14 @@ _STAGES_1_AND_2 = Replacement(
     check=lambda ds_config: None,
     prepare=lambda engine: None,
 )
-OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2}
+_STAGE_3 = Replacement(
+    module="deepspeed.runtime.zero.stage3",
+    name="DeepSpeedZeroOptimizer_Stage3",
+    make=make_stage3_optimizer,
+    check=check_stage3,
+    prepare=install_checkpoints,
+)
+OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3: _STAGE_3}
 """By ZeRO stage."""
 
 

@@ -75,7 +75,7 @@ PRIVATE_NAMES = (
 
 
 def check_stage3(ds_config: Mapping[str, Any]) -> None:
-    """Check that a configuration asks for nothing that needs shards of one size.
+    """Check that a configuration asks for nothing that needs shards of one size, on stage 3 alone.
 
     Raises:
         ConfigError: it does; names every such setting.
@@ -89,11 +89,8 @@ def check_stage3(ds_config: Mapping[str, Any]) -> None:
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "mics_shard_size": (getattr(zero, "mics_shard_size", None) or 0) > 0,
         "stage3_use_all_reduce_for_fetch_params": zero.use_all_reduce_for_fetch_params,
-        "zenflow": zero.zenflow is not None,
         "offload_optimizer.super_offload": getattr(zero.offload_optimizer, "super_offload", False),
         **{f'{name}.device "nvme"': part is not None and part.device == "nvme" for name, part in offload.items()},
-        "compile.deepcompile": (ds_config.get("compile") or {}).get("deepcompile", False),
-        "Muon": str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon",
     }
     if found := [name for name, is_set in settings.items() if is_set]:
         raise ConfigError(
@@ -130,17 +127,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         weights: positive, one per rank, as `check_weights` wants them.
         args: of `DeepSpeedZeroOptimizer_Stage3`.
         kwargs: of the same.
-
-    Raises:
-        ConfigError: the optimizer is Muon, which works on whole matrices; see also `recut`.
     """
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, weights: Sequence[float], **kwargs: Any) -> None:
-        if "Muon" in type(init_optimizer).__name__:
-            raise ConfigError(
-                f'"zero_partition" with unequal weights does not work with {type(init_optimizer).__name__} on ZeRO '
-                'stage 3. Use another optimizer, or set "zero_partition": "uniform".'
-            )
         self.weights = tuple(weights)
         super().__init__(module, init_optimizer, *args, **kwargs)
 

@@ -28,6 +28,7 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     PARAM_SHAPES,
 )
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
@@ -396,6 +397,8 @@ def install_checkpoints(engine: Any) -> None:
     Raises (when loading):
         CheckpointError: files are missing or damaged, or the checkpoint is of another model; on every rank.
     """
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):  # an engine without an optimizer saves no state
+        return
     ours = _Checkpoints(engine)
     for name in (
         "_get_param_fragment_func",

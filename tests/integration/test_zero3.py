@@ -1,0 +1,211 @@
+"""Weighted ZeRO-3 trains as DeepSpeed's does, step by step, and every rank holds its share.
+
+Budget: 45 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.zero.layout import alignment_of
+from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama
+from tests.support import run_deepspeed
+
+STEPS = 10
+STATES = ("exp_avg", "exp_avg_sq")
+# Every rank is a replica of its own.
+ONE_EACH = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}],
+}
+
+CPU = {"device": "cpu"}
+SMALL = {"reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 2000, "sub_group_size": 1500}
+# Weights, and what differs from the plain run.
+CASES_2 = [
+    ((3, 1), {}),
+    ((1, 4), {"zero": {"offload_optimizer": CPU, "offload_param": CPU}, "gradient_clipping": 0.1}),
+    ((0.37, 1.61), {"zero": {**SMALL, "overlap_comm": False, "contiguous_gradients": False}}),
+    ((3, 1), {"zero": {"reduce_scatter": False, "stage3_allgather_sequential": True}}),
+    ((3, 1), {"bf16": {"enabled": True}}),
+]
+CASES_4 = [
+    ((4, 3, 2, 1), {"zero": SMALL}),
+    ((1, 1, 1, 3), {"gradient_accumulation_steps": 2, "zero": {"offload_optimizer": CPU}}),
+    ((0.31, 1.87, 0.52, 1.14), {"zero": {"stage3_param_persistence_threshold": 1100, "reduce_scatter": False}}),
+]
+
+
+def start(weights: Any, schedule: Any = ONE_EACH, model: Any = None, **more: Any) -> tuple[Any, Any]:
+    """Handle and engine; ``None`` for DeepSpeed's own partitions."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    zero = {"stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    config = ds_config(3, schedule, zero=zero, zero_force_ds_cpu_optimizer=False, **more)
+    if weights is not None:
+        config["heterogeneity"]["zero_partition"] = list(weights)
+    model = llama() if model is None else model
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return handle, engine
+
+
+def train(handle: Any, engine: Any, whole: list[Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms, one per batch."""
+    losses, norms = [], []
+    for batch in handle.dataloader(whole, batches="own"):
+        loss = handle.loss(engine(**batch), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm() or 0))  # none before the first boundary
+    return losses, norms
+
+
+def states(engine: Any) -> dict[str, np.ndarray]:
+    """Whole master weights and optimizer states."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[name] = safe_get_full_fp32_param(param).float().numpy().copy()
+            for key in STATES:
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key).float().numpy().copy()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES_2), (4, CASES_4)])
+def test_training_equals_that_of_equal_shards(world_size: int, cases: list[Any]) -> None:
+    run_deepspeed(_train_all, world_size, cases)
+
+
+def _train_all(rank: int, cases: list[Any]) -> None:
+    for weights, more in cases:
+        whole = batches(STEPS * len(weights))[rank :: len(weights)]
+        results = []
+        for of_ranks in (None, weights):
+            handle, engine = start(of_ranks, **more)
+            results.append((*train(handle, engine, whole), states(engine)))
+            if of_ranks:
+                _check_shares(engine, rank, weights)
+            engine.destroy()
+        (losses, norms, expected), (our_losses, our_norms, ours) = results
+        np.testing.assert_allclose(our_losses, losses, rtol=1e-6)
+        np.testing.assert_allclose(our_norms, norms, rtol=1e-6)
+        assert_same_parameters(ours, expected, rtol=2e-6)
+
+
+def _check_shares(engine: Any, rank: int, weights: Any) -> None:
+    """Parameters, gradients, master weights and states: each parameter's within one unit of alignment."""
+    optimizer, share = engine.optimizer, weights[rank] / sum(weights)
+    params = list(engine.module.parameters())
+    for param in params:
+        unit = alignment_of(param.ds_numel, len(weights), least=1)
+        assert abs(param.ds_tensor.numel() - param.ds_numel * share) <= unit
+    mine = sum(param.ds_tensor.numel() for param in params)
+    held = [optimizer.grad_partitions_flat_buffer, *optimizer.fp32_partitioned_groups_flat]
+    held += [state[key] for state in optimizer.optimizer.state.values() for key in STATES]
+    assert sum(part.numel() for part in held) == mine * (2 + len(STATES))
+
+
+def test_made_under_zero_init_and_written_to() -> None:
+    run_deepspeed(_use_parameters, 2)
+
+
+def _use_parameters(rank: int) -> None:
+    import deepspeed
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+
+    from ds_hetero.zero.stage3_shards import is_weighted
+
+    weights = (3, 1)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(3, ONE_EACH)):
+        model = llama()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if rank == 0:
+            model.load_state_dict(llama().state_dict())
+    model.model.embed_tokens.weight.requires_grad = False
+    handle, engine = start(weights, model=model)
+    whole = batches(2)[rank::2]
+    batch = next(iter(handle.dataloader(whole, batches="own")))
+    torch.testing.assert_close(engine(**batch).loss, llama()(**whole[0]).loss)
+    losses, _ = train(handle, engine, whole)
+    assert losses
+
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    assert all(is_weighted(param) for param in model.parameters())
+    for param in params.values():
+        new = torch.arange(float(param.ds_numel)).view(param.ds_shape)
+        for key in STATES:
+            safe_set_full_optimizer_state(param, new, key)
+            assert torch.equal(safe_get_full_optimizer_state(param, key), new)
+        safe_set_full_fp32_param(param, new + 1)
+        assert torch.equal(safe_get_full_fp32_param(param), new + 1)
+        safe_set_full_grad(param, new + 2)
+        assert torch.equal(safe_get_full_grad(param), new + 2)
+
+    # A model beside it whose shards are DeepSpeed's may be gathered and written to together with it.
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(3, ONE_EACH)):
+        other = torch.nn.Linear(5, 3)
+    both = [other.weight, model.model.norm.weight, model.lm_head.weight]
+    with deepspeed.zero.GatheredParameters(both, modifier_rank=1):
+        if rank == 1:
+            for i, param in enumerate(both):
+                param.data.fill_(i)
+    with deepspeed.zero.GatheredParameters(both):
+        assert [float(param.min()) for param in both] == [float(param.max()) for param in both] == [0, 1, 2]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights"),
+        ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
+        ({"stage3_use_all_reduce_for_fetch_params": True}, "stage3_use_all_reduce_for_fetch_params"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "x"}}, 'offload_param.device "nvme"'),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}, 'offload_optimizer.device "nvme"'),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
+        ({"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": CPU}, "zenflow"),
+    ],
+)
+def test_what_needs_equal_shards_is_refused(setting: dict[str, Any], said: str) -> None:
+    from ds_hetero.integrations.zero import expect_possible
+
+    config = {"zero_optimization": {"stage": 3, **setting}}
+    with pytest.raises(ConfigError, match=said):
+        expect_possible(config, (3, 1), torch.nn.Linear(2, 2))
+    expect_possible(config, (1, 1), torch.nn.Linear(2, 2))
+
+
+def test_a_rank_without_a_share_is_refused() -> None:
+    run_deepspeed(_weigh_nothing, 2)
+
+
+def _weigh_nothing(rank: int) -> None:
+    with pytest.raises(ConfigError, match="gives rank 1 a weight of 0"):
+        start((1, 0))
