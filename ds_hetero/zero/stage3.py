@@ -10,6 +10,7 @@ In a checkpoint the shards are again of one size, see `stage3_checkpoint`.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.zero.layout import cut_as_deepspeed, is_even
-from ds_hetero.zero.stage3_checkpoint import equal_shards
+from ds_hetero.zero.stage3_checkpoint import equal_shards, read_file
 from ds_hetero.zero.stage3_shards import all_gather_shards, cut_of, own_shard, recut, reduce_to_owners
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer3", "check_stage3", "make_stage3_optimizer"]
@@ -48,6 +49,7 @@ PRIVATE_NAMES = (
             "update_fp32_grad_for_param_vectorized",
             "_rigid_state_dict",
             "load_hp_checkpoint_state",
+            "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
             "_set_fp32_optimizer_param_groups",
             "_clear_fp32_optimizer_param_groups",
         )
@@ -228,3 +230,13 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         saved = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
         whole = saved[PARAM] if isinstance(saved, Mapping) else saved
         return own_shard(whole, cut_of(param), param.ds_process_group)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        """As DeepSpeed, which has all sub-groups count steps in one tensor, and all groups take the first's options."""
+        super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        for flat in self.fp32_partitioned_groups_flat:
+            state = self.optimizer.state[flat]
+            state["step"] = copy.deepcopy(state["step"])
+        saved = read_file(os.path.join(checkpoint_dir, "zero", "optimizer_state.pt"))[OPTIMIZER_STATE_DICT]
+        for group, options in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})

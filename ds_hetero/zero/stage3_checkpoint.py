@@ -36,7 +36,7 @@ from ds_hetero.splits import Split
 from ds_hetero.zero.layout import cut_as_deepspeed
 from ds_hetero.zero.stage3_shards import cut_of, is_weighted
 
-__all__ = ["equal_shards", "install_checkpoints"]
+__all__ = ["equal_shards", "install_checkpoints", "read_file"]
 
 CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
 
@@ -171,7 +171,7 @@ def _examine(engine: Any, load_dir: str, tag: str) -> _Saved:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
     problems = [_fault_of(first)]
-    head = {} if problems[0] else _read(first)
+    head = {} if problems[0] else read_file(first)
     count = head.get("dp_world_size", 0)
     model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(count))
     optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(count))
@@ -201,8 +201,12 @@ def _optimizer_file(engine: Any, load_dir: str, tag: str, rank: int) -> str:
     return next((name for name in names if os.path.exists(name)), names[0])
 
 
-def _read(file: str) -> dict[str, Any]:
-    """A file of the checkpoint; of its tensors nothing is read until it is used."""
+def read_file(file: str) -> dict[str, Any]:
+    """A file of a checkpoint; of its tensors nothing is read until it is used.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
     try:
         content: dict[str, Any] = torch.load(
             file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False
@@ -217,7 +221,7 @@ def _read(file: str) -> dict[str, Any]:
 def _fault_of(file: str) -> str:
     """What is wrong with a file; nothing, mostly."""
     try:
-        _read(file)
+        read_file(file)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -262,7 +266,7 @@ def _own_state(saved: _Saved, optimizer: Any) -> dict[str, Any]:
 
     file: dict[str, Any] = {}
     for source, pieces in sorted(by_source.items()):
-        file = _read(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
+        file = read_file(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
         for i, offset, place, piece in pieces:
             _copy(file, place, piece, offset, weights[i], states[i])
     inner = _inner_state_dict(optimizer)
@@ -370,7 +374,7 @@ class _Checkpoints:
             for piece in saved.pieces(param.ds_numel, cut_of(param), rank):
                 by_source.setdefault(piece.source, []).append((name, piece))
         for source, pieces in sorted(by_source.items()):
-            fragments = _read(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
+            fragments = read_file(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
             for name, piece in pieces:
                 part = fragments[name][piece.in_source : piece.in_source + piece.count]
                 shards[name][piece.at : piece.at + piece.count] = part

@@ -124,7 +124,7 @@ def _convert_to_universal(saved: Path, universal: Path) -> None:
 def _load_all(rank: int, folder: str, layouts: dict[str, Any], whole: list[Any], ends: dict[str, Any]) -> None:
     universal = {"checkpoint": {"load_universal": True}}
     for layout, of_layout in layouts.items():
-        for saved in (*of_layout, "universal"):
+        for saved in (*of_layout, *(["universal"] if LAYOUTS[layout][2] else [])):
             handle, engine = launch(layout, **(universal if saved == "universal" else {}))
             for param in engine.module.parameters():
                 if param.requires_grad:  # universal checkpoints hold no frozen parameters
@@ -133,7 +133,7 @@ def _load_all(rank: int, folder: str, layouts: dict[str, Any], whole: list[Any],
             assert engine.global_steps == STEPS
             expected_losses, expected = ends.get(saved, ends["3:1"])
             losses = train(handle, engine, whole)
-            np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+            np.testing.assert_allclose(losses, expected_losses, rtol=1e-6, err_msg=f"{layout} from {saved}")
             assert_same_parameters(states(engine), expected, rtol=2e-6)
             if layout == saved:
                 np.testing.assert_equal((losses, states(engine)), ends[saved])
@@ -179,7 +179,7 @@ def test_trainer_resumes_under_other_weights(tmp_path: Path) -> None:
 
 
 def _train_and_resume(rank: int, folder: str) -> None:
-    from transformers import LlamaForCausalLM
+    from safetensors.torch import load_file
 
     logs = []
     for weights, checkpoint in (("uniform", None), ([3, 1], None), ([1, 4], "checkpoint-2")):
@@ -192,8 +192,8 @@ def _train_and_resume(rank: int, folder: str) -> None:
         live = states(trainer.model_wrapped)
         trainer.save_model(f"{folder}/final")
         if rank == 0:
-            for name, value in LlamaForCausalLM.from_pretrained(f"{folder}/final").named_parameters():
-                assert np.array_equal(value.detach().numpy(), live[name]), name
+            for name, value in load_file(f"{folder}/final/model.safetensors").items():
+                assert np.array_equal(value.numpy(), live[name]), name
     np.testing.assert_allclose(logs[1], logs[0], rtol=1e-5)
     np.testing.assert_allclose(logs[2][-2:], logs[0][-2:], rtol=1e-5)
 
