@@ -7,6 +7,7 @@
       PlanError         no schedule exists for this cluster, model and length
       ModelError        a model, layer or attention feature that cannot be split over the sequence
       CheckpointError   a checkpoint that is incomplete, damaged, or of another model
+      SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
       BatchError        a batch that cannot be sharded, or that differs between ranks
       VersionError      an installed framework outside the range that works
     PeerError (RuntimeError)   another rank failed or stopped answering
@@ -24,6 +25,7 @@ __all__ = [
     "PeerError",
     "PlanError",
     "ScheduleError",
+    "SyncError",
     "VersionError",
 ]
 
@@ -54,6 +56,10 @@ class ModelError(HeteroError):
 
 class CheckpointError(HeteroError):
     """A checkpoint is incomplete or damaged, or was written for another model."""
+
+
+class SyncError(HeteroError):
+    """What replicas hold of a parameter does not fit it or one another, or its gradient came out of turn."""
 
 
 class BatchError(HeteroError):

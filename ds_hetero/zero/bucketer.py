@@ -1,0 +1,387 @@
+"""Asymmetric gradient synchronization: replicas that cut their parameters differently train as one model.
+
+`ds_hetero.zero.chunks` says which ranks sum, own and hold what; here it moves. Both directions are all-to-alls between
+the members of a bucket: every contributor sends every owner its chunks, and every owner sends every holder their new
+values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be uneven, an owner
+need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at every hop, and
+weights are applied there.
+
+Buckets start in one order on every rank, so that communicators which share ranks cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ds_hetero.errors import SyncError
+from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.zero.bucketer_checks import agree, message_device, replicas_of, token_weights
+from ds_hetero.zero.chunks import Bucket, Chunk, chunks_of, fuse
+from ds_hetero.zero.cuts import ParameterLayout
+from ds_hetero.zero.lanes import Kind, Lane, Shard, local_tensor
+
+__all__ = ["AsymmetricGradientSync"]
+
+_GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once
+
+
+class AsymmetricGradientSync:
+    """Adds up gradients over replicas that cut parameters differently, ZeRO-2 style, and returns updated parameters.
+
+        sync = AsymmetricGradientSync(dict(model.named_parameters()), layouts)
+        optimizer = torch.optim.AdamW(sync.owned.values())
+        for batch in loader:
+            sync.start(batch.num_tokens)  # where the loss is a mean over the replica's tokens
+            model(batch).backward()       # buckets leave as their gradients come
+            sync.finish()                 # owned values have their gradients
+            optimizer.step()
+            sync.gather()                 # model parameters have their new values
+
+    Args:
+        parameters: what this rank holds, by name; a 1-D shard where the flat elements are cut. Their ``grad`` is taken
+            away as soon as it is packed.
+        layouts: of every parameter that is synchronized, in the order in which the forward uses them; the same on every
+            rank. Other parameters are left alone.
+        group: a group of all ranks of the job; None for the default one.
+        bucket_bytes: a bucket leaves once a contributor has so much for it.
+        communication_dtype: what gradients travel in; None for each parameter's own dtype.
+        owner_weights: see `ds_hetero.zero.chunks.chunks_of`; the same on every rank.
+        alignment: of boundaries, in elements.
+
+    Attributes:
+        owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
+            gradients after `finish`. Every element of the model has one owner. Give them to an optimizer, in as many
+            parameter groups as wanted.
+
+    Caller: every rank of the job, in the same order as whatever else makes process groups.
+    Collectives: all_gathers of what must agree; one new_group per set of members; one all_to_all_single per bucket and
+    direction, after which all replicas have the values of the first.
+
+    Raises:
+        SyncError: on every rank, when layouts or settings differ between ranks, or a rank's parameters are not those
+            that its layouts say.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, ParameterLayout],
+        group: ProcessGroup | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        *,
+        communication_dtype: torch.dtype | None = None,
+        owner_weights: Mapping[int, float] | None = None,
+        alignment: int = 128,
+    ) -> None:
+        self._group = _whole_world(group)
+        self._rank = dist.get_rank()
+        self._message_device = message_device(self._group)
+        self._shards = {name: shard for name in layouts if (shard := Shard.of(layouts[name], self._rank))}
+        settings = bucket_bytes, communication_dtype, owner_weights, alignment
+        dtypes = agree(parameters, self._shards, layouts, settings, self._group)
+        self._replicas = replicas_of(layouts)
+        self._parameters = {name: parameters[name] for name in self._shards}
+
+        by_backward = [(name, layouts[name]) for name in reversed(list(layouts))]
+        chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
+        self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
+        self._own(chunks, layouts, dtypes)
+        self._make_lanes(chunks, dtypes, communication_dtype, bucket_bytes)
+        self._accumulating = False
+        self._accumulated: dict[str, Tensor] = {}
+        self._tokens: tuple[dist.Work, Tensor] | None
+        self._reset()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+        ]
+
+    # --- a training step ----------------------------------------------------------------------------
+
+    def start(self, tokens: int) -> None:
+        """Average this step's gradients over the replicas in proportion to ``tokens``; otherwise they are added up.
+
+        For losses that are means over the tokens of their replica: the result is the gradient of the mean over all
+        tokens. A replica without tokens counts nothing, whatever its gradients are. With gradient accumulation
+        ``tokens`` are those of all micro-batches, by which each of their losses is divided.
+
+        Args:
+            tokens: of this rank's replica; the same on each of its ranks.
+
+        Caller: every rank, before the backward whose gradients travel.
+        Collectives: one all_gather of an integer, waited for when the first sum is made.
+        """
+        mine = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
+        table = mine.new_empty(dist.get_world_size(self._group))
+        work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), mine, group=self._group, async_op=True)
+        assert work is not None
+        self._tokens = work, table
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the backwards inside add up on this rank; they travel with the next backward outside.
+
+        16-bit gradients are added up in fp32.
+        """
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> None:
+        """Wait until this rank has the gradients of all that it owns, and give them to ``owned``.
+
+        A parameter that the backward did not reach has a gradient of zeros.
+
+        Caller: every rank, once after the last backward of a step.
+        Collectives: an all_to_all_single for every bucket that could not leave earlier.
+        Sends: in all buckets of a step, `ds_hetero.zero.chunks.reduced_elements` of the communication dtype.
+
+        Raises:
+            SyncError: on every rank, when ranks of one replica were given different tokens.
+            PeerError: another rank failed.
+        """
+        for name, parameter in self._parameters.items():
+            if name not in self._packed:
+                self._pack(name, parameter)
+        self._launch()
+        self._replica_weights()
+        while self._in_flight:
+            self._add_up(self._in_flight.popleft())
+        for name, parameter in self.owned.items():
+            parameter.grad = self._sums[name]
+        self._reset()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy the values of ``owned``, rounded to the parameters' dtype, to every rank that holds them.
+
+        Caller: every rank, once after the optimizer's step.
+        Collectives: one all_to_all_single per bucket.
+        Sends: `ds_hetero.zero.chunks.gathered_elements` of the parameters' dtype.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+        in_flight: deque[Lane] = deque()
+        for lane in self._gather_lanes:
+            if len(in_flight) == _GATHERS_IN_FLIGHT:
+                self._unpack(in_flight.popleft())
+            lane.start_gather([self.owned[chunk.name][self._extents[chunk]] for chunk in lane.owned])
+            in_flight.append(lane)
+        while in_flight:
+            self._unpack(in_flight.popleft())
+
+    def grad_norm(self) -> float:
+        """Norm of the gradient of the whole model, every element counted once; after `finish`.
+
+        Collectives: one all_reduce of a number.
+        """
+        gradients = [parameter.grad for parameter in self.owned.values() if parameter.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        square = square.to(self._message_device)
+        dist.all_reduce(square, group=self._group)
+        return float(square.sqrt())
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- set-up -------------------------------------------------------------------------------------
+
+    def _own(
+        self,
+        chunks: Collection[Chunk],
+        names: Collection[str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """Make what this rank owns; its chunks of a parameter lie end to end."""
+        self._extents: dict[Chunk, slice] = {}
+        sizes: dict[str, int] = {}
+        for chunk in chunks:
+            if chunk.owner == self._rank:
+                start = sizes.get(chunk.name, 0)
+                sizes[chunk.name] = start + chunk.size
+                self._extents[chunk] = slice(start, start + chunk.size)
+        self.owned: dict[str, nn.Parameter] = {}
+        self._sums: dict[str, Tensor] = {}
+        for name in names:
+            if name in sizes:
+                self._sums[name] = torch.zeros(sizes[name], dtype=_kept(dtypes[name]), device=self._device)
+                self.owned[name] = nn.Parameter(torch.zeros_like(self._sums[name]))
+
+    def _make_lanes(
+        self,
+        chunks: list[Chunk],
+        dtypes: Mapping[str, torch.dtype],
+        communication_dtype: torch.dtype | None,
+        bucket_bytes: int,
+    ) -> None:
+        """Buckets and process groups, the same on every rank, and the lanes of those that this rank is a member of."""
+        wires = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
+        reduce = _fuse(chunks, lambda chunk: chunk.contributors, wires, dtypes, bucket_bytes)
+        gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]  # first layers first
+        groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dist.get_world_size())): self._group}
+        for members in sorted({bucket.members for bucket in (*reduce, *gather)}):
+            if members not in groups:
+                groups[members] = dist.new_group(list(members)) if len(members) > 1 else None
+
+        def lanes(buckets: Sequence[Bucket]) -> list[Lane]:
+            mine = [bucket for bucket in buckets if self._rank in bucket.members]
+            return [Lane(bucket, groups[bucket.members], self._rank, self._device) for bucket in mine]
+
+        self._reduce_lanes, self._gather_lanes = lanes(reduce), lanes(gather)
+        self._lanes_of: dict[str, list[Lane]] = {name: [] for name in self._shards}
+        for lane in self._reduce_lanes:
+            for name in lane.pieces:
+                self._lanes_of[name].append(lane)
+        self._take_first_replica(lanes([_from_first_party(bucket) for bucket in reduce]))
+
+    @torch.no_grad()
+    def _take_first_replica(self, lanes: Sequence[Lane]) -> None:
+        """Every owner takes what the first replica holds, and every holder what the owners have."""
+        for lane in lanes:
+            for name in lane.pieces:
+                lane.pack(name, local_tensor(self._parameters[name]), self._shards[name])
+            lane.start_reduce()
+            self._store(lane, lane.reduced()[0], self.owned)
+        self.gather()
+
+    def _reset(self) -> None:
+        self._packed: set[str] = set()
+        self._next = 0  # of the lanes: those before it have left
+        self._in_flight: deque[Lane] = deque()
+        self._tokens = None
+        self._weights: dict[int, float] | None = None
+
+    # --- from gradients to sums ---------------------------------------------------------------------
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if self._accumulating:
+            self._accumulate(name, parameter)
+            return
+        if name in self._packed:
+            raise SyncError(
+                f"the gradient of {name} came twice in one step. Run all backwards of a step but the last under "
+                "no_sync(), and call finish() after the last."
+            )
+        self._pack(name, parameter)
+        self._launch()
+
+    def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
+        if _kept(parameter.dtype) == parameter.dtype:
+            return  # autograd adds up in it
+        gradient = _local_gradient(parameter)
+        assert gradient is not None
+        if name in self._accumulated:
+            self._accumulated[name].add_(gradient)
+        else:
+            self._accumulated[name] = gradient.float()
+        parameter.grad = None
+
+    @torch.no_grad()
+    def _pack(self, name: str, parameter: nn.Parameter) -> None:
+        gradient = _local_gradient(parameter)
+        if name in self._accumulated:
+            total = self._accumulated.pop(name)
+            gradient = total if gradient is None else total.add_(gradient)
+        for lane in self._lanes_of[name]:
+            lane.pack(name, gradient, self._shards[name])
+        parameter.grad = None
+        self._packed.add(name)
+
+    def _launch(self) -> None:
+        """Start the buckets whose turn it is and that are full; add up those that have arrived."""
+        while self._next < len(self._reduce_lanes) and self._reduce_lanes[self._next].is_full:
+            self._reduce_lanes[self._next].start_reduce()
+            self._in_flight.append(self._reduce_lanes[self._next])
+            self._next += 1
+        while self._in_flight and self._in_flight[0].has_arrived() and self._knows_weights():
+            self._add_up(self._in_flight.popleft())
+
+    @torch.no_grad()
+    def _add_up(self, lane: Lane) -> None:
+        weights = self._replica_weights()
+        rows = lane.reduced()
+        total = torch.zeros(rows.shape[1], dtype=lane.kind.kept, device=rows.device)
+        for rank, row in zip(lane.sources, rows, strict=True):
+            if weights[rank]:  # 0 times NaN is NaN
+                total.add_(row, alpha=weights[rank])
+        self._store(lane, total, self._sums)
+
+    def _store(self, lane: Lane, values: Tensor, where: Mapping[str, Tensor]) -> None:
+        for chunk, part in zip(lane.owned, values.split_with_sizes([chunk.size for chunk in lane.owned]), strict=True):
+            where[chunk.name][self._extents[chunk]] = part
+
+    def _knows_weights(self) -> bool:
+        return self._weights is not None or self._tokens is None or self._tokens[0].is_completed()
+
+    def _replica_weights(self) -> dict[int, float]:
+        """The weight of every rank's gradients."""
+        if self._weights is None:
+            if self._tokens is None:
+                self._weights = {rank: 1.0 for ranks in self._replicas for rank in ranks}
+            else:
+                work, table = self._tokens
+                with reporting_lost_peers("waiting for the tokens of all replicas"):
+                    work.wait()
+                self._weights = token_weights(table.tolist(), self._replicas)
+        return self._weights
+
+    # --- from owners to holders ---------------------------------------------------------------------
+
+    def _unpack(self, lane: Lane) -> None:
+        for name, box, values in lane.gathered():
+            self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
+
+
+# --- helpers ----------------------------------------------------------------------------------------
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's gradient; of a DTensor, cut as the parameter is, since autograd may leave partial sums."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else local_tensor(gradient)
+
+
+def _fuse(
+    chunks: Sequence[Chunk],
+    parties: Callable[[Chunk], tuple[int, ...]],
+    wires: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
+    bucket_bytes: int,
+) -> tuple[Bucket, ...]:
+    kinds = {name: Kind(wire, _kept(dtypes[name])) for name, wire in wires.items()}
+    return fuse(chunks, parties, kinds, {name: wire.itemsize for name, wire in wires.items()}, bucket_bytes)
+
+
+def _from_first_party(bucket: Bucket) -> Bucket:
+    """The same bucket, filled by one rank of the first replica alone, with values as their owner keeps them."""
+    assert isinstance(bucket.kind, Kind)
+    return replace(bucket, parties=bucket.parties[:1], kind=Kind(bucket.kind.kept, bucket.kind.kept))
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _whole_world(group: ProcessGroup | None) -> ProcessGroup:
+    chosen = group or dist.group.WORLD
+    assert chosen is not None, "torch.distributed is not initialized"
+    return chosen

@@ -1,0 +1,140 @@
+"""What the ranks of an asymmetric gradient synchronization check together, before anything depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ds_hetero.errors import SyncError
+from ds_hetero.runtime.exchange import all_gather_bytes
+from ds_hetero.zero.cuts import ParameterLayout
+from ds_hetero.zero.lanes import Shard, local_tensor
+
+__all__ = ["agree", "message_device", "replicas_of", "token_weights"]
+
+
+def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of every replica, ascending.
+
+    Raises:
+        SyncError: there are no layouts, they do not have the same number of replicas, or they place a rank in two.
+    """
+    counts = {len(layout.cuts) for layout in layouts.values()}
+    if len(counts) != 1:
+        raise SyncError(f"layouts have one cut for every replica, the same number in each; got {sorted(counts)}.")
+    replica_of: dict[int, int] = {}
+    for name, layout in layouts.items():
+        for replica, cut in enumerate(layout.cuts):
+            for rank in cut.ranks:
+                if replica_of.setdefault(rank, replica) != replica:
+                    raise SyncError(
+                        f"rank {rank} is in replica {replica_of[rank]}, but the layout of {name} has it in {replica}."
+                    )
+    return tuple(tuple(sorted(r for r in replica_of if replica_of[r] == replica)) for replica in range(counts.pop()))
+
+
+def agree(
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Shard],
+    layouts: Mapping[str, ParameterLayout],
+    settings: object,
+    group: ProcessGroup,
+) -> dict[str, torch.dtype]:
+    """Check this rank's parameters, compare what must be the same on every rank; the dtype of every parameter.
+
+    Args:
+        parameters: of this rank.
+        shards: of this rank, by name.
+        layouts: of all parameters.
+        settings: whatever else must be the same, compared by its ``repr``.
+        group: all ranks.
+
+    Caller: every rank of ``group``, and on to the collectives whatever this rank found.
+    Collectives: two all_gathers.
+
+    Raises:
+        SyncError: on every rank, the same.
+    """
+    told = {
+        "problem": _problem(parameters, shards, layouts, dist.get_rank(), dist.get_world_size(group)),
+        "dtypes": {name: str(parameters[name].dtype) for name in shards if name in parameters},
+    }
+    text = repr((list(layouts.items()), settings))
+    fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    rows, texts = all_gather_bytes([fingerprint], json.dumps(told).encode(), group, message_device(group))
+    everybody = [json.loads(text) for text in texts]
+    problems = dict.fromkeys(told["problem"] for told in everybody if told["problem"])
+    if problems:
+        raise SyncError("; ".join(problems))
+    if len({row[0] for row in rows}) > 1:
+        raise SyncError(
+            "layouts, their order or other arguments of AsymmetricGradientSync differ between ranks: fingerprints by "
+            f"rank are {[f'{row[0] & 0xFFFFFFFF:08x}' for row in rows]}. Make them from the same data on every rank."
+        )
+    dtypes: dict[str, str] = {}
+    for rank, told in enumerate(everybody):
+        for name, dtype in told["dtypes"].items():
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise SyncError(f"{name} is {dtype} on rank {rank}, but {dtypes[name]} on a rank before it.")
+    return {name: getattr(torch, dtype.removeprefix("torch.")) for name, dtype in dtypes.items()}
+
+
+def _problem(
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Shard],
+    layouts: Mapping[str, ParameterLayout],
+    rank: int,
+    world_size: int,
+) -> str | None:
+    """What this rank can know to be wrong."""
+    try:
+        replicas_of(layouts)
+    except SyncError as error:
+        return str(error)
+    for name, layout in layouts.items():
+        owners = [] if layout.owners is None else [layout.owners]
+        outside = [r for cut in (*layout.cuts, *owners) for r in cut.ranks if not 0 <= r < world_size]
+        if outside:
+            return f"the layout of {name} has ranks {outside}, but the job has ranks 0 to {world_size - 1}."
+    for name, shard in shards.items():
+        by_layout = f"by its layout rank {rank} holds {list(shard.shape)} of {name}, but "
+        if name not in parameters:
+            return f"{by_layout}it was given no such parameter."
+        held = local_tensor(parameters[name])
+        if tuple(held.shape) != shard.shape:
+            return f"{by_layout}its parameter is {list(held.shape)}."
+        if not parameters[name].requires_grad:
+            return f"{name} takes no gradient on rank {rank}. Leave frozen parameters out of the layouts."
+        if shard.is_flat and not held.is_contiguous():
+            return f"{by_layout}these elements do not lie end to end."
+    return None
+
+
+def token_weights(by_rank: Sequence[int], replicas: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Each rank's share of all tokens, given those of its replica; zero for everybody if there are none.
+
+    Raises:
+        SyncError: ranks of one replica were given different tokens, or fewer than none.
+    """
+    for replica, ranks in enumerate(replicas):
+        tokens = {rank: by_rank[rank] for rank in ranks}
+        if len(set(tokens.values())) > 1 or min(tokens.values(), default=0) < 0:
+            raise SyncError(
+                f"ranks of replica {replica} started a step with tokens {tokens} by rank. Give each the tokens of the "
+                "whole replica."
+            )
+    total = max(sum(by_rank[ranks[0]] for ranks in replicas if ranks), 1)
+    return {rank: by_rank[rank] / total for ranks in replicas for rank in ranks}
+
+
+def message_device(group: ProcessGroup) -> torch.device:
+    """Where ``group`` wants small tensors that belong to no parameter."""
+    return (
+        torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda", torch.cuda.current_device())
+    )
