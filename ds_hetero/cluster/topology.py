@@ -138,6 +138,33 @@ class Cluster:
         return np.array([b if a is None else a for a, b in zip(known, plain, strict=True)])[self.link_class]
 
     @cached_property
+    def place(self) -> Ints:
+        """Place in the network of every node, ``[nodes]``: nodes of one place see each other and all others alike.
+
+        Between two nodes of a place there is one link class, and so there is between two places: sums and maxima over
+        pairs of nodes become sums and maxima over a handful of places.
+        """
+        num_nodes = len(self.nodes)
+        place = np.full(num_nodes, -1)
+        for node in range(num_nodes):
+            if place[node] >= 0:
+                continue
+            same = self.link_class == self.link_class[node]
+            # A twin differs at most where the row meets its own diagonal or that of the other.
+            same[np.arange(num_nodes), np.arange(num_nodes)] = True
+            same[:, node] = True
+            place[same.all(axis=1) & (place < 0)] = place.max() + 1
+        return place
+
+    @cached_property
+    def place_nodes(self) -> tuple[Ints, Ints]:
+        """A pair of nodes, different if possible, for every pair of places: two arrays ``[places, places]``."""
+        first = np.unique(self.place, return_index=True)[1]
+        last = len(self.place) - 1 - np.unique(self.place[::-1], return_index=True)[1]
+        sender, receiver = np.meshgrid(first, last, indexing="ij")
+        return sender, receiver
+
+    @cached_property
     def node_bytes_per_s(self) -> Floats:
         """Nominal bandwidth of a pair of ranks for every pair of their nodes, ``[nodes, nodes]``."""
         return np.array([link.bytes_per_s for link in self.link_classes])[self.link_class]

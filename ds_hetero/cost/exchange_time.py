@@ -8,7 +8,7 @@ the sum of their bytes as well.
 The exchange moves s_d x w_j bytes from rank d to rank j, where w counts q, k and v on the way in. With tokens and
 weights trading places the same function gives the way back, because ports are equally fast both ways.
 
-Dimension key: B assignments, D ranks, K groups, C cells (ranks of one group on one node).
+Dimension key: B assignments, D ranks, K groups, C cells (ranks of one group on one node), R regions: see `Grouping`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,27 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
     sent_BD = tokens_BD * (bytes_BC[:, cell] - bytes_BD)
     received_BD = bytes_BD * (tokens_BC[:, cell] - tokens_BD)
     worst_BD = np.maximum(sent_BD, received_BD) * s_per_byte[node, node][cell]
-    source, destination = grouping.cell_pairs
-    if len(source):
-        pair, starts = s_per_byte[node[source], node[destination]], grouping.pair_starts
-        bytes_elsewhere_BC, tokens_elsewhere_BC = np.zeros_like(bytes_BC), np.zeros_like(tokens_BC)
-        bytes_elsewhere_BC[:, source[starts]] = np.add.reduceat(bytes_BC[:, destination] * pair, starts, axis=1)
-        tokens_elsewhere_BC[:, source[starts]] = np.add.reduceat(tokens_BC[:, destination] * pair, starts, axis=1)
-        np.maximum(worst_BD, tokens_BD * bytes_elsewhere_BC[:, cell], out=worst_BD)
-        np.maximum(worst_BD, bytes_BD * tokens_elsewhere_BC[:, cell], out=worst_BD)
+    if len(node) > grouping.num_groups:  # some group spans several nodes
+        np.maximum(worst_BD, tokens_BD * _elsewhere(grouping, bytes_BC)[:, cell], out=worst_BD)
+        np.maximum(worst_BD, bytes_BD * _elsewhere(grouping, tokens_BC)[:, cell], out=worst_BD)
     time_BK = grouping.by_group(np.maximum, worst_BD)
     if grouping.cluster.shares_ports:
         same_BC = grouping.by_cell(np.add, tokens_BD * bytes_BD)
         time_BK = np.maximum(time_BK, _shared_s(grouping, tokens_BC, bytes_BC, same_BC))
     return time_BK
+
+
+def _elsewhere(grouping: Grouping, amount_BC: Floats) -> Floats:
+    """What every cell's group has in other cells, each weighted with the seconds per byte to get there, ``[B, C]``."""
+    source, destination, sender, receiver = grouping.region_pairs
+    s_per_byte = grouping.cluster.node_all_to_all_s_per_byte[sender, receiver]
+    amount_BR = grouping.by_region(np.add, amount_BC)
+    weighted_BR, own_s_R = np.zeros_like(amount_BR), np.zeros(amount_BR.shape[1])
+    starts = np.flatnonzero(np.diff(source, prepend=-1))
+    weighted_BR[:, source[starts]] = np.add.reduceat(amount_BR[:, destination] * s_per_byte, starts, axis=1)
+    itself = source == destination
+    own_s_R[source[itself]] = s_per_byte[itself]
+    return np.asarray(weighted_BR[:, grouping.region_of] - own_s_R[grouping.region_of] * amount_BC)
 
 
 def _shared_s(grouping: Grouping, tokens_BC: Floats, bytes_BC: Floats, same_BC: Floats) -> Floats:
@@ -72,6 +80,7 @@ def exchange_latency_s(grouping: Grouping) -> Floats:
     """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
     node, latency_s = grouping.cell_node, grouping.cluster.node_all_to_all_latency_s
     worst_C = np.where(grouping.cell_sizes > 1, latency_s[node, node], 0.0)
-    source, destination = grouping.cell_pairs
-    np.maximum.at(worst_C, source, latency_s[node[source], node[destination]])
-    return np.asarray(np.maximum.reduceat(worst_C, grouping.group_starts))
+    worst_R = grouping.by_region(np.maximum, worst_C)
+    source, _, sender, receiver = grouping.region_pairs
+    np.maximum.at(worst_R, source, latency_s[sender, receiver])
+    return np.asarray(np.maximum.reduceat(worst_R[grouping.region_of], grouping.group_starts))

@@ -3,7 +3,8 @@
 A search tries many assignments of tokens and heads over one partition, so what follows from the partition and
 the cluster alone is worked out once.
 
-Dimension key: D ranks, K groups in ring order, C cells. A cell is the part of one group that sits on one node.
+Dimension key: D ranks, K groups in ring order, C cells, R regions. A cell is the part of one group that sits on one
+node, a region the cells of one group whose nodes have the same place in the network (`Cluster.place`).
 """
 
 from __future__ import annotations
@@ -99,22 +100,6 @@ class Grouping:
         return self.cluster.node_of_rank[self.cell_order[self.cell_starts]]
 
     @cached_property
-    def cell_pairs(self) -> tuple[Ints, Ints]:
-        """Ordered pairs of different cells of one group: sources (ascending) and destinations."""
-        first, counts = np.unique(self.cell_group, return_index=True, return_counts=True)[1:]
-        per_cell = np.repeat(counts, counts)
-        source = np.repeat(np.arange(len(self.cell_group)), per_cell)
-        within = np.arange(len(source)) - np.repeat(np.cumsum(per_cell) - per_cell, per_cell)
-        destination = np.repeat(np.repeat(first, counts), per_cell) + within
-        differ = source != destination
-        return source[differ], destination[differ]
-
-    @cached_property
-    def pair_starts(self) -> Ints:
-        """First place of every source cell in `cell_pairs`; cells that are alone in their group have none."""
-        return np.flatnonzero(np.diff(self.cell_pairs[0], prepend=-1))
-
-    @cached_property
     def group_starts(self) -> Ints:
         """First cell of every group, ``[K]``."""
         return np.flatnonzero(np.diff(self.cell_group, prepend=-1))
@@ -132,3 +117,50 @@ class Grouping:
     def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` over the ranks of every cell: ``[..., D]`` to ``[..., C]``."""
         return np.asarray(reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1))
+
+    # --- regions ------------------------------------------------------------------------------------
+
+    @cached_property
+    def region_order(self) -> Ints:
+        """Cells sorted by (group, place in the network), ``[C]``."""
+        return np.lexsort((self.cluster.place[self.cell_node], self.cell_group))
+
+    @cached_property
+    def region_starts(self) -> Ints:
+        """First place of every region in `region_order`, ``[R]``."""
+        group, place = self.cell_group[self.region_order], self.cluster.place[self.cell_node[self.region_order]]
+        return np.flatnonzero(np.concatenate([[True], (np.diff(group) != 0) | (np.diff(place) != 0)]))
+
+    @cached_property
+    def region_sizes(self) -> Ints:
+        """Cells of every region, ``[R]``."""
+        return np.diff(np.append(self.region_starts, len(self.region_order)))
+
+    @cached_property
+    def region_of(self) -> Ints:
+        """Region of every cell, ``[C]``."""
+        region_of = np.empty(len(self.region_order), dtype=np.int64)
+        region_of[self.region_order] = np.repeat(np.arange(len(self.region_starts)), self.region_sizes)
+        return region_of
+
+    @cached_property
+    def region_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Ordered pairs of regions of one group: sources (ascending), destinations, and a node of each.
+
+        A region of several cells is a pair with itself, and the two nodes are different ones of its place.
+        """
+        first_cell = self.region_order[self.region_starts]
+        group, place = self.cell_group[first_cell], self.cluster.place[self.cell_node[first_cell]]
+        first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
+        per_region = np.repeat(counts, counts)
+        source = np.repeat(np.arange(len(group)), per_region)
+        within = np.arange(len(source)) - np.repeat(np.cumsum(per_region) - per_region, per_region)
+        destination = np.repeat(np.repeat(first, counts), per_region) + within
+        exist = (source != destination) | (self.region_sizes[source] > 1)
+        source, destination = source[exist], destination[exist]
+        sender, receiver = (nodes[place[source], place[destination]] for nodes in self.cluster.place_nodes)
+        return source, destination, sender, receiver
+
+    def by_region(self, reduce: np.ufunc, values_C: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``reduce`` over the cells of every region: ``[..., C]`` to ``[..., R]``."""
+        return np.asarray(reduce.reduceat(values_C[..., self.region_order], self.region_starts, axis=-1))

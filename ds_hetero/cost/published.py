@@ -17,6 +17,9 @@ Dimension key: B assignments, D ranks, K groups in ring order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -94,29 +97,27 @@ class PublishedCostModel(BaseCostModel):
     def _all_to_all_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Eq. 9, ``[B]``: the slowest pair of different ranks of any group, times four.
 
-        Within a cell all pairs share one link, so the slowest is the largest s_d n_j with d != j: every rank against
-        the most heads that another one has. Between two cells of a group it is the most tokens against the most heads.
+        All pairs of a cell share one link, so do all pairs of two regions and those of different cells of one region.
+        Of pairs that share a link the slowest has the largest s_d n_j.
         """
         if grouping.num_groups == len(grouping.order):
             return np.zeros(len(tokens_BD))
-        node, place = grouping.cell_node, grouping.cell_order
-        most_heads_BC = grouping.by_cell(np.maximum, heads_BD)
-        largest_BD = heads_BD == most_heads_BC[:, grouping.cell_of]
-        holders_BC = grouping.by_cell(np.add, largest_BD)
-        second_BC = grouping.by_cell(np.maximum, np.where(largest_BD, -1, heads_BD))
-        second_BC = np.where(holders_BC > 1, most_heads_BC, second_BC)
-        others_BD = np.where(largest_BD, second_BC[:, grouping.cell_of], most_heads_BC[:, grouping.cell_of])
-        product_BC = np.maximum.reduceat((tokens_BD * others_BD)[:, place], grouping.cell_starts, axis=1)
-        inside_BC = (
-            self._s_per_byte[node, node] * self._a2a_bytes * product_BC + self.cluster.node_latency_s[node, node]
+        node = grouping.cell_node
+        product_BC = _largest_product(grouping.by_cell, grouping.cell_of, tokens_BD, heads_BD)
+        inside_BC = self.cluster.node_latency_s[node, node] + self._s_per_byte[node, node] * (
+            self._a2a_bytes * product_BC
         )
         worst_B = np.where(grouping.cell_sizes > 1, inside_BC, 0.0).max(axis=1)
-        source, destination = grouping.cell_pairs
+        source, destination, *nodes = grouping.region_pairs
         if len(source):
-            pair = node[source], node[destination]
-            most_tokens_BC = grouping.by_cell(np.maximum, tokens_BD)
-            bytes_BX = self._a2a_bytes * most_tokens_BC[:, source] * most_heads_BC[:, destination]
-            between_BX = self.cluster.node_latency_s[pair] + self._s_per_byte[pair] * bytes_BX
+            tokens_BC, heads_BC = (grouping.by_cell(np.maximum, each) for each in (tokens_BD, heads_BD))
+            tokens_BR, heads_BR = (grouping.by_region(np.maximum, each) for each in (tokens_BC, heads_BC))
+            product_BR = _largest_product(grouping.by_region, grouping.region_of, tokens_BC, heads_BC)
+            product_BX = np.where(
+                source == destination, product_BR[:, source], tokens_BR[:, source] * heads_BR[:, destination]
+            )
+            pair = tuple(nodes)
+            between_BX = self.cluster.node_latency_s[pair] + self._s_per_byte[pair] * (self._a2a_bytes * product_BX)
             worst_B = np.maximum(worst_B, between_BX.max(axis=1))
         return np.asarray(A2A_CALLS * worst_B)
 
@@ -244,3 +245,19 @@ class PublishedCostModel(BaseCostModel):
                 spans.append(Span.of(rank, "compute", "attention", now, now + float(work), step))
                 now += step_s
         return tuple(spans)
+
+
+def _largest_product(
+    reduce: Callable[[np.ufunc, Any], Any], part_of: Ints, tokens_BX: Floats, heads_BX: Ints
+) -> Floats:
+    """The largest ``tokens[d] * heads[j]`` of two different members of every part.
+
+    Every member meets the most heads of its part, and who has them the second most. Parts of one member have no pair;
+    theirs is not positive.
+    """
+    most = reduce(np.maximum, heads_BX)
+    holds = heads_BX == most[:, part_of]
+    second = reduce(np.maximum, np.where(holds, -1, heads_BX))
+    second = np.where(reduce(np.add, holds.astype(np.int64)) > 1, most, second)
+    others = np.where(holds, second[:, part_of], most[:, part_of])
+    return np.asarray(reduce(np.maximum, tokens_BX * others))

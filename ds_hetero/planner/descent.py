@@ -11,7 +11,8 @@ Dimension key: D ranks, K groups, S sets of ranks, X proposals.
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
+from itertools import permutations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ Masks = NDArray[np.bool_]
 
 IMAX = 100  # rounds, HexiSeq's value
 STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
-MAX_SETS = 32  # finer labels than this do not become sets
+MAX_SETS, FEW_SETS = 32, 16  # finer labels than this do not become sets; the second for nodes, groups and ranks
 FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MIN_GAIN = 1e-6  # relative; less is rounding
 MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
@@ -112,19 +113,25 @@ def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
 
 def _sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Masks:
     """Ranks to move together: by kind, by class, by node, by group, one by one; as masks ``[S, D]``."""
-    masks = []
     single = np.arange(problem.num_ranks)
-    few = MAX_SETS // 2
-    for label, limit in (
-        (problem.kind, MAX_SETS), (rank_class, MAX_SETS), (problem.node, few), (grouping.group_of, few), (single, few)
-    ):  # fmt: skip
-        values = np.arange(int(label.max()) + 1)
-        if 1 < len(values) <= limit:
-            masks.append(label == values[:, None])
-    if not masks:
-        return np.zeros((0, problem.num_ranks), dtype=bool)
+    return _masks(
+        (
+            (problem.kind, MAX_SETS), (rank_class, MAX_SETS), (problem.node, FEW_SETS), (grouping.group_of, FEW_SETS),
+            (single, FEW_SETS),
+        ),
+        problem.num_ranks,
+    )  # fmt: skip
+
+
+def _masks(labels: Sequence[tuple[Ints, int]], num_ranks: int) -> Masks:
+    """The sets of ranks with one value of a label, without repeats, ``[S, D]``; each label with its limit of values."""
+    masks = [np.zeros((0, num_ranks), dtype=bool)]
+    for label, limit in labels:
+        num_values = int(label.max()) + 1
+        if 1 < num_values <= limit:
+            masks.append(label == np.arange(num_values)[:, None])
     unique = {mask.tobytes(): mask for mask in np.concatenate(masks)}
-    return np.stack(list(unique.values()))
+    return np.array(list(unique.values()), dtype=bool).reshape(-1, num_ranks)
 
 
 # --- moves ----------------------------------------------------------------------------------------------
@@ -211,15 +218,18 @@ def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats
 
 
 def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
-    """Whole token units from one rank to another, or from every rank of a set to those of another set, ``[X, D]``."""
-    eye = np.eye(problem.num_ranks)
-    single = (eye[None, :, :] - eye[:, None, :])[~eye.astype(bool)]
-    moves = [units * single for units in (1, 2, 3)]
-    labels = (rank_class, problem.kind, grouping.group_of)
-    masks = np.unique(np.stack([label == value for label in labels for value in np.unique(label)]), axis=0)
-    for a in masks:
-        for b in masks:
-            if not (a & b).any():
-                whole = np.lcm(a.sum(), b.sum())
-                moves.append((whole // b.sum() * b - whole // a.sum() * a.astype(float))[None])
+    """Whole token units from one set of ranks to another, every rank of a set giving or taking alike, ``[X, D]``.
+
+    Sets are classes, kinds and groups, and single ranks where there are few.
+    """
+    num_ranks = problem.num_ranks
+    masks = _masks(((rank_class, FEW_SETS), (problem.kind, FEW_SETS), (grouping.group_of, FEW_SETS)), num_ranks)
+    moves = [np.zeros((0, num_ranks))]
+    if num_ranks <= FEW_SETS:
+        single = (np.eye(num_ranks)[None] - np.eye(num_ranks)[:, None])[~np.eye(num_ranks, dtype=bool)]
+        moves = [units * single for units in (1, 2, 3)]
+    for a, b in permutations(masks, 2):
+        if not (a & b).any():
+            whole = np.lcm(a.sum(), b.sum())
+            moves.append((whole // b.sum() * b - whole // a.sum() * a.astype(float))[None])
     return np.concatenate(moves)
