@@ -83,16 +83,24 @@ def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float
     moved_XD = _token_moves(problem, grouping, at.tokens, rank_class, step)
     changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
     stay_XD = np.broadcast_to(at.tokens, changed_XD.shape)
-    followed_XD = _tokens_follow(problem, grouping, at, changed_XD)
     beside_XD = _tokens_beside(grouping, at, changed_XD)
-    tokens = [problem.round(np.concatenate([moved_XD, stay_XD, followed_XD, beside_XD]))]
-    heads = [np.broadcast_to(at.heads, moved_XD.shape), changed_XD, changed_XD, changed_XD]
+    moves = [stay_XD, _tokens_follow(problem, grouping, at, changed_XD, stay_XD), beside_XD]
+    if problem.num_ranks <= FEW_SETS:
+        like_heads_XD = _tokens_like_heads(grouping, at, changed_XD)
+        moves += [_tokens_follow(problem, grouping, at, changed_XD, each) for each in (beside_XD, like_heads_XD)]
+        moves.append(like_heads_XD)
+    tokens = [problem.round(np.concatenate([moved_XD, *moves]))]
+    heads = [np.broadcast_to(at.heads, moved_XD.shape), *[changed_XD] * len(moves)]
     if problem.coarse and step == STEPS[-1]:
-        unit_XD = at.tokens + problem.token_unit * _unit_moves(problem, grouping, rank_class)
-        unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
         heads_YD = np.concatenate([at.heads[None], changed_XD])
-        tokens.append(np.repeat(unit_XD, len(heads_YD), axis=0))
-        heads.append(np.tile(heads_YD, (len(unit_XD), 1)))
+        for moves_XD, with_XD in (
+            (_unit_moves(problem, grouping, rank_class), heads_YD),
+            (_two_units(problem), heads_YD[:1]),
+        ):
+            unit_XD = at.tokens + problem.token_unit * moves_XD
+            unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
+            tokens.append(np.repeat(unit_XD, len(with_XD), axis=0))
+            heads.append(np.tile(with_XD, (len(unit_XD), 1)))
     return np.concatenate(tokens), np.concatenate(heads)
 
 
@@ -199,11 +207,11 @@ def _one_pair_per_group(grouping: Grouping, givers: Ints, takers: Ints) -> list[
     return [(first[k], other[k]) for k in sorted(first.keys() & other.keys()) if first[k] != other[k]]
 
 
-def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
+def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints, tokens_XD: Floats) -> Floats:
     """Tokens of every group scaled by how much faster the new heads make its slowest rank."""
     before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
     after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
-    moved_XD = at.tokens * (before_K / after_XK)[:, grouping.group_of]
+    moved_XD = tokens_XD * (before_K / after_XK)[:, grouping.group_of]
     return np.asarray(moved_XD * (problem.seq_len / moved_XD.sum(axis=1, keepdims=True)))
 
 
@@ -217,6 +225,12 @@ def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats
     return np.asarray(moved_XD * (at.tokens.sum() / moved_XD.sum(axis=1, keepdims=True)))
 
 
+def _tokens_like_heads(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
+    """Tokens of every group shared in proportion to heads, the best where only links matter."""
+    share_XD = heads_XD / grouping.by_group(np.add, heads_XD)[:, grouping.group_of]
+    return np.asarray(share_XD * grouping.by_group(np.add, at.tokens)[grouping.group_of])
+
+
 def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
     """Whole token units from one set of ranks to another, every rank of a set giving or taking alike, ``[X, D]``.
 
@@ -224,12 +238,24 @@ def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Float
     """
     num_ranks = problem.num_ranks
     masks = _masks(((rank_class, FEW_SETS), (problem.kind, FEW_SETS), (grouping.group_of, FEW_SETS)), num_ranks)
-    moves = [np.zeros((0, num_ranks))]
-    if num_ranks <= FEW_SETS:
-        single = (np.eye(num_ranks)[None] - np.eye(num_ranks)[:, None])[~np.eye(num_ranks, dtype=bool)]
-        moves = [units * single for units in (1, 2, 3)]
+    moves = [units * _one_unit(num_ranks) for units in (1, 2, 3)] if num_ranks <= FEW_SETS else []
     for a, b in permutations(masks, 2):
         if not (a & b).any():
             whole = np.lcm(a.sum(), b.sum())
             moves.append((whole // b.sum() * b - whole // a.sum() * a.astype(float))[None])
-    return np.concatenate(moves)
+    return np.concatenate([np.zeros((0, num_ranks)), *moves])
+
+
+def _two_units(problem: Problem) -> Floats:
+    """Two units between single ranks at once, where there are few, ``[X, D]``."""
+    if problem.num_ranks > MAX_PAIRED_RANKS:
+        return np.zeros((0, problem.num_ranks))
+    single_XD = _one_unit(problem.num_ranks)
+    i, j = np.triu_indices(len(single_XD), k=1)
+    return np.asarray(single_XD[i] + single_XD[j])
+
+
+def _one_unit(num_ranks: int) -> Floats:
+    """One unit from every rank to every other one, ``[X, D]``."""
+    eye = np.eye(num_ranks)
+    return np.asarray((eye[None] - eye[:, None])[~eye.astype(bool)])

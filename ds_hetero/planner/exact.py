@@ -2,27 +2,35 @@
 
 The space is every partition of the ranks into groups, every ring order, every split of the heads inside each group and
 every split of the sequence in whole token units, zero included. Heads are cut in canonical rank order (fastest
-first), as the search does. The objective is the cost model itself, so the result is its optimum over that space.
+first), as the search does. The objective is the cost model itself: a combination is evaluated with it unless its
+compute alone takes longer than the best one known, so the result is the model's optimum and not the bound's.
+
+Dimension key: D ranks, K groups, T token splits, H head splits, B combinations that survive the bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, permutations
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.exhaustive import Blocks, compositions, sweep
+from ds_hetero.planner.groupings import distinct_partitions
 from ds_hetero.planner.problem import Assignment, Problem
 
-__all__ = ["MAX_RANKS", "Exact", "solve_exact"]
+__all__ = ["MAX_RANKS", "Exact", "compositions", "solve_exact"]
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MAX_RANKS = 8
 MAX_SPLITS = 2_000_000  # of the tokens, and of the heads of one partition
+TABLE = 4_000_000  # bounds computed at a time
+BATCH = 20_000  # combinations evaluated at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +39,8 @@ class Exact:
 
     Args:
         best: the optimum; None when nothing is better than the upper bound, or nothing fits into memory.
-        combinations: size of the space, ring orders not counted; evaluated: what the bound did not rule out.
+        combinations: size of the space, ring orders not counted.
+        evaluated: calls of the cost model that the bound did not save, ring orders counted.
     """
 
     best: Assignment | None
@@ -49,29 +58,85 @@ def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
     Raises:
         PlanError: too many ranks, or a granularity too fine to go through.
     """
-    num_ranks, units = problem.num_ranks, problem.seq_len // problem.token_unit
-    head_unit = min(problem.head_units)
+    num_ranks, head_unit = problem.num_ranks, min(problem.head_units)
     if num_ranks > MAX_RANKS:
         raise PlanError(f"the exact solver takes at most {MAX_RANKS} ranks, the cluster has {num_ranks}.")
-    for what, total in (("token units", units), ("heads", problem.num_heads // head_unit)):
+    units, head_units = problem.seq_len // problem.token_unit, problem.num_heads // head_unit
+    for what, total in (("token units", units), ("heads", head_units)):
         count = comb(total + num_ranks - 1, num_ranks - 1)
         if count > MAX_SPLITS:
             raise PlanError(
                 f"{total} {what} can be split over {num_ranks} ranks in {count} ways, the exact solver goes through "
                 f"{MAX_SPLITS}. Use coarser units or fewer ranks."
             )
-    tokens_TD = problem.round(compositions(units, num_ranks).astype(float) * problem.token_unit)
-    found = sweep(problem, tokens_TD, lambda blocks: _head_splits(problem, blocks, head_unit), upper_bound_s)
-    best = min(found.best, key=lambda assignment: assignment.time_s, default=None)
-    return Exact(best=best, combinations=found.combinations, evaluated=found.evaluated)
+    tokens_TD = problem.round(compositions(units, num_ranks).astype(np.float64) * problem.token_unit)
+    best: Assignment | None = None
+    limit, total, evaluated = upper_bound_s, 0, 0
+    for groups in distinct_partitions(problem, np.arange(num_ranks)):
+        heads_HD = _head_splits(problem, groups, head_unit)
+        total += len(heads_HD) * len(tokens_TD)
+        for heads_BD, tokens_BD, least_B in _survivors(problem, groups, heads_HD, tokens_TD, limit):
+            for ring in _ring_orders(problem, groups):
+                grouping = problem.grouping(ring)
+                for first in range(0, len(least_B), BATCH):
+                    if least_B[first] >= limit:
+                        break
+                    rows = slice(first, first + BATCH)
+                    evaluated += len(tokens_BD[rows])
+                    found = problem.best_row(grouping, tokens_BD[rows], heads_BD[rows], limit)
+                    if found is not None:
+                        best, limit = found, found.time_s
+    return Exact(best=best, combinations=total, evaluated=evaluated)
 
 
-def _head_splits(problem: Problem, blocks: Blocks, unit: int) -> Ints:
+def compositions(total: int, parts: int) -> Ints:
+    """Every way to write ``total`` as an ordered sum of ``parts`` whole numbers >= 0, one per row."""
+    count = comb(total + parts - 1, parts - 1)
+    bars = np.array(list(combinations(range(total + parts - 1), parts - 1)), dtype=np.int64).reshape(count, parts - 1)
+    ends = np.full((count, 1), total + parts - 1)
+    return np.diff(np.concatenate([np.full((count, 1), -1), bars, ends], axis=1), axis=1) - 1
+
+
+def _head_splits(problem: Problem, groups: Sequence[Ints], unit: int) -> Ints:
     """Every way to split the heads inside every group, ``[H, D]``."""
     heads_HD = np.zeros((1, problem.num_ranks), dtype=np.int64)
-    for block in blocks:
-        options = compositions(problem.num_heads // unit, len(block)) * unit
+    for group in groups:
+        options = compositions(problem.num_heads // unit, len(group)) * unit
         count = len(heads_HD)
         heads_HD = np.repeat(heads_HD, len(options), axis=0)
-        heads_HD[:, block] = np.tile(options, (count, 1))
+        heads_HD[:, group] = np.tile(options, (count, 1))
     return heads_HD
+
+
+def _survivors(
+    problem: Problem, groups: Sequence[Ints], heads_HD: Ints, tokens_TD: Floats, limit: float
+) -> Iterator[tuple[Ints, Floats, Floats]]:
+    """Combinations that compute alone does not rule out, most promising first.
+
+    A group is done no sooner than its slowest rank outside attention and its slowest rank in it, both at the speed of
+    shapes without limit. Contiguous causal groups see at least their own block.
+    """
+    cost, seq_len = problem.cost, problem.seq_len
+    token_TD = tokens_TD * cost.least_non_attention_s_per_token_D
+    head_HD = heads_HD * cost.least_attention_s_D
+    whole = problem.sees_everything or len(groups) == 1
+    rows = max(1, TABLE // len(tokens_TD))
+    for first in range(0, len(heads_HD), rows):
+        least_HT = np.zeros((len(heads_HD[first : first + rows]), len(tokens_TD)))
+        for group in groups:
+            length_T = tokens_TD[:, group].sum(axis=1)
+            pairs_T = length_T * (seq_len if whole else length_T)
+            slowest_H = head_HD[first : first + rows][:, group].max(axis=1)
+            np.maximum(least_HT, token_TD[:, group].max(axis=1) + slowest_H[:, None] * pairs_T, out=least_HT)
+        h, t = np.nonzero(least_HT < limit)
+        least = least_HT[h, t]
+        order = np.argsort(least, kind="stable")
+        if len(order):
+            yield heads_HD[first + h[order]], tokens_TD[t[order]], least[order]
+
+
+def _ring_orders(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]:
+    """All of them; where every group sees everything a rotation changes nothing."""
+    fixed = 1 if problem.sees_everything else 0
+    for rest in permutations(groups[fixed:]):
+        yield [*groups[:fixed], *rest]

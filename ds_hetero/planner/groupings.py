@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.planner.covering import best_levels
+from ds_hetero.planner.effort import SMALL
 from ds_hetero.planner.problem import Problem
 
-__all__ = ["M1", "active_sets", "groupings", "neighbours", "set_partitions", "with_idle"]
+__all__ = ["M1", "active_sets", "distinct_partitions", "groupings", "neighbours", "with_idle"]
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -43,6 +45,9 @@ def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     node = problem.node[ranks]
     yield [ranks]
     yield list(ranks[:, None])
+    if len(ranks) <= SMALL:
+        yield from distinct_partitions(problem, ranks)
+        return
     yield from _meshes(problem, ranks)
     for pieces in (1, 2, 4, 8):
         yield _pieces_of_nodes(ranks, node, pieces)
@@ -166,6 +171,8 @@ def active_sets(problem: Problem) -> list[Mask]:
     by_power = np.lexsort((np.arange(num_nodes), -power))
     few = range(num_nodes) if num_nodes <= 8 else []
     sets += [problem.node == n for n in few] + [problem.node != n for n in few]
+    if problem.num_ranks <= SMALL:
+        sets += _distinct_sets(problem)
     sizes = [n for n in _ladder(num_nodes - 1) if n >= 1]
     sets += [np.isin(problem.node, by_power[:size]) for size in sizes]
     sets += [_near(problem, int(by_power[0]), size) for size in sizes]
@@ -174,6 +181,14 @@ def active_sets(problem: Problem) -> list[Mask]:
         if active.any():
             unique.setdefault(active.tobytes(), active)
     return list(unique.values())
+
+
+def _distinct_sets(problem: Problem) -> list[Mask]:
+    """All sets of ranks that differ in more than the names of interchangeable ranks, the most powerful first."""
+    masks = [np.array(bits, dtype=bool) for bits in product((True, False), repeat=problem.num_ranks)][:-1]
+    masks.sort(key=lambda active: -problem.speed[active].sum())
+    name = _interchangeable(problem)
+    return list(_once(masks, lambda active: tuple(sorted(name[active].tolist()))))
 
 
 def _near(problem: Problem, center: int, size: int) -> Mask:
@@ -205,7 +220,7 @@ def neighbours(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]
 
     Interchangeable ranks (equal devices of one node) and groups of equal make-up are tried once.
     """
-    name = problem.kind * (int(problem.node.max()) + 1) + problem.node
+    name = _interchangeable(problem)
     makeup = [tuple(np.sort(name[group]).tolist()) for group in groups]
     kinds = [dict(zip(name[group].tolist()[::-1], group.tolist()[::-1], strict=True)) for group in groups]
     seen = {tuple(sorted(makeup))}
@@ -252,10 +267,22 @@ def _given(groups: list[Ints] | None) -> Iterator[list[Ints]]:
         yield groups
 
 
-# --- small clusters -----------------------------------------------------------------------------------
+# --- all partitions -----------------------------------------------------------------------------------
 
 
-def set_partitions(num: int) -> Iterator[list[list[int]]]:
+def distinct_partitions(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
+    """All partitions of some ranks that differ in more than the names of interchangeable ranks."""
+    name = _interchangeable(problem)
+    partitions = ([ranks[block] for block in blocks] for blocks in _set_partitions(len(ranks)))
+    yield from _once(partitions, lambda groups: tuple(sorted(tuple(np.sort(name[g]).tolist()) for g in groups)))
+
+
+def _interchangeable(problem: Problem) -> Ints:
+    """A number for every rank; equal devices of one node share theirs."""
+    return problem.kind * (int(problem.node.max()) + 1) + problem.node
+
+
+def _set_partitions(num: int) -> Iterator[list[list[int]]]:
     """Every partition of ``range(num)``, by restricted growth strings."""
 
     def grow(i: int, blocks: list[list[int]]) -> Iterator[list[list[int]]]:

@@ -23,31 +23,44 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ROUNDS = 30
-MARGIN = 0.999  # of the room; the rest is for rounding to whole tokens
+MARGIN = 0.999  # of the room, so that rounding to whole tokens still fits
 
 
 def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints) -> Floats | None:
     """Tokens near the given ones with which every rank fits; None where there is no such.
 
-    Full ranks give what they cannot hold to the others, in proportion to their room. What a rank can hold is
-    its share of memory beyond the static part, scaled; other ranks' tokens matter to it as well, hence rounds.
+    Full ranks give what they cannot hold to the others, in proportion to their room. A rank's memory grows with its own
+    tokens and with those of its group; the first slope says what it can hold while the second stands still, and
+    where tokens change their group it is asked again.
     """
-    static = cost.memory_bytes(grouping, tokens * 1e-9, heads)
-    if (static > cost.capacity_bytes_D).any():
-        return None
-    total = tokens.sum()
+    total, working = tokens.sum(), tokens > 0
     for _ in range(ROUNDS):
         need = cost.memory_bytes(grouping, tokens, heads)
         if (need <= cost.capacity_bytes_D).all():
             return tokens
-        holds = MARGIN * tokens * (cost.capacity_bytes_D - static) / np.maximum(need - static, 1.0)
+        spare = MARGIN * (cost.capacity_bytes_D - need) / _bytes_per_own_token(cost, grouping, tokens, heads, need)
+        holds = np.where(working, np.maximum(tokens + spare, 0.0), 0.0)
         kept = np.minimum(tokens, holds)
-        room = np.maximum(holds - kept, 0.0)
+        room = holds - kept
         missing = total - kept.sum()
         if room.sum() < missing:
             return None
         tokens = kept + room * (missing / room.sum())
     return None
+
+
+def _bytes_per_own_token(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints, need: Floats) -> Floats:
+    """Slope of every rank's memory in its own tokens, ``[D]``, its group's length unchanged if others can take them.
+
+    Half of a group's ranks get a little more and the other half as much less.
+    """
+    place = np.empty(len(tokens), dtype=np.int64)
+    place[grouping.order] = np.arange(len(tokens)) - np.repeat(grouping.offsets[:-1], grouping.sizes)
+    size = grouping.sizes[grouping.group_of]
+    gives = place < size // 2
+    step = tokens.sum() * 1e-6 * np.where(gives, -1.0 / np.maximum(size // 2, 1), 1.0 / (size - size // 2))
+    moved = cost.memory_bytes(grouping, tokens + step, heads)
+    return np.asarray(np.maximum((moved - need) / step, 1.0))
 
 
 def longest_sequence(cost: CostModel) -> int:

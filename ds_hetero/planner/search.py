@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.planner.descent import STEPS, descend
-from ds_hetero.planner.effort import Effort
+from ds_hetero.planner.effort import SMALL, Effort
 from ds_hetero.planner.groupings import neighbours
 from ds_hetero.planner.problem import Assignment, Problem
 from ds_hetero.planner.shares import cap_shares
-from ds_hetero.planner.small import SMALL, small_starts
 from ds_hetero.planner.starts import best_assignment, best_order, starts
 
 __all__ = ["search"]
@@ -32,34 +31,28 @@ M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with.
 SLOWEST_START = 1.4
 STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
+FEW_RANKS_STAGES = ((2 * M2, 1.3, STEPS[:2]), (M2, 1.2, STEPS[1:4]), (M2 // 2, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
 
 
-def search(problem: Problem, *, exhaust_small: bool = True) -> list[Assignment]:
-    """The best assignments found, best first, at most one per partition; empty where nothing fits into memory.
-
-    Args:
-        problem: what to minimize.
-        exhaust_small: go through all partitions of a small cluster whose token units are coarse.
-    """
+def search(problem: Problem) -> list[Assignment]:
+    """The best assignments found, best first, one per partition of the working ranks; empty where nothing fits."""
     effort = Effort.for_ranks(problem.num_ranks)
-    best = _best(starts(problem, effort.split(3)), M2, SLOWEST_START)
+    stages = FEW_RANKS_STAGES if problem.num_ranks <= SMALL else STAGES
+    best = _best(starts(problem, effort.split(3)), stages[0][0], SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
     refining = effort.split(6)
     best = [_cap_all_to_all(problem, best_order(problem, start, refining, thorough=True), refining) for start in best]
-    for left, (keep, slower, steps) in zip((3, 2, 1), STAGES, strict=True):
+    for left, (keep, slower, steps) in zip((3, 2, 1), stages, strict=True):
         best = _best(best, keep, slower)
         stage = effort.split(left)
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
-    if exhaust_small and problem.coarse and problem.num_ranks <= SMALL:
-        small = small_starts(problem, min((found.time_s for found in best), default=np.inf))
-        best += [descend(problem, found, STEPS[2:], Effort.for_ranks(1).split(4)) for found in _best(small, M2 // 2)]
     return _best([_tidy(problem, found) for found in best], M2)
 
 
@@ -74,10 +67,11 @@ def _tidy(problem: Problem, found: Assignment) -> Assignment:
 
 
 def _best(found: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
-    """The ``keep`` best, one per partition, at most ``slower`` times as slow as the best of all."""
+    """The ``keep`` best, one per partition of the working ranks, at most ``slower`` times as slow as the best."""
     best: dict[bytes, Assignment] = {}
     for f in sorted(found, key=lambda f: f.time_s):
-        best.setdefault(b"|".join(sorted(group.tobytes() for group in f.groups)), f)
+        working = (group[f.tokens[group] + f.heads[group] > 0] for group in f.groups)
+        best.setdefault(b"|".join(sorted(np.sort(group).tobytes() for group in working)), f)
     kept = list(best.values())[:keep]
     return [f for f in kept if f.time_s <= slower * kept[0].time_s]
 

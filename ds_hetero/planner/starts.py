@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.effort import Effort
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.planner.effort import SMALL, Effort
 from ds_hetero.planner.groupings import M1, active_sets, groupings, with_idle
 from ds_hetero.planner.memory_fit import fit_memory
 from ds_hetero.planner.problem import Assignment, Problem
@@ -16,9 +18,11 @@ from ds_hetero.planner.shares import apportion, fill_groups, fill_ranks
 
 __all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
+EXPONENTS = (1.0, 0.5, 0.0)  # heads in proportion to this power of speed: slow links favour equal ones
 M1_IDLE = 12  # partitions tried where some ranks stay idle
 ONE_PARTITION = 0.2  # share of the remaining effort that one partition may take
 
@@ -37,7 +41,7 @@ def starts(problem: Problem, effort: Effort) -> list[Assignment]:
         if problem.bound_s(active) >= least:
             continue
         idle = not active.all()
-        for groups in groupings(problem, active, M1_IDLE if idle else M1):
+        for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > SMALL else M1):
             groups = with_idle(problem, groups, active)
             assignment = best_assignment(problem, groups, active, idle_effort if idle else effort)
             if assignment is not None:
@@ -53,23 +57,33 @@ def best_assignment(problem: Problem, groups: Sequence[Ints], active: Mask, effo
     """
     if not all(active[group].any() for group in groups):
         return None
-    grouping = problem.grouping(groups)
+    few = problem.num_ranks <= SMALL
+    best: Assignment | None = None
+    for order in (groups, *ring_orders(problem, groups, thorough=True)) if few else (groups,):
+        grouping = problem.grouping(order)
+        options = list(_closed_forms(problem, grouping, order, active, EXPONENTS if few else EXPONENTS[:1]))
+        options = options[: effort.rows(grouping, len(options), ONE_PARTITION)]
+        best = problem.best(grouping, options, best.time_s if best else np.inf) or best
+        if best is None and options:
+            ends = (options[0], options[-1])
+            fitted = [(fit_memory(problem.cost, grouping, tokens, heads), heads) for tokens, heads in ends]
+            best = problem.best(grouping, [(tokens, heads) for tokens, heads in fitted if tokens is not None])
+    return best if few or best is None else best_order(problem, best, effort, thorough=False)
+
+
+def _closed_forms(
+    problem: Problem, grouping: Grouping, groups: Sequence[Ints], active: Mask, exponents: Sequence[float]
+) -> Iterator[tuple[Floats, Ints]]:
+    """Tokens and heads, each ``[D]``, the likeliest first."""
     token_speed = np.where(active, problem.token_speed, 0.0)
     token_speed_K = grouping.by_group(np.add, token_speed)
-    options = []
-    for unit in problem.head_units:
-        heads_D = spread_heads(problem, groups, active, unit)
+    for exponent, unit in product(exponents, problem.head_units):
+        heads_D = spread_heads(problem, groups, active, unit, exponent)
         attention_speed_K = 1 / grouping.by_group(np.maximum, heads_D * problem.attention_s)
         for share_K in fill_groups(token_speed_K, attention_speed_K, problem.sees_everything):
-            share = fill_ranks(share_K, grouping.group_of, token_speed)
-            options.append((share * problem.seq_len, heads_D))
-    options = options[: effort.rows(grouping, len(options), ONE_PARTITION)]
-    best = problem.best(grouping, options)
-    if best is None and options:
-        ends = (options[0], options[-1])
-        fitted = [(fit_memory(problem.cost, grouping, tokens, heads), heads) for tokens, heads in ends]
-        best = problem.best(grouping, [(tokens, heads) for tokens, heads in fitted if tokens is not None])
-    return best and best_order(problem, best, effort, thorough=False)
+            yield fill_ranks(share_K, grouping.group_of, token_speed) * problem.seq_len, heads_D
+            if len(exponents) > 1:  # what a rank computes itself it need not send
+                yield fill_ranks(share_K, grouping.group_of, heads_D.astype(float)) * problem.seq_len, heads_D
 
 
 def best_order(problem: Problem, start: Assignment, effort: Effort, *, thorough: bool) -> Assignment:
@@ -82,10 +96,13 @@ def best_order(problem: Problem, start: Assignment, effort: Effort, *, thorough:
     return best
 
 
-def spread_heads(problem: Problem, groups: Sequence[Ints], active: Mask, unit: int) -> Ints:
-    """Heads of every rank, in multiples of ``unit``: within each group the slowest finishes as early as it can."""
+def spread_heads(problem: Problem, groups: Sequence[Ints], active: Mask, unit: int, exponent: float = 1.0) -> Ints:
+    """Heads of every rank, in multiples of ``unit``: within each group the slowest finishes as early as it can.
+
+    An ``exponent`` below 1 makes ranks more equal than their speeds are.
+    """
     heads = np.zeros(problem.num_ranks, dtype=np.int64)
-    speed = np.where(active, problem.speed, 0.0)
+    speed = np.where(active, problem.speed**exponent, 0.0)
     for group in groups:
         heads[group] = apportion(tuple(speed[group].tolist()), problem.num_heads // unit)
     return heads * unit
