@@ -5,7 +5,7 @@ small cases. Imports neither torch nor DeepSpeed.
 """
 
 from ds_hetero.planner.exact import Exact, solve_exact
-from ds_hetero.planner.planning import Plan, Rejected, make_problem, plan, schedule_of
+from ds_hetero.planner.planning import Plan, Rejected, make_problem, plan, plan_workload, schedule_of
 from ds_hetero.planner.strategies import STRATEGIES, Formula, ProfileTable, fit_formula, profile_table, strategy
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "fit_formula",
     "make_problem",
     "plan",
+    "plan_workload",
     "profile_table",
     "schedule_of",
     "solve_exact",

@@ -29,6 +29,7 @@ Masks = NDArray[np.bool_]
 
 IMAX = 100  # rounds, HexiSeq's value
 STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
+BOTH_STEPS = (0.1, 0.01)  # at which a head and tokens move between any two pairs of a few ranks at once
 MAX_SETS, FEW_SETS = 32, 16  # finer labels than this do not become sets; the second for nodes, groups and ranks
 FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MIN_GAIN = 1e-6  # relative; less is rounding
@@ -80,7 +81,8 @@ def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assign
 def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> tuple[Floats, Ints]:
     """Tokens and heads of all moves from here, ``[X, D]`` each, the most general ones first."""
     rank_class = _rank_classes(problem, grouping, at)
-    moved_XD = _token_moves(problem, grouping, at.tokens, rank_class, step)
+    pairs_XD = _pair_moves(at.tokens, step)
+    moved_XD = np.concatenate([_token_moves(problem, grouping, at.tokens, rank_class, step), pairs_XD])
     changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
     stay_XD = np.broadcast_to(at.tokens, changed_XD.shape)
     beside_XD = _tokens_beside(grouping, at, changed_XD)
@@ -91,6 +93,10 @@ def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float
         moves.append(like_heads_XD)
     tokens = [problem.round(np.concatenate([moved_XD, *moves]))]
     heads = [np.broadcast_to(at.heads, moved_XD.shape), *[changed_XD] * len(moves)]
+    if problem.num_ranks <= MAX_PAIRED_RANKS and step in BOTH_STEPS:
+        single_XD = _head_moves(problem, grouping, at, rank_class, paired=False)
+        tokens.append(problem.round(np.repeat(pairs_XD, len(single_XD), axis=0)))
+        heads.append(np.tile(single_XD, (len(pairs_XD), 1)))
     if problem.coarse and step == STEPS[-1]:
         heads_YD = np.concatenate([at.heads[None], changed_XD])
         for moves_XD, with_XD in (
@@ -157,6 +163,24 @@ def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_clas
     before_K = grouping.by_group(np.add, tokens)
     scale_XK = np.divide(before_K, inside_XK, out=np.ones_like(inside_XK), where=inside_XK > 0)
     return np.concatenate([everybody, scaled * scale_XK[:, grouping.group_of]])
+
+
+def _pair_moves(tokens: Floats, step: float) -> Floats:
+    """Tokens after one rank has given another one a share of the sequence, or all of its own, where ranks are few.
+
+    Other moves scale what a rank has; these also give tokens to ranks that have none.
+    """
+    num_ranks = len(tokens)
+    if num_ranks > FEW_SETS:
+        return np.zeros((0, num_ranks))
+    giver, taker = np.nonzero(~np.eye(num_ranks, dtype=bool) & (tokens > 0)[:, None])
+    most = tokens[giver]
+    amounts = [most, np.minimum(most, step * tokens.sum() / num_ranks)]
+    moved_XD = np.tile(tokens, (2 * len(giver), 1))
+    rows = np.arange(len(moved_XD))
+    moved_XD[rows, np.tile(giver, 2)] -= np.concatenate(amounts)
+    moved_XD[rows, np.tile(taker, 2)] += np.concatenate(amounts)
+    return moved_XD
 
 
 def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:

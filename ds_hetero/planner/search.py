@@ -38,9 +38,14 @@ TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
 
 
-def search(problem: Problem) -> list[Assignment]:
-    """The best assignments found, best first, one per partition of the working ranks; empty where nothing fits."""
-    effort = Effort.for_ranks(problem.num_ranks)
+def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
+    """The best assignments found, best first, one per partition of the working ranks; empty where nothing fits.
+
+    Args:
+        problem: what to minimize.
+        effort: how much may be evaluated; left out, what suits the number of ranks.
+    """
+    effort = effort or Effort.for_ranks(problem.num_ranks)
     stages = FEW_RANKS_STAGES if problem.num_ranks <= SMALL else STAGES
     best = _best(starts(problem, effort.split(3)), stages[0][0], SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:

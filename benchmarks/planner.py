@@ -1,0 +1,310 @@
+"""How fast and how good the search is.
+
+    python -m benchmarks.planner growth [--sizes 8 ... 4096] [--repeats 3] [--json]
+    python -m benchmarks.planner exact [--count 200] [--cost-model published] [--json]
+
+    growth   search time from 8 to 4,096 devices beside HexiSeq's published scheduler times, and whether quality keeps
+             up: share of the bound total work / sum of speeds, and time over that of a search with ten times the effort
+    exact    random clusters of four and five devices (`random_clusters`) solved to the optimum: how much slower
+             the search's answer is, in the solver's coarse units and in whole tokens, and that of HexiSeq's Algorithm 1
+
+Effort is counted and not timed, so all but the seconds is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.machine import describe_machine
+from benchmarks.random_clusters import Case, random_cases
+from benchmarks.reproduce.hexiseq_algorithm import algorithm_1
+from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
+from ds_hetero.cluster import Cluster, cluster_from_dict
+from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
+from ds_hetero.models import load_model
+from ds_hetero.planner import make_problem, plan_workload, solve_exact
+from ds_hetero.planner.effort import Effort
+from ds_hetero.planner.search import search
+
+_RESULTS = Path(__file__).parent / "results"
+_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_RANKS = (4, 5)
+TOKENS_PER_DEVICE = 4096
+MORE_EFFORT = 10
+WITHIN, WITHIN_SHARE, WORST = 0.01, 0.98, 0.05  # of the exact optimum
+SEARCHES = {"search": "search, same units", "whole_tokens": "search, whole tokens", "algorithm_1": "Algorithm 1"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 if every target is met."""
+    options = _parser().parse_args(arguments)
+    name = f"planner_{options.what}"
+    outcome: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.planner", *(arguments or sys.argv[1:])]),
+        "machine": describe_machine(),
+    }
+    progress = Console(stderr=True)
+    if options.what == "growth":
+        outcome["sizes"] = [growth(size, options.repeats) for size in track(options.sizes, name, console=progress)]
+        outcome["failures"] = list(_growth_failures(outcome["sizes"]))
+        tables = [_growth_table(outcome["sizes"])]
+    else:
+        name = f"planner_exact_{options.cost_model}"
+        cases = list(_cases(options.cost_model, options.count))
+        outcome["cases"] = [exact(*case) for case in track(cases, name, console=progress)]
+        outcome["summary"] = summary(outcome["cases"])
+        outcome["failures"] = list(_exact_failures(outcome["summary"]))
+        tables = [_exact_table(outcome["summary"])]
+    path = options.output or _RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(outcome, indent=1) + "\n")
+    (_draw_growth if options.what == "growth" else _draw_exact)(outcome, path.with_suffix(".png"))
+    if options.json:
+        print(json.dumps(outcome))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 130)
+        for part in (*tables, *(f"NOT MET: {failure}" for failure in outcome["failures"])):
+            console.print(part)
+    progress.print(f"written to {path}")
+    return 1 if outcome["failures"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="what", required=True)
+    for name in ("growth", "exact"):
+        command = commands.add_parser(name)
+        command.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+        command.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
+        if name == "growth":
+            command.add_argument("--sizes", type=int, nargs="+", default=_SIZES)
+            command.add_argument("--repeats", type=int, default=3, help="searches of every size; the median counts")
+        else:
+            command.add_argument("--count", type=int, default=200, help="random clusters")
+            command.add_argument("--cost-model", choices=sorted(COST_MODELS), default="calibrated")
+    return parser
+
+
+# --- growth -----------------------------------------------------------------------------------------
+
+
+def growth(num_devices: int, repeats: int) -> dict[str, Any]:
+    """One size of HexiSeq's simulation 3 (1 H100 : 1 A100 : 3 A800 : 3 L40S in nodes of eight), 13B, 4K tokens each."""
+    cluster, model = growth_cluster(num_devices), load_model("gpt-13b")
+    row: dict[str, Any] = {"devices": num_devices, "published_s": SCHEDULER_S.get(num_devices)}
+    for cost_model in ("published", "calibrated"):
+        work = Workload(seq_len=TOKENS_PER_DEVICE * num_devices, causal=cost_model == "calibrated")
+        found = [plan_workload(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
+        problem, _ = make_problem(make_cost_model(cost_model, cluster, model, work))
+        effort = Effort.for_ranks(num_devices)
+        effort.left_s *= MORE_EFFORT
+        longer = search(problem, effort)[0].time_s
+        row[cost_model] = {
+            "search_s": [each.search_s for each in found],
+            "of_bound": found[0].of_bound,
+            "over_longer_search": found[0].prediction.block_s / longer,
+            "gain": found[0].gain,
+            "groups": found[0].schedule.ring_size,
+        }
+    return row
+
+
+def growth_cluster(num_devices: int) -> Cluster:
+    """Simulation 3 of HexiSeq at another size; below 64 devices nodes hold an eighth of them."""
+    size = min(8, num_devices // 8)
+    kinds = (("H100-SXM-80GB", 450, 1), ("A100-SXM-80GB", 300, 1), ("A800-SXM-80GB", 200, 3), ("L40S", 32, 3))
+    nodes = [
+        {
+            "name": device,
+            "device": device,
+            "count": size,
+            "link": {"bandwidth_gb_per_s": link},
+            "repeat": eighths * num_devices // 8 // size,
+        }
+        for device, link, eighths in kinds
+    ]
+    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 200, "latency_us": 10}})
+
+
+def _growth_failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        limit = TIME_TARGETS.get(row["devices"], float("inf"))
+        for cost_model in ("published", "calibrated"):
+            seconds = median(row[cost_model]["search_s"])
+            if seconds > limit:
+                yield f"{row['devices']} devices, {cost_model}: {seconds:.2f} s, the target is {limit:g} s"
+
+
+def _growth_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("devices", "HexiSeq", "target", title="Search: median seconds, and is the plan as good?")
+    for cost_model in ("published", "calibrated"):
+        for heading in ("s", "of the bound", f"over {MORE_EFFORT} x effort", "over baseline"):
+            table.add_column(f"{cost_model}: {heading}", justify="right")
+    for row in rows:
+        known = f"{row['published_s']:.0f}" if row["published_s"] else ""
+        limit = f"{TIME_TARGETS[row['devices']]:g}" if row["devices"] in TIME_TARGETS else ""
+        cells = []
+        for cost_model in ("published", "calibrated"):
+            each = row[cost_model]
+            gain = f"{each['gain']:.2f} x" if each["gain"] else "-"
+            cells += [f"{median(each['search_s']):.2f}", f"{each['of_bound']:.1%}"]
+            cells += [f"{each['over_longer_search'] - 1:+.2%}", gain]
+        table.add_row(f"{row['devices']:,}", known, limit, *cells)
+    return table
+
+
+def _draw_growth(outcome: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    devices = [row["devices"] for row in outcome["sizes"]]
+    for cost_model, marker in (("published", "o"), ("calibrated", "s")):
+        left.plot(devices, [median(row[cost_model]["search_s"]) for row in outcome["sizes"]], marker, label=cost_model)
+        left.lines[-1].set_linestyle("-")
+        right.plot(devices, [row[cost_model]["of_bound"] for row in outcome["sizes"]], marker, label=cost_model)
+        right.lines[-1].set_linestyle("-")
+    left.plot(list(SCHEDULER_S), list(SCHEDULER_S.values()), "k^--", label="HexiSeq, as published")
+    left.plot(list(TIME_TARGETS), list(TIME_TARGETS.values()), "r_", markersize=14, label="target")
+    left.set_yscale("log")
+    left.set_ylabel("seconds on one core")
+    right.set_ylabel("share of total work / sum of speeds")
+    right.set_ylim(0, 1.02)
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("devices")
+        axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+# --- exact ------------------------------------------------------------------------------------------
+
+
+def _cases(cost_model: str, count: int) -> Iterator[tuple[int, int, Case]]:
+    """Half of the clusters with four devices, half with five."""
+    for num_ranks in _RANKS:
+        for i, case in enumerate(random_cases(count // len(_RANKS), num_ranks, cost_model)):
+            yield num_ranks, i, case
+
+
+def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
+    """How much slower each search's answer is than the optimum in the case's coarse units.
+
+    The search in whole tokens has a finer space than the solver, so its gap can be negative.
+    """
+    problem, _ = make_problem(case.cost, token_unit=case.token_unit)
+    fine, _ = make_problem(case.cost)
+    times: dict[str, float | None] = {}
+    seconds: dict[str, float] = {}
+    for name, run in (
+        ("search", lambda: search(problem)[:1]),
+        ("whole_tokens", lambda: search(fine)[:1]),
+        ("algorithm_1", lambda: [found for found in [algorithm_1(problem)] if found is not None]),
+    ):
+        begin = time.perf_counter()
+        found = run()
+        seconds[name] = time.perf_counter() - begin
+        times[name] = found[0].time_s if found else None
+    known = min((times[name] or float("inf") for name in ("search", "algorithm_1")), default=float("inf"))
+    begin = time.perf_counter()
+    solved = solve_exact(problem, upper_bound_s=known)
+    seconds["exact"] = time.perf_counter() - begin
+    best = solved.best.time_s if solved.best else known
+    return {
+        "cost_model": case.cost_model,
+        "devices": num_ranks,
+        "case": index,
+        "exact_s": best if best < float("inf") else None,
+        "gaps": {name: None if found is None else found / best - 1 for name, found in times.items()},
+        "seconds": seconds,
+        "combinations": solved.combinations,
+        "evaluated": solved.evaluated,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By cost model, number of devices and search: how often within 1 %, mean and worst; what fits nowhere is left out.
+
+    A search that finds nothing where something fits counts as outside of every limit.
+    """
+    found = []
+    for cost_model, num_ranks in dict.fromkeys((row["cost_model"], row["devices"]) for row in rows):
+        mine = [row for row in rows if (row["cost_model"], row["devices"]) == (cost_model, num_ranks)]
+        solved = [row for row in mine if row["exact_s"] is not None]
+        for name in SEARCHES:
+            gaps = [row["gaps"][name] for row in solved if row["gaps"][name] is not None]
+            found.append(
+                {
+                    "cost_model": cost_model,
+                    "devices": num_ranks,
+                    "search": name,
+                    "cases": len(solved),
+                    "fit_nowhere": len(mine) - len(solved),
+                    "found_nothing": len(solved) - len(gaps),
+                    "within": sum(gap <= WITHIN for gap in gaps) / len(solved),
+                    "mean": mean(gaps),
+                    "worst": max(gaps),
+                    "seconds": mean(row["seconds"][name] for row in mine),
+                    "exact_seconds": mean(row["seconds"]["exact"] for row in mine),
+                }
+            )
+    return found
+
+
+def _exact_failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    ours = [row for row in rows if row["search"] != "algorithm_1"]
+    for key in dict.fromkeys((row["cost_model"], row["search"]) for row in ours):
+        mine = [row for row in ours if (row["cost_model"], row["search"]) == key]
+        within = sum(row["within"] * row["cases"] for row in mine) / sum(row["cases"] for row in mine)
+        worst = max(row["worst"] for row in mine)
+        label = f"{key[0]}, {SEARCHES[key[1]]}"
+        if within < WITHIN_SHARE or any(row["found_nothing"] for row in mine):
+            yield f"{label}: within {WITHIN:.0%} of the optimum in {within:.1%} of the clusters"
+        if worst > WORST:
+            yield f"{label}: once {worst:.1%} slower than the optimum"
+
+
+def _exact_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Slower than the exact optimum; random clusters")
+    for heading in ("cost model", "devices", "clusters", "search", "within 1 %", "mean", "worst", "seconds", "exact"):
+        table.add_column(heading, justify="left" if heading in ("cost model", "search") else "right")
+    for row in rows:
+        numbers = f"{row['within']:.1%}", f"{row['mean']:+.2%}", f"{row['worst']:+.1%}"
+        seconds = f"{row['seconds']:.2f}", f"{row['exact_seconds']:.2f}"
+        name = SEARCHES[row["search"]] + (f", {row['found_nothing']} without plan" if row["found_nothing"] else "")
+        table.add_row(row["cost_model"], str(row["devices"]), str(row["cases"]), name, *numbers, *seconds)
+    return table
+
+
+def _draw_exact(outcome: dict[str, Any], path: Path) -> None:
+    """Distribution of the gaps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    rows = [row for row in outcome["cases"] if row["exact_s"] is not None]
+    for name, label in SEARCHES.items():
+        gaps = sorted(100 * row["gaps"][name] for row in rows if row["gaps"][name] is not None)
+        axis.step(gaps, [(i + 1) / len(rows) for i in range(len(gaps))], where="post", label=label)
+    axis.set_xscale("symlog", linthresh=1)
+    axis.axvline(100 * WITHIN, color="gray", linestyle=":")
+    axis.set_title(f"{len(rows)} random clusters of 4 and 5 devices, {rows[0]['cost_model']} cost model")
+    axis.set_xlabel("% slower than the exact optimum in coarse units")
+    axis.set_ylabel("share of clusters")
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
