@@ -58,7 +58,33 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
-    return _best([_tidy(problem, found) for found in best], M2)
+    return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
+
+
+def _trade(problem: Problem, found: Assignment) -> Assignment:
+    """Let two ranks of a node trade places where the slower one has more of both tokens and attention work.
+
+    Their links are the same, so the trade never costs time.
+    """
+    cost, best = problem.cost, found
+    speeds = np.stack([problem.speed, problem.token_speed, cost.capacity_bytes_D])
+    lesser, greater = np.nonzero(
+        (problem.node[:, None] == problem.node)
+        & (speeds[:, :, None] <= speeds[:, None]).all(axis=0)
+        & (problem.kind[:, None] != problem.kind)
+    )
+    for slow, fast in zip(lesser.tolist(), greater.tolist(), strict=True):
+        length_K = [best.tokens[group].sum() for group in best.groups]
+        group_of = problem.grouping(best.groups).group_of
+        work = best.heads * np.array(length_K)[group_of]
+        if best.tokens[slow] < best.tokens[fast] or work[slow] < work[fast]:
+            continue
+        place = np.arange(problem.num_ranks)
+        place[[slow, fast]] = fast, slow
+        groups = [place[group] for group in best.groups]
+        option = (best.tokens[place], best.heads[place])
+        best = problem.best(problem.grouping(groups), [option], best.time_s * (1 + TIDY)) or best
+    return best
 
 
 def _tidy(problem: Problem, found: Assignment) -> Assignment:
