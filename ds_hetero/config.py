@@ -304,22 +304,6 @@ def _from_file(source: str | Mapping[str, Any], world_size: int) -> tuple[Schedu
         raise ScheduleError(f"{where}: {error}") from None
 
 
-def _replicas(data: Mapping[str, Any]) -> Iterator[Schedule]:
-    if set(data) != {"version", "replicas"} or data["version"] != 1 or not isinstance(data["replicas"], Sequence):
-        raise ScheduleError(f'a file of several replicas takes "version": 1 and "replicas": [...], got {sorted(data)}.')
-    for i, replica in enumerate(data["replicas"]):
-        known = {"schedule", "micro_batch_size", "micro_batches"}
-        if not isinstance(replica, Mapping) or "schedule" not in replica or set(replica) - known:
-            raise ScheduleError(f"replicas[{i}] takes schedule, micro_batch_size and micro_batches, got {replica!r}.")
-        for key in ("micro_batch_size", "micro_batches"):
-            if replica.get(key) != data["replicas"][0].get(key):
-                raise ScheduleError(
-                    f"replicas[{i}].{key} is {replica.get(key)!r}, replicas[0] has {data['replicas'][0].get(key)!r}; "
-                    "batches that differ between replicas are not in this release."
-                )
-        yield Schedule.from_dict(replica["schedule"])
-
-
 def _expect_model(schedules: Sequence[Schedule], num_heads: int, num_kv_heads: int) -> None:
     for schedule in schedules:
         if (schedule.num_heads, schedule.num_kv_heads) != (num_heads, num_kv_heads):

@@ -32,6 +32,7 @@ from ds_hetero.runtime.attention import attention
 from ds_hetero.runtime.batch import BatchLayout, agree_on_batch
 from ds_hetero.runtime.kernels import select
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.shards import PACKING
 
 __all__ = ["NAME", "PRIVATE_NAMES", "WORKS", "ShardedMask", "ShardedModel", "install", "sharding"]
 
@@ -55,9 +56,7 @@ _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 _MASKS = {name.partition(":")[2] for name in PRIVATE_NAMES if name.startswith("transformers.masking_utils:")}
 _MASKS.add("remap_positions_for_packed_sequence")  # since transformers 5.21
 
-# Arguments that describe the layout of packed documents to flash attention; of no use to a shard.
-_CU_SEQLENS = "cu_seq_lens_q"
-_PACKING = (_CU_SEQLENS, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_CU_SEQLENS = PACKING[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +183,7 @@ class ShardedModel:
         mask: Any = kwargs.get("attention_mask")
         _check_shapes(positions, mask)
         cu_seqlens = kwargs.get(_CU_SEQLENS)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
+        kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not forced:
             kwargs["use_cache"] = False
         placeholder = positions.shape[1] == 1 and bool(positions[0, 0] < 0)

@@ -4,42 +4,45 @@
 
 Where all ranks of the replica are given the same batch, each cuts its own part out of it and only a checksum travels,
 by which every rank learns whether they still agree. Where each is given a batch of its own, the batches are used in
-turn and their parts travel in one uneven all-to-all of bytes. Which of the two it is: see `sources`. What becomes of
-each entry of a batch: see `shards`.
+turn and their parts travel in one uneven all-to-all of bytes. Which of the two it is: see `sources`. Where the replicas
+take different batches, each reads its own samples out of those of the whole job, see `samples`. What the ranks do
+together for their next batches: see `rounds`. What becomes of each entry of a batch: see `shards`.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, ScheduleError
+from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.batch import control_device
-from ds_hetero.runtime.exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
+from ds_hetero.runtime.exchange import all_gather_bytes, failure, raise_failures
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import WholeBatch, mark_schedule, read_batch
-from ds_hetero.runtime.sources import OWN, SAME, Source, decide, describe
+from ds_hetero.runtime.rounds import Dealt, Own, Round, Same, checksum
+from ds_hetero.runtime.samples import all_samples, own_samples, reader_of, steps_in_epoch
+from ds_hetero.runtime.shards import WholeBatch, read_batch
+from ds_hetero.runtime.sources import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
 
 __all__ = ["ShardedLoader"]
 
 logger = logging.getLogger(__name__)
 
-_BATCH, _END, _ERROR = range(3)
+_OK, _ERROR = range(2)
 _STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
 class _Position:
-    """Where in an epoch: rounds done, and batches used of the next; a round takes at most one batch from each rank."""
+    """Where in an epoch: rounds done, and steps used of the next."""
 
     rounds: int = 0
     used: int = 0
@@ -48,11 +51,16 @@ class _Position:
 class ShardedLoader:
     """Wraps a loader of whole batches; yields dicts of this rank's shards, on the CPU.
 
-    Lengths may differ from batch to batch and need not divide by anything. An epoch ends on all ranks of the replica
-    in the same step, also where ranks with batches of their own have unequally many: every batch is used.
+    Lengths may differ from batch to batch and need not divide by anything. An epoch ends on all ranks in the same
+    step, also where ranks of a replica with batches of their own have unequally many: every batch is used.
     ``iter(loader)`` begins an epoch, as with a DataLoader; ``next(loader)`` goes on with an epoch of its own and, after
     StopIteration, begins another. ``len(loader)`` counts the steps of an epoch: the batches of the wrapped loader, or,
     where each rank has its own, of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
+
+    Where the replicas take different batches (`Replica.batch_split`), ``dataloader`` is to be a `DataLoader` of all
+    samples, equal on all ranks; its batch size does not matter. Any other iterable is taken to hold this replica's
+    micro-batches. Each optimizer step is as many batches on every rank; replicas with fewer are given some without
+    weight, a short row in which no label counts. A shuffled loader has to be seeded alike on all ranks.
 
     Args:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
@@ -64,13 +72,13 @@ class ShardedLoader:
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
-        compared. With "same", per step: one all_gather of three integers. With "own", per sp_size steps: two small
-        all_gathers and one all_to_all_single of the bytes of all shards; entries that are not tensors are pickled
-        into the second all_gather, if there are any.
+        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of seven integers
+        over the world. With "own", per sp_size steps: two small all_gathers over the world and one all_to_all_single of
+        the bytes of all shards; entries that are not tensors are pickled into the second all_gather, if there are any.
 
     Raises:
         BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch
-            cannot be cut, or the ranks do not hold the same one.
+            cannot be cut, the ranks do not hold the same one, or the replicas run out at different steps.
         PeerError: another rank could not read its batch; that rank raises what happened to it.
     """
 
@@ -86,6 +94,7 @@ class ShardedLoader:
         self.dataloader: Any = dataloader
         self._replica = replica
         self._keep_labels = keep_labels
+        self._reader = reader_of(dataloader)
         self._device = control_device(replica, device)
         self._opened: Iterator[WholeBatch] | None = None  # an epoch begun to look at its first batch
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
@@ -96,6 +105,12 @@ class ShardedLoader:
         self._state_before_round: Any = None
         self._skipped = 0
         self.batches, self._lengths = self._establish(batches)
+        self._round = self._make_round()
+
+    @property
+    def whole(self) -> Any:
+        """The wrapped loader; where the replicas take different batches, with the samples of all of them."""
+        return self.dataloader if self._reader is None else all_samples(self.dataloader)
 
     @property
     def replica(self) -> Replica:
@@ -105,6 +120,8 @@ class ShardedLoader:
     def __len__(self) -> int:
         if self.batches == SAME:
             return len(self.dataloader)
+        if self.batches == DEALT:
+            return self._steps_in_epoch() * self._split.micro_steps - self._skipped
         if None in self._lengths:
             raise TypeError("the wrapped loader has no length")
         return sum(length or 0 for length in self._lengths) - self._skipped
@@ -119,11 +136,12 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         position, self._start = self._start, _Position()
         self._position = position
-        whole = self._whole_batches()
+        whole = self._whole_batches(position.rounds)
         while True:
             if self.batches == OWN:
                 self._state_before_round = self._inner_state()
-            shards = self._round(whole)
+            shards = self._round.fetch(self.replica, whole, position.rounds)
+            self._loaded = None
             if not shards:
                 break
             for number, shard in enumerate(shards[position.used :], position.used + 1):
@@ -160,17 +178,18 @@ class ShardedLoader:
 
         Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
         Any other is read from its beginning on resuming, and what was used is dropped; it must then give the same
-        batches in the same order, so seed its shuffling.
+        batches in the same order, so seed its shuffling. Where replicas take different batches, other replicas may go
+        on, as long as the global batch is the same.
         """
         in_round = self._position.used > 0
+        inner = None if self.batches == DEALT else self._state_before_round if in_round else self._inner_state()
         return {
             "version": _STATE_VERSION,
-            "batches": self.batches,
-            "sp_size": self.replica.sp_size,
+            **self._kind(),
             "epoch": self._epoch,
             "rounds": self._position.rounds,
             "used": self._position.used,
-            "loader": self._state_before_round if in_round else self._inner_state(),
+            "loader": inner,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,20 +198,19 @@ class ShardedLoader:
         Raises:
             BatchError: the state is of another version, or was taken when batches went to the ranks in another way.
         """
-        mine = {"version": _STATE_VERSION, "batches": self.batches}
-        if self.batches == OWN:
-            mine["sp_size"] = self.replica.sp_size
+        mine = {"version": _STATE_VERSION, **self._kind()}
         theirs = {name: state.get(name) for name in mine}
         if theirs != mine:
             raise BatchError(
                 f"a loader saved with {theirs} cannot resume with {mine} in the middle of an epoch. "
-                "Resume with as many ranks per replica and the same loader, or begin the epoch anew."
+                "Resume with as many ranks per replica, or the same global batch, and the same loader; or begin the "
+                "epoch anew."
             )
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self._opened = self._running = self._loaded = None
         self._start = self._position = _Position(state["rounds"], state["used"])
-        self._read_and_drop = state["rounds"]
+        self._read_and_drop = state["rounds"] * self._round.batches_per_round if self._reader is None else 0
         if state["loader"] is not None and _has_state(self.dataloader):
             self.dataloader.load_state_dict(state["loader"])
             self._loaded = self._state_before_round = state["loader"]
@@ -206,9 +224,10 @@ class ShardedLoader:
             skip: how the wrapped loader does it: ``skip(dataloader, n)`` returns one without its first n batches, as
                 ``accelerate.skip_first_batches``.
         """
-        rounds, used = (num_batches, 0) if self.batches == SAME else self._rounds_of(num_batches)
+        rounds, used = self._rounds_of(num_batches)
         loader = copy.copy(self)
-        loader.dataloader = skip(self.dataloader, rounds)
+        if self._reader is None:
+            loader.dataloader = skip(self.dataloader, rounds * self._round.batches_per_round)
         loader._opened = loader._running = loader._loaded = None
         loader._start = loader._position = _Position(rounds, used)
         loader._skipped = num_batches
@@ -222,6 +241,10 @@ class ShardedLoader:
 
     def _rounds_of(self, num_batches: int) -> tuple[int, int]:
         """Rounds that ``num_batches`` steps fill, and the rest; a rank that has run out takes no part in a round."""
+        if self.batches == SAME:
+            return num_batches, 0
+        if self.batches == DEALT:
+            return divmod(num_batches, self._split.micro_steps)
         rounds = 0
         while taking := sum(length is None or length > rounds for length in self._lengths):
             if num_batches < taking:
@@ -229,17 +252,30 @@ class ShardedLoader:
             num_batches, rounds = num_batches - taking, rounds + 1
         return rounds, 0
 
-    # --- one round ---------------------------------------------------------------------------------
+    def _kind(self) -> dict[str, Any]:
+        """What must be the same for a state to be of use."""
+        kind: dict[str, Any] = {"batches": self.batches}
+        if self.batches == OWN:
+            kind["sp_size"] = self.replica.sp_size
+        if self.batches == DEALT:
+            kind["global_batch"] = self._split.samples
+        return kind
 
-    def _whole_batches(self) -> Iterator[WholeBatch]:
-        """The wrapped loader's batches; opened when the first is asked for, where `_fetch` looks after failures."""
+    # --- batches -----------------------------------------------------------------------------------
+
+    def _whole_batches(self, first_round: int = 0) -> Iterator[WholeBatch]:
+        """The wrapped loader's batches; opened when the first is asked for, where a round looks after failures."""
         opened, self._opened = self._opened, None
         drop, self._read_and_drop = self._read_and_drop, 0
         if opened is not None:
             yield from opened
-        else:
-            for batch in islice(self.dataloader, drop, None):
-                yield self._read(batch)
+            return
+        if self._reader is not None:
+            self._reader.first_step = first_round
+        for batch in islice(self.dataloader, drop, None):
+            if self._reader is not None:
+                self._reader.first_step = 0
+            yield self._read(batch)
 
     def _read(self, batch: Any) -> WholeBatch:
         whole = read_batch(batch, self._keep_labels)
@@ -249,85 +285,67 @@ class ShardedLoader:
             raise BatchError(str(error)) from None
         return whole
 
-    def _round(self, whole: Iterator[WholeBatch]) -> list[dict[str, Any]]:
-        """This rank's shards: of the batch that all ranks hold, or of each rank's batch; none at the epoch's end."""
-        status, batch, error = _fetch(whole)
-        self._loaded = None
-        checksum, payload = 0, b""
-        if error is not None:
-            payload = failure(error)
-        elif batch is not None and self.batches == SAME:
-            checksum = _checksum(batch)
-        elif batch is not None:
-            payload = manifest(batch)
-        rows, payloads = all_gather_bytes([status, checksum], payload, self.replica.sp_group, self._device)
-        said = zip(self.replica.ranks, rows, payloads, strict=True)
-        raise_failures({rank: payload for rank, (status, _), payload in said if status == _ERROR}, error)
-        if all(status == _END for status, _ in rows):
-            return []
-        schedule = self.replica.schedule
-        if self.batches == OWN:
-            shards = exchange_shards(batch, payloads, self.replica, self._device)
-        elif batch is None or any(row != rows[0] for row in rows):
-            self._raise_difference(batch)
-        else:
-            shards = [batch.shard(schedule.intervals(batch.length, self.replica.rank))]
-        for shard in shards:
-            mark_schedule(shard["position_ids"], schedule.fingerprint)
-        return shards
+    # --- which batches the ranks hold --------------------------------------------------------------
+
+    @property
+    def _split(self) -> BatchSplit:
+        assert self.replica.batch_split is not None
+        return self.replica.batch_split
+
+    def _make_round(self) -> Round:
+        if self.batches == DEALT:
+            return Dealt(self._device, self.replica.replica_id, self._split, self._reader)
+        return (Same if self.batches == SAME else Own)(self._device)
+
+    def _steps_in_epoch(self) -> int:
+        if self._reader is not None:
+            return steps_in_epoch(self._reader)
+        if None in self._lengths:
+            raise TypeError("the wrapped loader has no length")
+        counts = self._split.micro_batches
+        return max(-(-(length or 0) // count) for length, count in zip(self._lengths, counts, strict=True))
 
     def _establish(self, asked: str | None) -> tuple[str, tuple[int | None, ...]]:
-        """``batches`` for the whole job, and the number of batches on each rank of this replica."""
+        """``batches`` for the whole job, and the number of batches on each rank of this replica.
+
+        Where the replicas take different batches: of each replica.
+        """
         source = describe(self.dataloader, self.replica.replica_id, asked)
-        _, payloads = all_gather_bytes([], source.to_json(), dist.group.WORLD, self._device)
-        mode, why = decide([Source.from_json(payload) for payload in payloads])
+        sources = self._gather(source)
+        if self.replica.batch_split is not None:
+            expect_unsharded(sources, isinstance(self.dataloader, DataLoader))
+            if self._reader is None and isinstance(self.dataloader, DataLoader):
+                self.dataloader = own_samples(self.dataloader, self._split, self.replica.replica_id)
+                self._reader = reader_of(self.dataloader)
+            lengths = {s.replica: s.length for s in sources}
+            return DEALT, tuple(lengths[replica] for replica in sorted(lengths))
+        mode, why = decide(sources)
         level = logging.INFO
         if mode is None:
             level = logging.WARNING
             whole = self._whole_batches()
-            status, batch, error = _fetch(whole)
-            first = "" if batch is None else f"{_checksum(batch):08x}"
-            payload = failure(error) if error is not None else replace(source, first=first).to_json()
-            rows, payloads = all_gather_bytes([status], payload, dist.group.WORLD, self._device)
-            raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row == [_ERROR]}, error)
-            mode, why = decide([Source.from_json(payload) for payload in payloads])
+            batch: WholeBatch | None = None
+            error: Exception | None = None
+            try:
+                batch = next(whole, None)
+            except Exception as raised:
+                error = raised
+            first = "" if batch is None else f"{checksum([batch]):08x}"
+            sources = self._gather(replace(source, first=first), error)
+            mode, why = decide(sources)
             self._opened = whole if batch is None else chain([batch], whole)
         assert mode is not None
         if self.replica.rank == 0:
             meaning = {SAME: "all ranks of a replica are given the same batch", OWN: "each rank is given its own batch"}
             logger.log(level, 'batches="%s": %s; %s', mode, meaning[mode], why)
-        sources = [Source.from_json(payload) for payload in payloads]
         return mode, tuple(s.length for s in sources if s.replica == self.replica.replica_id)
 
-    def _raise_difference(self, batch: WholeBatch | None) -> NoReturn:
-        """Show what differs, once a checksum has told all ranks that something does."""
-        mine = {"epoch": "over"} if batch is None else {"epoch": "goes on", **batch.fingerprints()}
-        _, payloads = all_gather_bytes([], json.dumps(mine).encode(), self.replica.sp_group, self._device)
-        seen = [json.loads(payload) for payload in payloads]
-        names = sorted({name for entries in seen for name in entries})
-        by_rank = {name: [entries.get(name, "absent") for entries in seen] for name in names}
-        different = "; ".join(f"{name} is {values}" for name, values in by_rank.items() if len(set(values)) > 1)
-        raise BatchError(
-            f"ranks {self.replica.ranks} of a replica must be given the same batch, but by rank {different}. "
-            'Seed shuffling and collators alike on all of them, or pass batches="own" if each is to have its own.'
-        )
-
-
-# --- one batch of this rank -------------------------------------------------------------------------
-
-
-def _fetch(whole: Iterator[WholeBatch]) -> tuple[int, WholeBatch | None, Exception | None]:
-    """The next batch, the end or a failure; whichever it is, the other ranks must hear of it before this one acts."""
-    try:
-        return _BATCH, next(whole), None
-    except StopIteration:
-        return _END, None, None
-    except Exception as error:
-        return _ERROR, None, error
-
-
-def _checksum(batch: WholeBatch) -> int:
-    return zlib.crc32(json.dumps(batch.fingerprints()).encode())
+    def _gather(self, source: Source, error: Exception | None = None) -> list[Source]:
+        """What all ranks say; or, on every rank, what went wrong on one."""
+        status, payload = (_OK, source.to_json()) if error is None else (_ERROR, failure(error))
+        rows, payloads = all_gather_bytes([status], payload, dist.group.WORLD, self._device)
+        raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row == [_ERROR]}, error)
+        return [Source.from_json(payload) for payload in payloads]
 
 
 # --- the wrapped loader's own state -----------------------------------------------------------------

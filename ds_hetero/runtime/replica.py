@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
+from ds_hetero.replicas import BatchSplit
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]
@@ -26,6 +27,7 @@ class Replica:
         num_replicas: replicas in the job; data parallelism runs over them.
         sp_group: process group of all ranks of the replica; the ring's point-to-point traffic runs on it.
         a2a_group: process group of this rank's all-to-all group; None where the rank is alone in it.
+        batch_split: how the samples of an optimizer step are shared by the replicas; None where all take the same.
     """
 
     schedule: Schedule
@@ -34,6 +36,7 @@ class Replica:
     num_replicas: int
     sp_group: ProcessGroup
     a2a_group: ProcessGroup | None
+    batch_split: BatchSplit | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,13 +81,16 @@ class ProcessGroups:
         return self._made[key]
 
 
-def make_replica(schedules: Sequence[Schedule], groups: ProcessGroups | None = None) -> Replica:
+def make_replica(
+    schedules: Sequence[Schedule], groups: ProcessGroups | None = None, batch_split: BatchSplit | None = None
+) -> Replica:
     """Compare the schedules of all ranks, then make every process group that they need.
 
     Args:
         schedules: one per replica, together holding every rank of the world once (see
             `ds_hetero.schedule.schedules_for_world`); the same on every rank.
         groups: those of the schedules before, to be used again; left out, all are made anew.
+        batch_split: the batches of replicas that differ in them; the same on every rank.
 
     Caller: every rank of the world, at start and whenever the schedules change.
     Collectives: one all_gather of a fingerprint; one new_group for every replica and every all-to-all group that
@@ -113,6 +119,7 @@ def make_replica(schedules: Sequence[Schedule], groups: ProcessGroups | None = N
                 num_replicas=len(schedules),
                 sp_group=sp_group,
                 a2a_group=a2a_groups[schedule.ring_position(rank)],
+                batch_split=batch_split,
             )
     assert mine is not None
     return mine

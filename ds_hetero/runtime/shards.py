@@ -26,9 +26,23 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 
-__all__ = ["IGNORE_INDEX", "WholeBatch", "cut", "mark_schedule", "marked_schedule", "read_batch"]
+__all__ = [
+    "IGNORE_INDEX",
+    "PACKING",
+    "WholeBatch",
+    "cut",
+    "mark_items",
+    "mark_schedule",
+    "marked_items",
+    "marked_schedule",
+    "read_batch",
+    "without_weight",
+]
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
+
+# Entries that tell flash attention where packed documents begin; they hold for one length.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 _CHECKED_ELEMENTS = 1 << 20
 
@@ -55,6 +69,11 @@ class WholeBatch:
         """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
         sequences = {name: cut(tensor, intervals) for name, tensor in self.sequences.items()}
         return {**sequences, **{name: tensor.cpu() for name, tensor in self.constants.items()}, **self.objects}
+
+    def num_labels(self) -> int | None:
+        """Labels that count in the loss; None if the batch has none at all."""
+        labels = self.sequences.get("labels", self.sequences.get("shift_labels"))
+        return None if labels is None else int(labels.ne(IGNORE_INDEX).sum())
 
     def fingerprints(self) -> dict[str, str]:
         """Type, shape and checksum of every tensor, equal where two ranks hold the same batch.
@@ -101,6 +120,36 @@ def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
     )
 
 
+def without_weight(batch: WholeBatch | None, length: int) -> WholeBatch:
+    """A batch of one short row that no label counts in, for a rank that has to run a forward without a batch.
+
+    Args:
+        batch: one whose entries it is to have; None for tokens, positions and labels alone.
+        length: tokens of the row.
+    """
+    if batch is None:
+        batch = read_batch({"input_ids": torch.zeros(1, length, dtype=torch.int64)})
+    batch_size, have = 1, min(length, batch.length)
+    repeats = -(-length // have)
+    sequences = {
+        name: tensor[:batch_size, :have].repeat(1, repeats, *[1] * (tensor.dim() - 2))[:, :length]
+        for name, tensor in batch.sequences.items()
+        if name not in PACKING
+    }
+    sequences["position_ids"] = torch.arange(length)[None]
+    if "attention_mask" in sequences:
+        sequences["attention_mask"] = torch.ones_like(sequences["attention_mask"])
+    for name in {"shift_labels", *sequences} & {"labels", "shift_labels"}:
+        sequences[name] = torch.full((1, length), IGNORE_INDEX)
+    return WholeBatch(
+        batch_size=batch_size,
+        length=length,
+        sequences=sequences,
+        constants={name: tensor for name, tensor in batch.constants.items() if name not in PACKING},
+        objects={name: entry for name, entry in batch.objects.items() if name not in PACKING},
+    )
+
+
 def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
@@ -116,6 +165,17 @@ def mark_schedule(tensor: Tensor, fingerprint: int) -> Tensor:
 def marked_schedule(tensor: Tensor) -> int | None:
     """What `mark_schedule` wrote; None on a copy, which does not have it."""
     return getattr(tensor, "ds_hetero_schedule", None)
+
+
+def mark_items(tensor: Tensor, num_items: int) -> Tensor:
+    """Write on a shard's tensor how many labels count in its optimizer step, over all replicas."""
+    tensor.ds_hetero_items = num_items  # type: ignore[attr-defined]
+    return tensor
+
+
+def marked_items(tensor: Tensor) -> int | None:
+    """What `mark_items` wrote; None on a copy, which does not have it, and where a step's batches are not known."""
+    return getattr(tensor, "ds_hetero_items", None)
 
 
 # --- the entries -----------------------------------------------------------------------------------

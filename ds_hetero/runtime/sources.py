@@ -2,6 +2,7 @@
 
     "same"   all ranks of a replica are given the same batch; it is one step
     "own"    each rank is given another batch (a DistributedSampler over the world); they are used in turn, one per step
+    "dealt"  replicas take different batches, as their schedule file says; decided there
 
 A sampler that shards by rank says which it is: `(number of shards, index)` is the same on all ranks of a replica, or
 different on each. Where no loader has such a sampler, checksums of the first batches are compared.
@@ -17,9 +18,9 @@ from typing import Any
 
 from ds_hetero.errors import BatchError
 
-__all__ = ["OWN", "SAME", "Source", "decide", "describe"]
+__all__ = ["DEALT", "OWN", "SAME", "Source", "decide", "describe", "expect_unsharded"]
 
-SAME, OWN = "same", "own"
+SAME, OWN, DEALT = "same", "own", "dealt"
 
 # Where loaders, samplers and datasets keep what they wrap, and what those that shard call their shard.
 _WRAPPED = (
@@ -128,6 +129,27 @@ def decide(sources: Sequence[Source]) -> tuple[str | None, str]:
             "Give all ranks of a replica the same batch: a sampler over the replicas, not over the ranks."
         )
     return mode, why
+
+
+def expect_unsharded(sources: Sequence[Source], dealing: bool) -> None:
+    """Check the loaders of replicas that take different batches.
+
+    Args:
+        sources: of all ranks of the world.
+        dealing: whether samples are to be dealt to the replicas, out of those of the whole job.
+
+    Raises:
+        BatchError: a loader is sharded already, or is to have other batches on each rank; equal on every rank.
+    """
+    if any(source.asked == OWN for source in sources):
+        raise BatchError('batches="own" cannot be used where the replicas take different batches; leave it out.')
+    sharded = {rank: source.shards for rank, source in enumerate(sources) if source.shards}
+    if dealing and sharded:
+        listed = "; ".join(f"rank {rank}: {', '.join(map(_show, shards))}" for rank, shards in sharded.items())
+        raise BatchError(
+            f"the samples are dealt to replicas that take different batches, but loaders are sharded ({listed}). "
+            "Give every rank the same loader of all samples, without a DistributedSampler."
+        )
 
 
 def _verdict_of_all(replicas: Sequence[Sequence[Source]]) -> tuple[str | None, str]:

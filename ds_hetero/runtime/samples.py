@@ -1,0 +1,202 @@
+"""From the loader of one process to the loader of one replica: it reads only the samples that the replica trains on.
+
+The samples keep the order and the number that the given loader's sampler, or iterable dataset, has; the batches are
+those of `BatchSplit`. Every rank must be given a loader of all samples, not one that is sharded already.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from ds_hetero.errors import BatchError
+from ds_hetero.replicas import BatchSplit
+
+__all__ = ["OwnSampler", "OwnStream", "all_samples", "own_samples", "reader_of", "steps_in_epoch"]
+
+_COPIED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class OwnSampler(Sampler[list[int]]):
+    """Batch sampler of one replica over the batch sampler of one process.
+
+    Args:
+        batch_sampler: yields lists of sample indices; ``batch_sampler.sampler`` is where shuffling is seeded.
+        split: how each step's samples are shared.
+        replica: index of this replica.
+    """
+
+    def __init__(self, batch_sampler: Any, split: BatchSplit, replica: int) -> None:
+        self.batch_sampler, self.split, self.replica = batch_sampler, split, replica
+        self.first_step = 0  # of the next epoch; those before are drawn and left out
+        self._checksums: dict[int, int] = {}
+
+    @property
+    def sampler(self) -> Any:
+        """What yields single samples, if anything does."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:  # accelerate puts a seeded one in
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this replica's micro-batch."""
+        return self.split.micro_batch_sizes[self.replica]
+
+    @property
+    def drop_last(self) -> bool:
+        """Of the batch sampler inside."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        for part in (self.batch_sampler, self.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first_step = self.first_step
+        self._checksums.clear()
+        samples = chain.from_iterable(self.batch_sampler)
+        for step, chosen in enumerate(_chunks(samples, self.split.samples)):
+            if step >= first_step:
+                self._checksums[step] = zlib.crc32(repr(chosen).encode())
+                yield from (chosen[a:b] for a, b in self.split.micro_batches_of(self.replica, len(chosen)))
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.num_samples, self.split.samples)
+        return full * self.split.micro_batches[self.replica] + len(self.split.micro_batches_of(self.replica, rest))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all replicas.
+
+        Raises:
+            TypeError: the batch sampler does not show how many samples its batches have.
+        """
+        size = getattr(self.batch_sampler, "batch_size", None)
+        if self.sampler is None or not isinstance(size, int):
+            raise TypeError(f"{type(self.batch_sampler).__name__} does not show how many samples it yields")
+        samples = len(self.sampler)
+        return samples - samples % size if self.drop_last else samples
+
+    def checksum(self, step: int) -> int:
+        """Of all samples of a step, this replica's and the others'; 0 after the epoch's end."""
+        return self._checksums.pop(step, 0)
+
+
+class OwnStream(IterableDataset[Any]):
+    """The samples of one replica out of an iterable dataset.
+
+    Args:
+        dataset: yields the samples of all replicas.
+        batch_size: of one process; with ``drop_last``, samples at the end that do not fill a batch are left out.
+        drop_last: see there.
+        split: how each step's samples are shared.
+        replica: index of this replica.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
+        self.dataset, self.split, self.replica = dataset, split, replica
+        self.first_step = 0
+        self.batch_size, self.drop_last = batch_size, drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples: Iterable[Any] = self.dataset
+        if self.drop_last:
+            whole = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
+            samples = chain.from_iterable(whole)
+        for step, chosen in enumerate(_chunks(samples, self.split.samples)):
+            if step >= self.first_step:
+                for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
+                    yield from chosen[a:b]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all replicas.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
+        samples = len(self.dataset)
+        return samples - samples % self.batch_size if self.drop_last else samples
+
+    def checksum(self, step: int) -> int:
+        """Samples of a stream cannot be told apart without reading them on every rank."""
+        return 0
+
+
+def own_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
+    """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
+
+    Raises:
+        BatchError: the loader does not make batches itself, or reads a stream with several workers, whose batches do
+            not come in the order of the samples.
+    """
+    dataset = dataloader.dataset
+    kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _COPIED}
+    if isinstance(dataset, IterableDataset):
+        if dataloader.batch_size is None or dataloader.num_workers > 1:
+            raise BatchError(
+                f"an iterable dataset with batch_size={dataloader.batch_size} and num_workers={dataloader.num_workers} "
+                "cannot be dealt to replicas that differ; give a batch_size, and at most one worker."
+            )
+        stream = OwnStream(dataset, dataloader.batch_size, dataloader.drop_last, split, replica)
+        return DataLoader(stream, split.micro_batch_sizes[replica], **kept)
+    if dataloader.batch_sampler is None:
+        raise BatchError("a DataLoader without a batch_size cannot be dealt to replicas that differ; give it one.")
+    return DataLoader(dataset, batch_sampler=OwnSampler(dataloader.batch_sampler, split, replica), **kept)
+
+
+def all_samples(dataloader: Any) -> DataLoader[Any]:
+    """The loader of one process again, from what `own_samples` made of it."""
+    reader = reader_of(dataloader)
+    kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _COPIED}
+    if isinstance(reader, OwnStream):
+        return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **kept)
+    assert reader is not None
+    return DataLoader(dataloader.dataset, batch_sampler=reader.batch_sampler, **kept)
+
+
+def reader_of(dataloader: Any) -> OwnSampler | OwnStream | None:
+    """What chooses the samples in a loader from `own_samples`, also after accelerate has made another one of it."""
+    for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
+        if isinstance(part, OwnSampler | OwnStream):
+            return part
+    return None
+
+
+def steps_in_epoch(reader: OwnSampler | OwnStream) -> int:
+    """Optimizer steps of an epoch.
+
+    Raises:
+        TypeError: the number of samples is not known.
+    """
+    return -(-reader.num_samples // reader.split.samples)
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    items = iter(items)
+    while chunk := list(islice(items, size)):
+        yield chunk
