@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ds_hetero.errors import ConfigError, ScheduleError
+from ds_hetero.replicas import holds_replicas, read_replicas
 from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world, ulysses
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "SECTION",
     "HeterogeneitySection",
     "ReplanSection",
+    "batches_of_replicas",
     "check_schedules",
     "clusters_of_replicas",
     "needs_measuring",
@@ -44,6 +46,8 @@ _UNIFORM = tuple(STRATEGIES)
 _FROM_DEVICES = ("proportional",)
 _FROM_PLANNER = ("plan", "lut", "formula")
 _STRATEGIES = (*_UNIFORM, *_FROM_DEVICES, *_FROM_PLANNER)
+
+_Result = TypeVar("_Result")
 
 Search = Callable[[str, "Cluster"], Schedule]
 """From the name of a searching strategy and the cluster of one replica to a schedule of ranks that begin at 0."""
@@ -76,6 +80,7 @@ class HeterogeneitySection(BaseModel):
     seq_len: int | None = Field(default=None, ge=1)
     layout: Literal["contiguous", "zigzag"] | None = None
     attention: Literal["torch", "flash_attn", "triton"] | None = None
+    loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
 
@@ -100,6 +105,7 @@ _ACCEPTED = {
     "seq_len": "a whole number >= 1, the tokens of a sequence that is planned for",
     "layout": '"contiguous" or "zigzag"',
     "attention": '"torch", "flash_attn" or "triton"',
+    "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
     "replan.enabled": "true or false",
@@ -285,7 +291,32 @@ def _from_clusters(
     return tuple(found[cluster].shifted(first) for cluster, first in zip(clusters, firsts, strict=True))
 
 
+def batches_of_replicas(section: HeterogeneitySection) -> dict[str, Any] | None:
+    """The content of the section's schedule, if it lists replicas and their batches; reads the file.
+
+    Raises:
+        ConfigError, ScheduleError: the file cannot be read, or is wrong.
+    """
+    if isinstance(section.schedule, str) and section.schedule in _STRATEGIES:
+        return None
+
+    def read(data: Any) -> dict[str, Any] | None:
+        return dict(data) if holds_replicas(data) and read_replicas(data)[1] is not None else None
+
+    return _read_source(section.schedule, read)
+
+
 def _from_file(source: str | Mapping[str, Any], world_size: int) -> tuple[Schedule, ...]:
+    def read(data: Any) -> tuple[Schedule, ...]:
+        if holds_replicas(data):
+            return read_replicas(data)[0]
+        return schedules_for_world(Schedule.from_dict(data), world_size)
+
+    return _read_source(source, read)
+
+
+def _read_source(source: str | Mapping[str, Any], read: Callable[[Any], _Result]) -> _Result:
+    """What ``read`` makes of a schedule file's content, or of the same inline; errors name the file."""
     where = source if isinstance(source, str) else "the inline schedule"
     data: Any = source
     if isinstance(source, str):
@@ -297,9 +328,7 @@ def _from_file(source: str | Mapping[str, Any], world_size: int) -> tuple[Schedu
         except (OSError, ValueError) as error:
             raise ScheduleError(f"{where} cannot be read as JSON: {error}") from None
     try:
-        if not isinstance(data, Mapping) or "replicas" not in data:
-            return schedules_for_world(Schedule.from_dict(data), world_size)
-        return tuple(_replicas(data))
+        return read(data)
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
 
@@ -315,11 +344,13 @@ def _expect_model(schedules: Sequence[Schedule], num_heads: int, num_kv_heads: i
 
 def _expect_size(schedules: Sequence[Schedule], sp_sizes: Mapping[str, int | None], sp_size: int | None) -> None:
     sizes = [schedule.sp_size for schedule in schedules]
-    if sp_size is not None and set(sizes) != {sp_size}:
+    wanted = sizes[0] if len(set(sizes)) == 1 else sum(sizes)
+    if sp_size is not None and sp_size != wanted:
         source = next(source for source, size in sp_sizes.items() if size is not None)
         raise ConfigError(
             f'"{SECTION}.schedule" has replicas of {sizes} ranks, but {source} is {sp_size}. '
-            "Make them equal, or leave one out."
+            f"Set it to {wanted}{', all ranks of the replicas together,' if len(set(sizes)) > 1 else ''} or leave it "
+            "out where that is possible."
         )
 
 

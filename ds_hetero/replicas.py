@@ -108,6 +108,11 @@ def read_replicas(data: Mapping[str, Any]) -> tuple[tuple[Schedule, ...], BatchS
     schedules = tuple(Schedule.from_dict(replica["schedule"]) for replica in data["replicas"])
     given = [key in replica for replica in data["replicas"] for key in _BATCH_KEYS]
     if not any(given):
+        if len({schedule.sp_size for schedule in schedules}) > 1:
+            raise ScheduleError(
+                f"replicas of {[schedule.sp_size for schedule in schedules]} ranks must say what each is to train on: "
+                "give micro_batch_size and micro_batches for every replica."
+            )
         return schedules, None
     if not all(given):
         raise ScheduleError("micro_batch_size and micro_batches must be given for every replica, or for none.")

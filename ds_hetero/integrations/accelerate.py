@@ -1,5 +1,8 @@
 """accelerate: the same batch for all ranks of a replica, and schedules that count replicas, not ranks.
 
+Replicas that take different batches are, to the user, one worker on all ranks (``sp_size`` is the world size): the
+global batch is that of one process, and how it is dealt out is the schedule's business.
+
 All private names of accelerate that ds_hetero knows are in this file.
 """
 
@@ -9,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import accelerate.accelerator
@@ -21,8 +25,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.samples import own_samples
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "asks_for_engine", "install", "loaders_over_replicas", "skip_first_batches"]
 
@@ -36,7 +42,20 @@ PRIVATE_NAMES = (
     "accelerate.state:PartialState._shared_state",
 )
 
-_sp_size: ContextVar[int | None] = ContextVar("_sp_size", default=None)
+_sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """What loaders prepared now are to yield.
+
+    Args:
+        sp_size: ranks that share a batch.
+        dealing: where the replicas take different batches.
+    """
+
+    sp_size: int
+    dealing: Dealing | None
 
 
 def install(handle: Handle) -> None:
@@ -44,7 +63,7 @@ def install(handle: Handle) -> None:
     replace = handle.patches.replace
     replace(accelerate.Accelerator, "__init__", _counting_processes)
     replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(handle, stock))
-    replace(AcceleratedScheduler, "step", lambda stock: _stepping_by_replicas(handle, stock))
+    replace(AcceleratedScheduler, "step", _stepping_by_replicas)
     replace(accelerate.accelerator, "prepare_data_loader", _sharding_over_replicas)
     for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
         replace(module, "skip_first_batches", skip_first_batches)
@@ -57,13 +76,18 @@ def asks_for_engine(accelerator: Any) -> bool:
 
 
 @contextlib.contextmanager
-def loaders_over_replicas(sp_size: int) -> Iterator[None]:
-    """Have loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks."""
-    token = _sp_size.set(sp_size)
+def loaders_over_replicas(sp_size: int, dealing: Dealing | None) -> Iterator[None]:
+    """Have loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
+
+    Args:
+        sp_size: ranks that share a batch.
+        dealing: of replicas that take different batches; see `ds_hetero.integrations.agreement.agree_on_dealing`.
+    """
+    token = _sharding.set(_Sharding(sp_size, dealing))
     try:
         yield
     finally:
-        _sp_size.reset(token)
+        _sharding.reset(token)
 
 
 def skip_first_batches(stock: Any) -> Any:
@@ -109,12 +133,17 @@ def _preparing(handle: Handle, stock: Any) -> Any:
                 'the "heterogeneity" section splits sequences over ranks, but accelerate was not told so. Give it '
                 'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
             )
+        ds_config = accelerator.deepspeed_plugin.deepspeed_config
+        dealing = agree_on_dealing(ds_config)
         with (
-            handle.using(accelerator.deepspeed_plugin.deepspeed_config),
-            loaders_over_replicas(sp_size),
+            handle.using(ds_config),
+            loaders_over_replicas(sp_size, dealing),
             _steps_of_replicas(args, sp_size),
         ):
-            return stock(accelerator, *args)
+            prepared = stock(accelerator, *args)
+        if dealing is not None:
+            accelerator.gradient_accumulation_steps = dealing.split.micro_steps
+        return prepared
 
     return prepare
 
@@ -135,22 +164,35 @@ def _steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]
 def _sharding_over_replicas(stock: Any) -> Any:
     @functools.wraps(stock)
     def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        sp_size = _sp_size.get()
-        if sp_size is None:
+        sharding = _sharding.get()
+        if sharding is None:
             return stock(dataloader, *args, **kwargs)
-        num_replicas, replica = dist.get_world_size() // sp_size, dist.get_rank() // sp_size
+        dealing = sharding.dealing
+        num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
+        if dealing is not None:
+            dataloader = own_samples(dataloader, dealing.split, dealing.replica_id)
+            num_replicas, replica = 1, 0  # nothing is left to shard
         kwargs.update(num_processes=num_replicas, process_index=replica)
         if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
             kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
         if num_replicas == 1:
             kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
-        return stock(dataloader, *args, **kwargs)
+        prepared = stock(dataloader, *args, **kwargs)
+        if dealing is not None:
+            # Read ahead by an optimizer step, it would tell accelerate too early that the epoch ends; every optimizer
+            # step has the same number of micro-batches, so that counting them is enough.
+            prepared.begin = prepared.end = _do_nothing
+        return prepared
 
     return prepare_data_loader
 
 
-def _stepping_by_replicas(handle: Handle, stock: Any) -> Any:
-    """A step of the optimizer uses one batch per replica, so that many steps of the schedule."""
+def _do_nothing() -> None:
+    pass
+
+
+def _stepping_by_replicas(stock: Any) -> Any:
+    """A step of the optimizer uses one batch per worker, so that many steps of the schedule."""
 
     @functools.wraps(stock)
     def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +201,8 @@ def _stepping_by_replicas(handle: Handle, stock: Any) -> Any:
             stock(scheduler, *args, **kwargs)
             return
         num_processes = state.num_processes
-        _tell_state(num_processes=handle.replica.num_replicas)
+        parallelism = state.parallelism_config
+        _tell_state(num_processes=num_processes // (parallelism.sp_size if parallelism is not None else 1))
         try:
             stock(scheduler, *args, **kwargs)
         finally:

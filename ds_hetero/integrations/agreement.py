@@ -22,6 +22,7 @@ from ds_hetero.cluster.profile import cache_folder, default_device
 from ds_hetero.config import (
     SECTION,
     HeterogeneitySection,
+    batches_of_replicas,
     check_schedules,
     clusters_of_replicas,
     needs_measuring,
@@ -38,10 +39,11 @@ from ds_hetero.integrations.planning import Searcher, forecast, model_of, traini
 from ds_hetero.integrations.profiling import kernel_probe, profile_cached
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import Plan
+from ds_hetero.replicas import BatchSplit, read_replicas
 from ds_hetero.runtime.exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Agreement", "agree_on_schedules"]
+__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,47 @@ def agree_on_schedules(
     if before is not None and settled:
         return before
     return Agreement(section=section, schedules=schedules, outlook=outlook)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Replicas that take different batches, and this rank's place among them.
+
+    Args:
+        split: the batches of all replicas.
+        replica_id: index of this rank's replica.
+    """
+
+    split: BatchSplit
+    replica_id: int
+
+
+def agree_on_dealing(ds_config: Mapping[str, Any]) -> Dealing | None:
+    """How samples are dealt to replicas, if the section says so; known before there is a model.
+
+    Caller: every rank of the world.
+    Collectives: one `all_gather_bytes`.
+
+    Raises:
+        HeteroError: as `agree_on_schedules`.
+    """
+
+    def read() -> dict[str, Any] | None:
+        section = read_section(ds_config)
+        return batches_of_replicas(section) if section is not None and dist.get_rank() == 0 else None
+
+    listed = _agreed(read)[0]
+    if listed is None:
+        return None
+    schedules, split = read_replicas(listed)
+    assert split is not None
+    for replica_id, schedule in enumerate(schedules):
+        if dist.get_rank() in schedule.ranks:
+            return Dealing(split, replica_id)
+    raise ScheduleError(
+        f"the schedules of the replicas hold ranks {[list(s.ranks) for s in schedules]}, the job has "
+        f"{dist.get_world_size()} processes; each needs one place."
+    )
 
 
 def _measure(section: HeterogeneitySection, dtype: torch.dtype) -> dict[str, Any]:

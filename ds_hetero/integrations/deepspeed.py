@@ -31,11 +31,14 @@ from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_hetero.config import sp_size_of
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations import checkpoints, zero
 from ds_hetero.integrations.checkpoints import guard_checkpoints
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
+from ds_hetero.integrations.losses import LossScaling
+from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.zero import stage3, stage3_shards, stage12
@@ -46,6 +49,9 @@ WORKS = ">=0.19.5,<0.20"
 PRIVATE_NAMES = (
     "deepspeed:initialize",
     "deepspeed:load_ds_config",
+    "deepspeed:DeepSpeedEngine.backward",
+    "deepspeed:DeepSpeedEngine.set_train_batch_size",
+    "deepspeed:DeepSpeedEngine.set_train_micro_batch_size",
     "deepspeed.utils.groups:mpu",
     "deepspeed.utils.groups:mesh_device",
     "deepspeed.utils.groups:_get_sequence_parallel_group",
@@ -229,7 +235,7 @@ class _Door:
         replica = converted.replica
         given.update(
             args=_without_config(given.get("args")),
-            config=_plain_configuration(ds_config, replica.num_replicas),
+            config=_plain_configuration(ds_config, replica, sp_size_of(sizes)),
             config_params=None,
             mpu=None,
             mesh_param=None,
@@ -242,6 +248,10 @@ class _Door:
         guard_checkpoints(engine)
         engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
         engine.seq_parallel_group = replica.sp_group
+        if replica.batch_split is not None:
+            _tell_batches(engine, replica.batch_split, replica.replica_id)
+        scaling = LossScaling(converted, self._handle.section(converted).loss)
+        engine.backward = _scaling_losses(engine.backward, scaling, engine)
         for name in ("forward", "backward", "step"):
             setattr(engine, name, _naming_lost_peers(getattr(engine, name), name))
         self._handle.outlook(converted).watch(engine)
@@ -309,15 +319,20 @@ def _init_distributed(required: bool | None) -> None:
     deepspeed.init_distributed(accelerator.communication_backend_name(), dist_init_required=required)
 
 
-def _plain_configuration(ds_config: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
-    """The configuration of an engine without sequence parallelism whose batches are those of ``num_replicas`` ranks.
+def _plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size: int | None) -> dict[str, Any]:
+    """The configuration of an engine without sequence parallelism whose batches are those of the replicas.
 
-    Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions.
+    Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions. Replicas
+    that take different batches are, to DeepSpeed, one that takes batches of one sample; `_tell_batches` corrects that.
     """
     config = {key: value for key, value in ds_config.items() if key != "data_parallel_size"}
-    config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (config.get(name) for name in names)
+    split, num_replicas = replica.batch_split, replica.num_replicas
+    if split is not None:
+        _expect_batch(split, dict(zip(names, (total, micro, steps), strict=True)), sp_size)
+        num_replicas, total, micro, steps = 1, split.micro_steps, 1, split.micro_steps
+    config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
     if micro is None and total is not None:
         micro = total // ((steps or 1) * num_replicas)
     if steps is None and micro:
@@ -326,6 +341,48 @@ def _plain_configuration(ds_config: Mapping[str, Any], num_replicas: int) -> dic
         total = micro * steps * num_replicas
     config.update({name: n for name, n in zip(names, (total, micro, steps), strict=True) if n is not None})
     return config
+
+
+def _expect_batch(split: BatchSplit, given: Mapping[str, Any], sp_size: int | None) -> None:
+    """The batch that the user asks for elsewhere must be that of the replicas; what is left out follows from them."""
+    total, micro, steps = given.values()
+    asked = {"train_batch_size": total}
+    if micro is not None:
+        workers = dist.get_world_size() // (sp_size or dist.get_world_size())
+        product = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps or 1} x {workers}"
+        asked[product] = micro * (steps or 1) * workers
+    for name, samples in asked.items():
+        if samples is not None and samples != split.samples:
+            raise ConfigError(
+                f"the replicas of the schedule take {split} per optimizer step, but {name} is {samples}. "
+                f"Make the global batch {split.samples}, leave it out where that is possible, or change the replicas' "
+                "micro_batch_size and micro_batches."
+            )
+
+
+def _tell_batches(engine: Any, split: BatchSplit, replica_id: int) -> None:
+    """Have the engine count and report the samples of all replicas."""
+    engine._config.train_batch_size = engine.tput_timer.batch_size = split.samples
+    engine._config.train_micro_batch_size_per_gpu = split.micro_batch_sizes[replica_id]
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"the batch cannot be changed while replicas take different ones ({split}); change their micro_batch_size "
+            "and micro_batches in the schedule."
+        )
+
+    engine.set_train_batch_size = engine.set_train_micro_batch_size = refuse
+
+
+def _scaling_losses(backward: Callable[..., Any], scaling: LossScaling, engine: Any) -> Callable[..., Any]:
+    """The engine's backward, of losses of any convention."""
+
+    @functools.wraps(backward)
+    def scaled(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        divisor = engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+        return backward(scaling.scale(loss, divisor), retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    return scaled
 
 
 @contextlib.contextmanager

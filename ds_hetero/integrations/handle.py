@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hetero.config import SECTION
-from ds_hetero.errors import ConfigError
+from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations import agreement, transformers
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
+from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import Replica, make_replica
-from ds_hetero.runtime.shards import IGNORE_INDEX
+from ds_hetero.runtime.shards import IGNORE_INDEX, marked_items
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Handle", "enabled"]
@@ -56,7 +57,7 @@ class Handle:
         self.patches = Patches()
         self._models: list[transformers.ShardedModel] = []
         self._whole_model: nn.Module | None = None  # prepared last, without a section
-        self._replicas: dict[tuple[Schedule, ...], Replica] = {}
+        self._replicas: dict[tuple[tuple[Schedule, ...], BatchSplit | None], Replica] = {}
         self._agreements: dict[transformers.ShardedModel, agreement.Agreement] = {}
         self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
@@ -126,7 +127,8 @@ class Handle:
             outputs: of the model for ``batch``: with ``loss``, the mean over this shard's labels, or with ``logits``.
             batch: from `dataloader`.
             num_items: from `count_items`, to weigh tokens alike over all micro-batches of an optimizer step; then call
-                ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike.
+                ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike; where the
+                replicas take different batches, tokens are, with the count that the loader makes.
 
         Collectives: one all_reduce of two numbers.
         """
@@ -137,7 +139,10 @@ class Handle:
             whole: Tensor = outputs.loss
             return whole if num_items is None else whole * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
-        return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items)
+        divisor = 1
+        if num_items is None and self.replica.batch_split is not None:
+            num_items, divisor = _items_of_step(batch), self.replica.batch_split.micro_steps
+        return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items, divisor)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
@@ -189,10 +194,11 @@ class Handle:
         known = self.find(model)
         before = None if known is None else self._agreements[known]
         agreed = agreement.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
-        schedules = agreed.schedules
-        if schedules not in self._replicas:
-            self._replicas[schedules] = make_replica(schedules)
-        replica = self._replicas[schedules]
+        dealing = agreement.agree_on_dealing(ds_config)
+        schedules, batch_split = agreed.schedules, None if dealing is None else dealing.split
+        if (schedules, batch_split) not in self._replicas:
+            self._replicas[schedules, batch_split] = make_replica(schedules, batch_split=batch_split)
+        replica = self._replicas[schedules, batch_split]
         if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
             if known is not None:
                 known.restore()
@@ -208,6 +214,10 @@ class Handle:
                 logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
         return known
 
+    def section(self, model: transformers.ShardedModel) -> HeterogeneitySection:
+        """The section by which a model was converted."""
+        return self._agreements[model].section
+
     def outlook(self, model: transformers.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
         return self._agreements[model].outlook
@@ -217,3 +227,14 @@ def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:
     """What the loss is taken over: labels that a loader moved to their predecessors, or that the model will move."""
     labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
     return labels
+
+
+def _items_of_step(batch: Mapping[str, Any]) -> int:
+    num_items = marked_items(batch["position_ids"])
+    if num_items is None:
+        raise BatchError(
+            "replicas that take different batches are weighed by their tokens, but how many the optimizer step has is "
+            "not known of this batch. Give handle.loss the batch from handle.dataloader as it is, not a copy, or "
+            "num_items from handle.count_items."
+        )
+    return num_items

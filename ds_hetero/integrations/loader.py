@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_hetero.integrations.transformers import ShardedModel
 from ds_hetero.runtime.data import ShardedLoader
-from ds_hetero.runtime.shards import IGNORE_INDEX
+from ds_hetero.runtime.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
 
 __all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
 
@@ -37,12 +37,16 @@ class ModelLoader(ShardedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         if not self._model.takes_shards:
-            yield from WholeLoader(self.dataloader, self._target)
+            yield from WholeLoader(self.whole, self._target)
             return
         for shard in super().__iter__():
             if "labels" in shard:
                 shard["shift_labels"] = shard.pop("labels")  # of a model that predicts each token in its own place
-            yield {name: self._ready(name, entry) for name, entry in shard.items()}
+            ready = {name: self._ready(name, entry) for name, entry in shard.items()}
+            copy_marks(shard["position_ids"], ready["position_ids"])
+            if "shift_labels" in ready:
+                mark_labels(ready["position_ids"], ready["shift_labels"])
+            yield ready
 
     def _ready(self, name: str, entry: Any) -> Any:
         if not isinstance(entry, Tensor):
@@ -74,6 +78,8 @@ class WholeLoader:
 
 
 def is_placeholder(batch: dict[str, Any]) -> bool:
-    """Whether the batch is the one of a rank without tokens."""
+    """Whether the batch stands for none: on a rank without tokens, or to fill up an optimizer step."""
     positions = batch.get("position_ids")
-    return isinstance(positions, Tensor) and positions.shape[1] == 1 and bool(positions[0, 0] < 0)
+    if not isinstance(positions, Tensor):
+        return False
+    return is_weightless(positions) or (positions.shape[1] == 1 and bool(positions[0, 0] < 0))

@@ -6,6 +6,8 @@ All private names of `transformers.Trainer` that ds_hetero knows are in this fil
 from __future__ import annotations
 
 import functools
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +17,19 @@ from transformers import Trainer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
+from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers import sharding
 from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.samples import OwnSampler, OwnStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.shards import IGNORE_INDEX
 
 __all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = (
     "transformers:Trainer._get_dataloader",
+    "transformers:Trainer._inner_training_loop",
     "transformers:Trainer._track_num_input_tokens",
     "transformers:Trainer.compute_loss",
     "transformers:Trainer.get_batch_samples",
@@ -39,6 +44,7 @@ PRIVATE_NAMES = (
 def install(handle: Handle) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
     replace = handle.patches.replace
+    replace(Trainer, "_inner_training_loop", _accumulating_micro_steps)
     replace(Trainer, "_get_dataloader", _loading_over_replicas)
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
     replace(Trainer, "get_batch_samples", lambda stock: _counting_items(handle, stock))
@@ -47,12 +53,41 @@ def install(handle: Handle) -> None:
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
 
 
+def _accumulating_micro_steps(stock: Any) -> Any:
+    """Where replicas take different batches, an optimizer step is as many micro-batches as the busiest of them has.
+
+    For the time of the loop; before and after, the arguments are what the user gave.
+    """
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        trainer, arguments = given["self"], given["args"]
+        dealing = _dealing(trainer)
+        if dealing is None:
+            return stock(*args, **kwargs)
+        if not arguments.average_tokens_across_devices:
+            raise ConfigError(
+                "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
+                f"({dealing.split}); leave it out."
+            )
+        steps = arguments.gradient_accumulation_steps
+        arguments.gradient_accumulation_steps = dealing.split.micro_steps
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            arguments.gradient_accumulation_steps = steps
+
+    return inner_training_loop
+
+
 def _loading_over_replicas(stock: Any) -> Any:
     @functools.wraps(stock)
     def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_training") or not _is_sharded(trainer):
             return stock(trainer, *args, **kwargs)
-        with loaders_over_replicas(trainer.get_sp_size()):
+        with loaders_over_replicas(trainer.get_sp_size(), _dealing(trainer)):
             return stock(trainer, *args, **kwargs)
 
     return get_dataloader
@@ -70,7 +105,9 @@ def _counting_batches_once(stock: Any) -> Any:
                 "compute_loss_func and label_smoothing_factor would see a part of each sequence only; "
                 "leave them out, or compute the loss in the model."
             )
-        samples = trainer.get_total_train_batch_size(args)
+        samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
+        if reader is not None:
+            samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
         trainer.get_sp_size = lambda: 1
         trainer.get_total_train_batch_size = lambda args: samples
         try:
@@ -79,6 +116,17 @@ def _counting_batches_once(stock: Any) -> Any:
             del trainer.get_sp_size, trainer.get_total_train_batch_size
 
     return set_initial_training_values
+
+
+@dataclass(frozen=True)
+class _MicroSteps:
+    """A loader for counting: as long as the one that the model will be given, where replicas take different batches."""
+
+    dataset: Any
+    reader: OwnSampler | OwnStream
+
+    def __len__(self) -> int:
+        return steps_in_epoch(self.reader) * self.reader.split.micro_steps
 
 
 def _counting_items(handle: Handle, stock: Any) -> Any:
@@ -137,6 +185,13 @@ def _not_counting_placeholders(stock: Any) -> Any:
         stock(trainer, inputs)
 
     return track_num_input_tokens
+
+
+def _dealing(trainer: Any) -> Dealing | None:
+    """How samples are dealt to the replicas of this training, if they take different ones; asked on every rank."""
+    if not _is_sharded(trainer):
+        return None
+    return agree_on_dealing(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
 
 
 def _is_sharded(trainer: Any) -> bool:

@@ -32,7 +32,7 @@ from ds_hetero.runtime.attention import attention
 from ds_hetero.runtime.batch import BatchLayout, agree_on_batch
 from ds_hetero.runtime.kernels import select
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import PACKING
+from ds_hetero.runtime.shards import PACKING, is_weightless
 
 __all__ = ["NAME", "PRIVATE_NAMES", "WORKS", "ShardedMask", "ShardedModel", "install", "sharding"]
 
@@ -130,6 +130,7 @@ class ShardedModel:
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._token: Any = None
         self.on_batch: Callable[[BatchLayout], None] = lambda batch: None  # called when a sharded forward begins
+        self.positions: Tensor | None = None  # of the batch of the latest one that a backward may follow
         self._configs = {id(m.config): m.config for m in self.pretrained.modules() if hasattr(m, "config")}
         for key, config in self._configs.items():
             _cores[key] = (config, config._attn_implementation)
@@ -186,6 +187,7 @@ class ShardedModel:
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not forced:
             kwargs["use_cache"] = False
+        given = positions
         placeholder = positions.shape[1] == 1 and bool(positions[0, 0] < 0)
         if placeholder:
             kwargs["position_ids"] = torch.zeros_like(positions)
@@ -200,7 +202,10 @@ class ShardedModel:
             attention_mask=mask,
             cu_seqlens=cu_seqlens,
         )
-        self.on_batch(batch)
+        if torch.is_grad_enabled():
+            self.positions = given
+        if not is_weightless(given):
+            self.on_batch(batch)
         self._token = _forward.set(_Forward(batch, self.replica, self.kernel, placeholder))
         return (), kwargs
 

@@ -14,6 +14,14 @@ The second is what one process computes on the whole batch; its values, averaged
 micro-batches, are the loss of the whole batch. An engine that divides by the number of micro-batches, as DeepSpeed's
 backward does unless told ``scale_wrt_gas=False``, is right for the first; for the second it has to be undone.
 
+A loss that a training script computes itself is brought to the same factor. With n_r valid tokens on rank r:
+
+    convention        loss on rank r              its own factor on S_r
+    replica_mean      S_R / n_R, by a differentiable all_gather, whose backward adds up over the |R| ranks   |R| / n_R
+    local_mean        S_r / n_r                   1 / n_r
+    local_sum         S_r                         1
+    local_share       S_r / n_R                   1 / n_R
+
 Dimension key: B batch, s tokens of this rank, T tokens B * s, V vocabulary.
 """
 
@@ -29,11 +37,19 @@ from torch.autograd.function import once_differentiable
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.shards import IGNORE_INDEX
 
-__all__ = ["count_items", "cross_entropy_sum", "sequence_parallel_loss"]
+__all__ = ["CONVENTIONS", "count_items", "cross_entropy_sum", "is_scaled", "rescaled_loss", "sequence_parallel_loss"]
+
+_NODES_SEARCHED = 32  # of the graph above a loss, for what users add to it
+
+CONVENTIONS = ("replica_mean", "local_mean", "local_sum", "local_share")
 
 
 def sequence_parallel_loss(
-    loss_sum: Tensor, num_tokens: Tensor | int, replica: Replica, num_items: Tensor | float | None = None
+    loss_sum: Tensor,
+    num_tokens: Tensor | int,
+    replica: Replica,
+    num_items: Tensor | float | None = None,
+    divisor: int = 1,
 ) -> Tensor:
     """The replica's loss as a scalar to call backward on; table above.
 
@@ -44,6 +60,7 @@ def sequence_parallel_loss(
         replica: this rank's replica.
         num_items: valid tokens of the optimizer step over all ranks, see `count_items`; left out, each micro-batch of
             each replica weighs the same.
+        divisor: with ``num_items``: what the engine will divide by, to be undone.
 
     Returns:
         A scalar of ``loss_sum``'s dtype; 0 where no rank of the replica has a valid token.
@@ -61,11 +78,68 @@ def sequence_parallel_loss(
         value = replica_sum / replica_tokens.clamp(min=1)
         factor = world_size / (replica.num_replicas * replica_tokens.clamp(min=1))
     else:
-        factor = world_size / torch.as_tensor(num_items, device=device).double().clamp(min=1)
+        factor = world_size * divisor / torch.as_tensor(num_items, device=device).double().clamp(min=1)
         value = replica_sum * factor / replica.sp_size
     dtype = loss_sum.dtype
-    loss: Tensor = _ValueWithFactor.apply(loss_sum, value.to(dtype), factor.to(dtype))  # type: ignore[no-untyped-call]
-    return loss
+    return _with_factor(loss_sum, value.to(dtype), factor.to(dtype))
+
+
+def rescaled_loss(
+    loss: Tensor,
+    convention: str,
+    num_tokens: Tensor | int | None,
+    replica: Replica,
+    num_items: Tensor | float | None = None,
+    divisor: int = 1,
+) -> Tensor:
+    """The same value, with a gradient as that of `sequence_parallel_loss`.
+
+    Args:
+        loss: scalar, by ``convention``. Where no token counts, it counts as 0, even if it is NaN.
+        convention: one of `CONVENTIONS`; table at the top.
+        num_tokens: this rank's valid tokens; not needed for ``"replica_mean"`` without ``num_items``.
+        replica: this rank's replica.
+        num_items: see `sequence_parallel_loss`.
+        divisor: see there.
+
+    Caller: every rank of the replica, once per micro-batch.
+    Collectives: one all_reduce of one integer, where ``num_tokens`` is needed.
+    """
+    world_size, device = dist.get_world_size(), loss.device
+    if convention == "replica_mean" and num_items is None:
+        ratio = world_size / (replica.num_replicas * replica.sp_size)
+        return loss if ratio == 1 else _with_factor(loss, loss.detach(), loss.new_tensor(ratio))
+    assert num_tokens is not None
+    mine = torch.as_tensor(num_tokens, device=device).to(torch.int64)
+    all_of_replica = mine.clone()
+    dist.all_reduce(all_of_replica, group=replica.sp_group)
+    counted = all_of_replica if convention == "replica_mean" else mine
+    per_unit = {  # the inverse of the convention's own factor
+        "replica_mean": all_of_replica.double() / replica.sp_size,
+        "local_mean": mine.double(),
+        "local_sum": torch.ones_like(mine, dtype=torch.float64),
+        "local_share": all_of_replica.double(),
+    }
+    if num_items is None:
+        wanted = world_size / (replica.num_replicas * all_of_replica.double().clamp(min=1))
+    else:
+        wanted = world_size * divisor / torch.as_tensor(num_items, device=device).double().clamp(min=1)
+    loss = loss.masked_fill(counted == 0, 0.0)
+    return _with_factor(loss, loss.detach(), (wanted * per_unit[convention]).to(loss.dtype))
+
+
+def is_scaled(loss: Tensor) -> bool:
+    """Whether ``loss`` was made here: is a result of the functions above, or a few operations away from one."""
+    todo, seen = [loss.grad_fn], 0
+    while todo and seen < _NODES_SEARCHED:
+        node = todo.pop(0)
+        seen += 1
+        if node is None:
+            continue
+        if node.name() == f"{_ValueWithFactor.__name__}Backward":
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return False
 
 
 def count_items(num_tokens: Tensor | int, device: torch.device) -> Tensor:
@@ -96,6 +170,11 @@ def cross_entropy_sum(logits: Tensor, shift_labels: Tensor, chunk_tokens: int = 
     logits_TV, labels_T = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
     loss_sum: Tensor = _CrossEntropySum.apply(logits_TV, labels_T, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss_sum
+
+
+def _with_factor(x: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+    loss: Tensor = _ValueWithFactor.apply(x, value, factor)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _ValueWithFactor(torch.autograd.Function):

@@ -27,7 +27,7 @@ from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.samples import OwnSampler, OwnStream
-from ds_hetero.runtime.shards import WholeBatch, mark_items, mark_schedule, without_weight
+from ds_hetero.runtime.shards import WholeBatch, mark_schedule, mark_step, without_weight
 
 __all__ = ["Dealt", "Own", "Round", "Same", "checksum"]
 
@@ -233,9 +233,9 @@ class Dealt(Round):
         fillers = [without_weight(self._entries, _fewest_tokens(replica))] * (self._split.micro_steps - len(batches))
         shards = [_shard(replica, batch) for batch in [*batches, *fillers]]
         labels = [s.labels for s in by_replica.values()]
-        if -1 not in labels:
-            for shard in shards:
-                mark_items(shard["position_ids"], sum(labels))
+        num_items = None if -1 in labels else sum(labels)
+        for i, shard in enumerate(shards):
+            mark_step(shard["position_ids"], num_items, weightless=i >= len(batches))
         return shards
 
 

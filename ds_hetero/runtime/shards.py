@@ -30,10 +30,14 @@ __all__ = [
     "IGNORE_INDEX",
     "PACKING",
     "WholeBatch",
+    "copy_marks",
     "cut",
-    "mark_items",
+    "is_weightless",
+    "mark_labels",
     "mark_schedule",
+    "mark_step",
     "marked_items",
+    "marked_labels",
     "marked_schedule",
     "read_batch",
     "without_weight",
@@ -167,15 +171,45 @@ def marked_schedule(tensor: Tensor) -> int | None:
     return getattr(tensor, "ds_hetero_schedule", None)
 
 
-def mark_items(tensor: Tensor, num_items: int) -> Tensor:
-    """Write on a shard's tensor how many labels count in its optimizer step, over all replicas."""
-    tensor.ds_hetero_items = num_items  # type: ignore[attr-defined]
+def mark_step(tensor: Tensor, num_items: int | None, weightless: bool) -> Tensor:
+    """Write on a shard's tensor what its place in the optimizer step is.
+
+    Args:
+        tensor: of the shard.
+        num_items: labels that count in the step, over all replicas, if it is known.
+        weightless: the batch only fills the step up, see `without_weight`.
+    """
+    tensor.ds_hetero_items, tensor.ds_hetero_weightless = num_items, weightless  # type: ignore[attr-defined]
     return tensor
 
 
 def marked_items(tensor: Tensor) -> int | None:
-    """What `mark_items` wrote; None on a copy, which does not have it, and where a step's batches are not known."""
+    """The ``num_items`` that `mark_step` wrote; None on a copy, and where a step's batches are not known."""
     return getattr(tensor, "ds_hetero_items", None)
+
+
+def is_weightless(tensor: Tensor) -> bool:
+    """What `mark_step` wrote; False on a copy."""
+    return getattr(tensor, "ds_hetero_weightless", False)
+
+
+def mark_labels(tensor: Tensor, labels: Tensor) -> Tensor:
+    """Write on a shard's tensor which labels belong to it, for whoever is given the tensor only."""
+    tensor.ds_hetero_labels = labels  # type: ignore[attr-defined]
+    return tensor
+
+
+def marked_labels(tensor: Tensor) -> Tensor | None:
+    """What `mark_labels` wrote; None on a copy."""
+    return getattr(tensor, "ds_hetero_labels", None)
+
+
+def copy_marks(source: Tensor, target: Tensor) -> Tensor:
+    """Write on ``target``, which stands for ``source`` from now on, what is written on that."""
+    for name in ("ds_hetero_schedule", "ds_hetero_items", "ds_hetero_weightless", "ds_hetero_labels"):
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
+    return target
 
 
 # --- the entries -----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def expect_unsharded(sources: Sequence[Source], dealing: bool) -> None:
         raise BatchError('batches="own" cannot be used where the replicas take different batches; leave it out.')
     sharded = {rank: source.shards for rank, source in enumerate(sources) if source.shards}
     if dealing and sharded:
-        listed = "; ".join(f"rank {rank}: {', '.join(map(_show, shards))}" for rank, shards in sharded.items())
+        listed = "; ".join(f"rank {rank}: {_show(shards)}" for rank, shards in sharded.items())
         raise BatchError(
             f"the samples are dealt to replicas that take different batches, but loaders are sharded ({listed}). "
             "Give every rank the same loader of all samples, without a DistributedSampler."

@@ -1,0 +1,109 @@
+"""The losses that training scripts compute themselves, brought to the scale that the engine's average needs.
+
+`Handle.loss` and the Trainer give the engine a loss of the right scale, and it is known as such. Any other loss follows
+a convention (`ds_hetero.runtime.loss.CONVENTIONS`): the one that ``"loss"`` in the "heterogeneity" section declares, or
+``"replica_mean"``, the recipe that accelerate and transformers document. At an engine's first backward the ranks look
+at each other's losses and refuse what contradicts the convention: the recipe gives all ranks of a replica one value,
+the others each its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.config import SECTION
+from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.runtime.batch import control_device
+from ds_hetero.runtime.loss import is_scaled, rescaled_loss
+from ds_hetero.runtime.shards import IGNORE_INDEX, marked_items, marked_labels
+
+__all__ = ["LossScaling"]
+
+_SAME = 1e-3  # relative difference below which two ranks' losses count as one value, wide enough for bf16 sums
+
+
+class LossScaling:
+    """Scales the losses given to one engine's backward.
+
+    Args:
+        model: what the engine trains.
+        declared: the convention in the section, if any.
+    """
+
+    def __init__(self, model: ShardedModel, declared: str | None) -> None:
+        self._model, self._declared = model, declared
+        self._checked = False
+
+    def scale(self, loss: Tensor, divisor: int) -> Tensor:
+        """The loss to differentiate: its value is that of ``loss``.
+
+        Args:
+            loss: scalar, of the batch that the model saw last.
+            divisor: what the engine's backward will divide by.
+
+        Caller: every rank of the world, once per micro-batch.
+        Collectives: at first, one all_gather of three numbers over the world; see `rescaled_loss` for the others.
+
+        Raises:
+            ConfigError: the loss follows another convention than it should; on every rank.
+            BatchError: the batch did not come from the loader, so that its labels are not known; on every rank.
+        """
+        if is_scaled(loss):
+            return loss
+        replica = self._model.replica
+        convention = self._declared or "replica_mean"
+        if not self._checked:
+            self._checked = self._expect(convention, loss)
+        positions = self._model.positions
+        labels = None if positions is None else marked_labels(positions)
+        num_items = None if positions is None else marked_items(positions)
+        needs_items = replica.batch_split is not None
+        if (needs_items and num_items is None) or (labels is None and (needs_items or convention != "replica_mean")):
+            raise BatchError(
+                f'a loss by the convention "{convention}" needs the labels of its batch, which are not known here: '
+                "give the model the position_ids of a batch from ds_hetero's loader as they are, not a copy; or use "
+                "handle.loss."
+            )
+        num_tokens = None if labels is None else labels.ne(IGNORE_INDEX).sum()
+        return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
+
+    def _expect(self, convention: str, loss: Tensor) -> bool:
+        """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""
+        replica = self._model.replica
+        device = control_device(replica, loss.device)
+        mine = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
+        seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(seen, mine)
+        rows = [(int(row[0]), float(row[1])) for row in seen]
+        if not any(value and not math.isnan(value) for _, value in rows):
+            return False
+        told = [f"{value:.6g}" for _, value in rows]
+        by_replica = [[v for r, v in rows if r == replica_id] for replica_id in sorted({r for r, _ in rows})]
+        alike = [_all_alike(values) for values in by_replica if len(values) > 1]
+        if convention == "replica_mean" and not all(alike):
+            raise ConfigError(
+                f"the loss given to backward differs between the ranks of a replica (by rank {told}), so it is not the "
+                "mean over the replica's tokens. Use handle.loss, or say what it is: "
+                f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
+                '"local_share", their sum over the number of labels in the replica.'
+            )
+        if convention != "replica_mean" and alike and all(alike):
+            raise ConfigError(
+                f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
+                f"replica (by rank {told}), as it is by handle.loss and by the recipe. Leave the key out."
+            )
+        return True
+
+
+def _all_alike(values: Sequence[float]) -> bool:
+    """Whether a replica's ranks have one loss; NaN is that of no label at all."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(known) != len(values):
+        return not known
+    return max(known) - min(known) <= _SAME * max(abs(value) for value in known)
