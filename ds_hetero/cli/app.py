@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from ds_hetero.cli.common import Job
 
-__all__ = ["app", "compare", "doctor", "plan", "profile", "show", "simulate"]
+__all__ = ["app", "compare", "doctor", "plan", "profile", "replicas", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -80,6 +80,29 @@ def plan(
     from ds_hetero.cli import plan as command
 
     command.run(_job(locals()), layout, token_unit, out, as_json)
+
+
+@app.command()
+def replicas(
+    cluster: Annotated[list[str], typer.Option(help="Cluster of one replica; once per replica, in rank order.")],
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step, over all replicas.")],
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    layout: Annotated[str | None, typer.Option(help="zigzag or contiguous; left out, the planner's choice.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the schedule file here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Schedules and micro-batches for replicas that differ, so that all finish together."""
+    from ds_hetero.cli import replicas as command
+
+    options = {**locals(), "micro_batch": 1, "micro_batches": 1}
+    jobs = [_job({**options, "cluster": of_replica}) for of_replica in cluster]
+    command.run(jobs, global_batch, layout, out, as_json)
 
 
 @app.command()

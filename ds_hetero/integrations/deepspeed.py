@@ -250,8 +250,7 @@ class _Door:
         engine.seq_parallel_group = replica.sp_group
         if replica.batch_split is not None:
             _tell_batches(engine, replica.batch_split, replica.replica_id)
-        scaling = LossScaling(converted, self._handle.section(converted).loss)
-        engine.backward = _scaling_losses(engine.backward, scaling, engine)
+        engine.backward = _scaling_losses(engine.backward, LossScaling(converted), engine)
         for name in ("forward", "backward", "step"):
             setattr(engine, name, _naming_lost_peers(getattr(engine, name), name))
         self._handle.outlook(converted).watch(engine)

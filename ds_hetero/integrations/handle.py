@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations import agreement, transformers
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
@@ -209,14 +209,11 @@ class Handle:
         if agreed is not before:
             self._agreements[known] = agreed
             known.on_batch = agreed.outlook.saw
+            known.convention = agreed.section.loss
             agreed.outlook.introduce()
             if replica.rank == 0:
                 logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
         return known
-
-    def section(self, model: transformers.ShardedModel) -> HeterogeneitySection:
-        """The section by which a model was converted."""
-        return self._agreements[model].section
 
     def outlook(self, model: transformers.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""

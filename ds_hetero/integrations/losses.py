@@ -32,13 +32,12 @@ class LossScaling:
     """Scales the losses given to one engine's backward.
 
     Args:
-        model: what the engine trains.
-        declared: the convention in the section, if any.
+        model: what the engine trains, with the convention that the section declares.
     """
 
-    def __init__(self, model: ShardedModel, declared: str | None) -> None:
-        self._model, self._declared = model, declared
-        self._checked = False
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._checked: set[str] = set()
 
     def scale(self, loss: Tensor, divisor: int) -> Tensor:
         """The loss to differentiate: its value is that of ``loss``.
@@ -57,9 +56,9 @@ class LossScaling:
         if is_scaled(loss):
             return loss
         replica = self._model.replica
-        convention = self._declared or "replica_mean"
-        if not self._checked:
-            self._checked = self._expect(convention, loss)
+        convention = self._model.convention or "replica_mean"
+        if convention not in self._checked and self._expect(convention, loss):
+            self._checked.add(convention)
         positions = self._model.positions
         labels = None if positions is None else marked_labels(positions)
         num_items = None if positions is None else marked_items(positions)

@@ -225,7 +225,7 @@ class Dealt(Round):
             self._short_step = None
             return []
         if self._short_step is not None and number > self._short_step:
-            _raise_uneven(counts, self._short_step)
+            _raise_uneven(counts, number)
         short = any(counts[replica] < count for replica, count in enumerate(self._split.micro_batches))
         self._short_step = number if short else None
         if batches:

@@ -11,8 +11,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ds_hetero.errors import BatchError, PeerError
+from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.data import ShardedLoader
 from ds_hetero.runtime.replica import make_replica
+from ds_hetero.runtime.shards import is_weightless, marked_items
 from ds_hetero.schedule import Group, Schedule, schedules_for_world
 from tests.support import run_ranks
 
@@ -328,3 +330,108 @@ def _collect_errors(rank):
             list(ShardedLoader(batches, replica, CPU, batches=mode))
         said[case] = (type(caught.value).__name__, str(caught.value))
     return said
+
+
+# --- replicas that take different batches -----------------------------------------------------------
+
+SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(1, 3))
+TWO_AND_ONE = [PAIR, make_schedule([((2,), (1,))], "contiguous")]
+
+
+def test_samples_are_dealt_to_replicas_that_differ():
+    logs = run_ranks(_check_dealing, 3)
+    assert logs[0] == logs[1] == logs[2]
+    for case, parts in DEALT_WRONG.items():
+        kind, text = logs[0][case]
+        print(case, text, sep="\n    ")
+        assert kind == "BatchError", case
+        for part in parts:
+            assert part in text
+
+
+DEALT_WRONG = {
+    "a replica goes on": ["for round 3 of the epoch, replica 0 has 0, replica 1 has 2"],
+    "without split": ["for round 2 of the epoch, replica 0 has 1, replica 1 has 0"],
+    "own without split": ["replicas of [2, 1] ranks would take different numbers of steps"],
+    "shuffled": ["do not draw the same samples: checksums of step 0 by rank are"],
+    "sharded": ["loaders are sharded (rank 0: 0 of 3; rank 1: 1 of 3; rank 2: 2 of 3)"],
+    "asked": ['batches="own" cannot be used where the replicas take different batches'],
+    "a bad batch of one replica": ["rank 2: a batch needs input_ids"],
+}
+
+
+def rows(numbers):
+    ids = torch.stack([torch.arange(6) + 10 * number for number in numbers])
+    return {"input_ids": ids, "labels": ids.masked_fill(ids < 3, -100), "cu_seq_lens_q": torch.tensor([0, 6])}
+
+
+def _check_dealing(rank):
+    replica = make_replica(TWO_AND_ONE, batch_split=SPLIT)
+    loader = ShardedLoader(DataLoader(Numbers(13), 4, collate_fn=rows), replica, CPU)
+    assert loader.batches == "dealt"
+    # Steps of five samples: 0 1 | 2 | 3 | 4, 5 6 | 7 | 8 | 9, and of the last three, shared 1.2 : 1.8, 10 | 11 | 12.
+    taken = [[[0, 1]], [[5, 6]], [[10]]] if rank < 2 else [[[2], [3], [4]], [[7], [8], [9]], [[11], [12]]]
+    expected = [step + [None] * (3 - len(step)) for step in taken]
+    assert len(loader) == 9
+    for _ in range(2):  # epochs
+        shards = list(loader)
+        assert_dealt(shards, expected, replica)
+        items = [marked_items(shard["position_ids"]) for shard in shards]
+        assert items == [23] * 3 + [25] * 3 + [15] * 3
+    assert_dealt(ShardedLoader(DataLoader(Stream(), 4, collate_fn=rows), replica, CPU), dealt_stream(rank), replica)
+    assert list(loader.whole.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]]
+    for stop in (0, 1, 3, 5, 9):
+        steps = iter(loader)
+        for _ in range(stop):
+            next(steps)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [wanted for step in expected for wanted in step][stop:]
+        for resumed in (loader.skipping(stop, skip_first_batches), ShardedLoader(loader.whole, replica, CPU)):
+            if resumed.dataloader is not loader.dataloader:
+                resumed.load_state_dict(state)
+            assert_dealt(resumed, [rest], replica)
+            assert_dealt(resumed, expected, replica)
+    # This replica's own micro-batches, from any iterable; a replica may end in the middle of a step.
+    mine = [rows([n]) for n in (range(2) if rank < 2 else range(5))]
+    listed = ShardedLoader(mine, replica, CPU)
+    assert len(listed) == 6
+    ends_early = [[[0], None, None], [[1], None, None]]
+    assert_dealt(listed, ends_early if rank < 2 else [[[0], [1], [2]], [[3], [4], None]], replica)
+
+    seeded = torch.Generator().manual_seed(7 + rank)
+    bad = [rows([0]), {"labels": torch.ones(1, 6)}]
+    cases = {
+        "a replica goes on": (mine if rank < 2 else [rows([0])] * 11, replica, None),
+        "without split": ([rows([0])] * (3 if rank < 2 else 2), make_replica(TWO_AND_ONE), "same"),
+        "own without split": ([rows([0])], make_replica(TWO_AND_ONE), "own"),
+        "shuffled": (DataLoader(Numbers(13), 4, shuffle=True, generator=seeded, collate_fn=rows), replica, None),
+        "sharded": (map_style(6, 3, rank), replica, None),
+        "asked": (DataLoader(Numbers(13), 4, collate_fn=rows), replica, "own"),
+        "a bad batch of one replica": (bad if rank == 2 else mine, replica, None),
+    }
+    said = {}
+    for case, (batches, place, mode) in cases.items():
+        with pytest.raises(BatchError) as caught:
+            list(ShardedLoader(batches, place, CPU, batches=mode))
+        said[case] = (type(caught.value).__name__, str(caught.value).removeprefix("rank 2: "))
+    said["a bad batch of one replica"] = ("BatchError", "rank 2: " + said["a bad batch of one replica"][1])
+    return said
+
+
+def dealt_stream(rank):
+    return [[[0, 1], None, None], [[5], None, None]] if rank < 2 else [[[2], [3], [4]], [[6], None, None]]
+
+
+def assert_dealt(shards, steps, replica):
+    """Each shard is the part of the samples listed for it; None stands for a batch without weight."""
+    wanted = [samples for step in steps for samples in step]
+    shards = list(shards)
+    assert len(shards) == len(wanted)
+    for shard, samples in zip(shards, wanted, strict=True):
+        assert is_weightless(shard["position_ids"]) == (samples is None)
+        if samples is None:
+            assert shard["input_ids"].shape == (1, 1) and shard["shift_labels"].eq(-100).all()
+            assert "cu_seq_lens_q" not in shard
+        else:
+            mine = replica.schedule.positions(6, replica.rank)
+            assert torch.equal(shard["input_ids"], rows(samples)["input_ids"][:, mine])

@@ -5,15 +5,17 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.tiny import (
+    CLIP,
     adam,
     assert_same_parameters,
     collate,
@@ -40,6 +42,16 @@ REPLICAS = {
         {"schedule": ALONE, "micro_batch_size": 1, "micro_batches": 2},
     ],
 }
+# The same global batch the other way round: rank 0 alone.
+OTHER_REPLICAS = {
+    "version": 1,
+    "replicas": [
+        {"schedule": {**ALONE, "groups": [{"ranks": [0], "tokens": [1], "heads": [4]}]}},
+        {"schedule": {**ALONE, "groups": [{"ranks": [1, 2, 3], "tokens": [1, 2, 1], "heads": [2, 1, 1]}]}},
+    ],
+}
+for _replica, _size, _count in zip(OTHER_REPLICAS["replicas"], (4, 1), (1, 4), strict=True):
+    _replica |= {"micro_batch_size": _size, "micro_batches": _count}
 GLOBAL_BATCH, MICRO_STEPS = 8, 3
 NUM_SAMPLES = 37  # the fifth step of an epoch has five samples
 EPOCHS = 2
@@ -109,3 +121,127 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     value = value.detach().clone()
     dist.all_reduce(value)
     return float(value) / dist.get_world_size()
+
+
+# --- accelerate ---------------------------------------------------------------------------------------
+
+
+def test_an_accelerate_loop_equals_one_process() -> None:
+    expected = run_deepspeed(_accelerate_loops, 1, [None], env={"ACCELERATE_USE_CPU": "true"})[0][None]
+    for results in run_deepspeed(_accelerate_loops, 4, [0, 1, 2, 3], env={"ACCELERATE_USE_CPU": "false"}):
+        for stage, ours in results.items():
+            assert ours["rates"] == expected["rates"]
+            np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5, err_msg=f"stage {stage}")
+            if stage:
+                np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5, err_msg=f"stage {stage}")
+            assert_same_parameters(ours["parameters"], expected["parameters"])
+
+
+def _accelerate_loops(rank: int, stages: list[int | None]) -> dict[int | None, Any]:
+    return {stage: _accelerate_loop(stage) for stage in stages}
+
+
+def _accelerate_loop(stage: int | None) -> dict[str, Any]:
+    """Shuffled; ``stage`` None is one process without DeepSpeed."""
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, set_seed
+
+    import ds_hetero
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    options: dict[str, Any] = {"cpu": True}
+    if stage is not None:
+        handle = ds_hetero.register()
+        sequences = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        ds = config(stage, train_micro_batch_size_per_gpu=GLOBAL_BATCH)
+        options = {
+            "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=ds),
+            "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=4, sp_handler=sequences),
+        }
+    accelerator = Accelerator(**options)
+    model = llama()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
+    loader: Any = DataLoader(data(), GLOBAL_BATCH, shuffle=True)
+    evaluation: Any = DataLoader(samples(3), 3)
+    set_seed(0)
+    model, optimizer, loader, evaluation, scheduler = accelerator.prepare(
+        model, optimizer, loader, evaluation, scheduler
+    )
+    losses, norms, rates = [], [], []
+    for _ in range(EPOCHS):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                outputs = model(**batch)
+                loss = outputs.loss if stage is None else handle.loss(outputs, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    norms.append(float(norm if stage is None else model.get_global_grad_norm() or 0.0))
+                    rates.append(scheduler.get_last_lr()[0])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(float(loss) if stage is None else _mean_over_ranks(loss))
+        model.eval()
+        for batch in evaluation:  # whole, and on every rank
+            with torch.no_grad():
+                rates.append(round(model(**batch).loss.item(), 4))
+    return {
+        "losses": losses if stage is None else np.reshape(losses, (-1, MICRO_STEPS)).mean(axis=1),
+        "norms": norms,
+        "rates": rates,
+        "parameters": parameters(accelerator.unwrap_model(model), stage or 0),
+    }
+
+
+# --- the Trainer ----------------------------------------------------------------------------------------
+
+
+def test_the_trainer_equals_one_process() -> None:
+    (expected,) = one_process(_train, [None], {})
+    for results in ranks(_train, 4, [0, 1, 2, 3], {}):
+        for stage, (logs, trained) in enumerate(results):
+            assert_same_logs(logs, expected[0], norm=stage > 0)
+            assert_same_parameters(trained, expected[1])
+
+
+def test_the_trainer_resumes_with_other_replicas(tmp_path: Path) -> None:
+    options = {"save_steps": 3, "max_steps": 7, "save_strategy": "steps"}
+    (expected,) = one_process(_train, [None], {**options, "output_dir": str(tmp_path / "one")})
+    resume = f"{tmp_path}/ours/checkpoint-3"
+    options["output_dir"] = str(tmp_path / "ours")
+    ours = ranks(_train_twice, 4, options, resume)
+    for whole, resumed in ours:
+        assert_same_logs(whole, expected[0])
+        assert_same_logs(resumed[3:-1], expected[0][3:-1])
+
+
+def _train_twice(rank: int, options: dict[str, Any], checkpoint: str) -> list[Any]:
+    (whole, _), *_ = _train(rank, [2], options)
+    (resumed, _), *_ = _train(rank, [2], options, checkpoint, OTHER_REPLICAS)
+    return [whole, resumed]
+
+
+def _train(
+    rank: int, stages: list[int | None], options: dict[str, Any], checkpoint: str | None = None, replicas: Any = None
+) -> list[Any]:
+    import ds_hetero
+
+    if stages != [None]:
+        ds_hetero.register()
+    results = []
+    for stage in stages:
+        ds = None
+        if stage is not None:
+            ds = ds_config(stage, replicas or REPLICAS, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
+        trainer = make_trainer(
+            ds, 4, dataset=data(), per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.args.gradient_accumulation_steps == 2
+        results.append((logged(trainer), parameters(trainer.model, stage or 0)))
+    return results

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.config import needs_measuring, needs_planner, read_section, resolve, sp_size_of
+from ds_hetero.config import batches_of_replicas, needs_measuring, needs_planner, read_section, resolve, sp_size_of
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
 from ds_hetero.integrations.planning import Searcher, forecast, forecast_text
@@ -147,13 +147,15 @@ def test_layout_overrides_the_file() -> None:
 
 def test_replicas_of_different_sizes_come_from_a_file() -> None:
     alone = {**INLINE, "groups": [{"ranks": [2], "tokens": [1], "heads": [8]}]}
-    both = {"version": 1, "replicas": [{"schedule": INLINE}, {"schedule": alone}]}
+    batches = [{"micro_batch_size": 2, "micro_batches": 3}, {"micro_batch_size": 1, "micro_batches": 2}]
+    listed = [{"schedule": schedule, **batch} for schedule, batch in zip([INLINE, alone], batches, strict=True)]
+    both = {"version": 1, "replicas": listed}
     assert [s.sp_size for s in schedules({"schedule": both}, 3)] == [2, 1]
-    with pytest.raises(ConfigError, match=r"has replicas of \[2, 1\] ranks, but sp_size is 2"):
+    assert [s.sp_size for s in schedules({"schedule": both}, 3, sp_size=3)] == [2, 1]  # one worker on all ranks
+    with pytest.raises(ConfigError, match=r"has replicas of \[2, 1\] ranks, but sp_size is 2. Set it to 3, all ranks"):
         schedules({"schedule": both}, 3, sp_size=2)
-    uneven = {"version": 1, "replicas": [{"schedule": INLINE, "micro_batch_size": 2}, {"schedule": alone}]}
-    with pytest.raises(ScheduleError, match=r"replicas\[1\].micro_batch_size is None, replicas\[0\] has 2"):
-        schedules({"schedule": uneven}, 3)
+    assert batches_of_replicas(read(schedule=both)) == both
+    assert batches_of_replicas(read(schedule=INLINE)) is batches_of_replicas(read(schedule="ring")) is None
 
 
 def test_proportional_follows_the_devices() -> None:

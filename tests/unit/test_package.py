@@ -18,7 +18,7 @@ SOURCES = sorted(Path(ds_hetero.__file__).parent.rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES]
 FRAMEWORKS = {"torch", "deepspeed", "transformers", "accelerate"}
 # Plans on a laptop without any of them; the contract "planning" in pyproject.toml says so of every import statement.
-PLANNING = ("errors", "splits", "schedule", "models", "cluster", "cost", "planner")
+PLANNING = ("errors", "splits", "schedule", "replicas", "models", "cluster", "cost", "planner")
 # The rest of ds_hetero.zero subclasses DeepSpeed's optimizers.
 ZERO_ARITHMETIC = ("ds_hetero.zero", *(f"ds_hetero.zero.{name}" for name in ("chunks", "cuts", "layout")))
 # The profiler measures live ranks; nothing of the planning half imports it.

@@ -1,0 +1,222 @@
+"""Micro-batches for replicas of different speed, so that an optimizer step of a given global batch ends soonest.
+
+Each replica i trains b_i x m_i samples, m_i micro-batches of b_i, which sum to the global batch. With t_i(b) the time
+of one micro-batch:
+
+    ZeRO 0 and 1    communicate once per optimizer step, so the step takes max over i of m_i t_i(b_i)
+    ZeRO 2 and 3    wait for each other in every micro-batch, so all take m of them: m times max over i of t_i(b_i)
+
+Either is a minimax over sets of reachable sample counts, solved exactly: the step time is found by bisection over the
+times that occur, and a bit set of reachable sums tells whether the replicas can fill the global batch within one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.types import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
+from ds_hetero.planner.planning import Plan, plan_workload
+from ds_hetero.replicas import BatchSplit
+from ds_hetero.schedule import Schedule
+
+__all__ = ["ReplicasPlan", "plan_replicas", "split_batch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicasPlan:
+    """Schedules and batches of all replicas.
+
+    Args:
+        plans: of every replica, whose ranks begin at 0.
+        schedules: the same in ranks of the whole job, in which the replicas follow one another.
+        split: their batches.
+        step_s: predicted time of an optimizer step.
+        busy_s: of every replica, what of it is spent on its own micro-batches.
+        even_s: with the same micro-batches on every replica instead; None if the global batch cannot be cut so.
+    """
+
+    plans: tuple[Plan, ...]
+    schedules: tuple[Schedule, ...]
+    split: BatchSplit
+    step_s: float
+    busy_s: tuple[float, ...]
+    even_s: float | None
+
+
+def plan_replicas(
+    clusters: Sequence[Cluster],
+    model: ModelSpec,
+    workload: Workload,
+    global_batch: int,
+    *,
+    cost_model: str = "calibrated",
+    layout: str | None = None,
+) -> ReplicasPlan:
+    """Plan every replica on its cluster, and the micro-batches of all.
+
+    Args:
+        clusters: of every replica.
+        model: what is trained.
+        workload: of one replica; its batches are chosen here.
+        global_batch: samples per optimizer step.
+        cost_model: see `ds_hetero.planner.plan`.
+        layout: see there.
+
+    Raises:
+        PlanError: a replica holds not one sample, or the global batch cannot be filled.
+    """
+    work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
+    plans = tuple(plan_workload(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
+    times = [
+        _times(cluster, model, work, found.schedule, global_batch, cost_model)
+        for cluster, found in zip(clusters, plans, strict=True)
+    ]
+    lockstep = workload.zero_stage >= 2
+    split = split_batch(times, global_batch, lockstep=lockstep)
+    firsts = [sum(cluster.num_ranks for cluster in clusters[:i]) for i in range(len(clusters))]
+    return ReplicasPlan(
+        plans=plans,
+        schedules=tuple(found.schedule.shifted(first) for found, first in zip(plans, firsts, strict=True)),
+        split=split,
+        step_s=_step_s(times, split, lockstep),
+        busy_s=_busy_s(times, split),
+        even_s=_even_s(times, global_batch, lockstep),
+    )
+
+
+def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep: bool) -> BatchSplit:
+    """The micro-batches with which an optimizer step ends soonest; among equally fast ones those with fewer steps.
+
+    Args:
+        times: seconds of one micro-batch of 1, 2, ... samples, by replica; as many as fit into its memory.
+        global_batch: samples per optimizer step.
+        lockstep: replicas wait for each other in every micro-batch.
+
+    Raises:
+        PlanError: no micro-batches make up the global batch.
+    """
+    best: tuple[float, int, BatchSplit] | None = None
+    for steps in range(1, global_batch + 1):
+        if global_batch % steps:
+            continue
+        if lockstep:
+            options = [{b: (t * steps, steps) for b, t in enumerate(of_replica, 1)} for of_replica in times]
+            found = _fill(options, global_batch // steps)
+        elif steps > 1:
+            break
+        else:
+            found = _fill([_counts(of_replica, global_batch) for of_replica in times], global_batch)
+        if found is None:
+            continue
+        samples, chosen = found
+        counts = tuple(count for _, count in chosen)
+        sizes = tuple(n if lockstep else n // count for n, count in zip(samples, counts, strict=True))
+        split = BatchSplit(micro_batch_sizes=sizes, micro_batches=counts)
+        candidate = max(time for time, _ in chosen), split.micro_steps, split
+        if best is None or candidate[:2] < best[:2]:
+            best = candidate
+    if best is None:
+        raise PlanError(
+            f"{len(times)} replicas that hold at most {[len(of_replica) for of_replica in times]} samples at a time "
+            f"cannot make up a global batch of {global_batch}"
+            f"{' in equally many micro-batches, as ZeRO 2 and 3 need them' if lockstep else ''}. "
+            "Change the global batch, or the clusters of the replicas."
+        )
+    return best[2]
+
+
+Option = tuple[float, int]
+"""Seconds that a number of samples takes a replica, and micro-batches in which it does."""
+
+
+def _counts(times: Sequence[float], most: int) -> dict[int, Option]:
+    """The fastest way to train 1, 2, ... ``most`` samples, by their number."""
+    options: dict[int, Option] = {}
+    for size, seconds in enumerate(times, 1):
+        for count in range(1, most // size + 1):
+            options[size * count] = min((seconds * count, count), options.get(size * count, (float("inf"), 0)))
+    return options
+
+
+def _fill(options: Sequence[Mapping[int, Option]], total: int) -> tuple[list[int], list[Option]] | None:
+    """One number per replica that sum to ``total``, with the least of the largest time; None if there are none."""
+    if not all(options):
+        return None
+    limits = sorted({time for of_replica in options for time, _ in of_replica.values()})
+    first = bisect_left(limits, True, key=lambda limit: bool(_reachable(options, total, limit)[-1] >> total & 1))
+    if first == len(limits):
+        return None
+    limit, samples, rest = limits[first], [], total
+    reachable = _reachable(options, total, limit)
+    for i in range(len(options) - 1, -1, -1):
+        fitting = (n for n, (time, _) in options[i].items() if time <= limit and n <= rest)
+        _, number = min((options[i][n], n) for n in fitting if reachable[i] >> (rest - n) & 1)
+        samples.append(number)
+        rest -= number
+    samples.reverse()
+    return samples, [options[i][number] for i, number in enumerate(samples)]
+
+
+def _reachable(options: Sequence[Mapping[int, Option]], total: int, limit: float) -> list[int]:
+    """After 0, 1, ... replicas: a bit for every sum that they reach within ``limit`` seconds each."""
+    mask, reached = (1 << (total + 1)) - 1, [1]
+    for of_replica in options:
+        sums = 0
+        for number, (time, _) in of_replica.items():
+            if time <= limit and number <= total:
+                sums |= reached[-1] << number
+        reached.append(sums & mask)
+    return reached
+
+
+# --- times ------------------------------------------------------------------------------------------------
+
+
+def _times(
+    cluster: Cluster, model: ModelSpec, workload: Workload, schedule: Schedule, most: int, cost_model: str
+) -> list[float]:
+    """Predicted seconds of a micro-batch of 1, 2, ... samples under ``schedule``, as long as they fit into memory."""
+    times: list[float] = []
+    for size in range(1, most + 1):
+        work = replace(workload, micro_batch=size)
+        prediction = make_cost_model(cost_model, cluster, model, work).predict(schedule)
+        if not prediction.feasible:
+            break
+        times.append(prediction.iteration_s)
+    return times
+
+
+def _busy_s(times: Sequence[Sequence[float]], split: BatchSplit) -> tuple[float, ...]:
+    shares = zip(times, split.micro_batch_sizes, split.micro_batches, strict=True)
+    return tuple(of_replica[size - 1] * count for of_replica, size, count in shares)
+
+
+def _step_s(times: Sequence[Sequence[float]], split: BatchSplit, lockstep: bool) -> float:
+    if not lockstep:
+        return max(_busy_s(times, split))
+    return sum(
+        max(
+            of_replica[size - 1]
+            for of_replica, size, count in zip(times, split.micro_batch_sizes, split.micro_batches, strict=True)
+            if count > step
+        )
+        for step in range(split.micro_steps)
+    )
+
+
+def _even_s(times: Sequence[Sequence[float]], global_batch: int, lockstep: bool) -> float | None:
+    """The fastest step in which every replica takes the same micro-batches."""
+    each, rest = divmod(global_batch, len(times))
+    if rest:
+        return None
+    sizes = [size for size in range(1, min(map(len, times)) + 1) if each % size == 0]
+    splits = [
+        BatchSplit(micro_batch_sizes=(size,) * len(times), micro_batches=(each // size,) * len(times)) for size in sizes
+    ]
+    return min((_step_s(times, split, lockstep) for split in splits), default=None)
