@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import torch
@@ -228,8 +229,16 @@ def _outlook(
     if section.cluster == "measure" and measured is None:
         return Outlook(())
     clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in schedules])
+    listed = batches_of_replicas(section)
+    split = None if listed is None else read_replicas(listed)[1]
     try:
-        return Outlook(forecast(schedules, clusters, *training.of(len(schedules)), plans))
+        model, work = training.of(len(schedules))
+        works = [work] * len(schedules)
+        if split is not None:
+            batches = zip(split.micro_batch_sizes, split.micro_batches, strict=True)
+            works = [replace(work, micro_batch=size, micro_batches=count) for size, count in batches]
+        each = zip(schedules, clusters, works, strict=True)
+        return Outlook(tuple(chain.from_iterable(forecast([s], [c], model, w, plans) for s, c, w in each)))
     except (ModelError, PlanError, ScheduleError) as error:
         return Outlook((), str(error))
 

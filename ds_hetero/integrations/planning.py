@@ -270,9 +270,9 @@ def forecast(
 def forecast_text(forecasts: Sequence[Forecast]) -> str:
     """A table of who does what, and the prediction; replicas that are alike are told of once."""
     parts: list[str] = []
-    alike: dict[tuple[Cluster, Schedule], list[int]] = {}
+    alike: dict[tuple[Cluster, Workload, Schedule], list[int]] = {}
     for number, each in enumerate(forecasts):
-        alike.setdefault((each.cost.cluster, each.schedule.shifted(0)), []).append(number)
+        alike.setdefault((each.cost.cluster, each.cost.workload, each.schedule.shifted(0)), []).append(number)
     for numbers in alike.values():
         which = f"replica {', '.join(map(str, numbers))}: " if len(forecasts) > 1 else ""
         parts.append(_replica_text(forecasts[numbers[0]], which))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.tiny import (
     CLIP,
+    LENGTH,
     adam,
     assert_same_parameters,
     collate,
@@ -42,6 +44,8 @@ REPLICAS = {
         {"schedule": ALONE, "micro_batch_size": 1, "micro_batches": 2},
     ],
 }
+LINK = {"bandwidth_gb_per_s": 300, "latency_us": 5}
+CLUSTER = {"nodes": [{"name": "n", "device": "A100-SXM-80GB", "count": 4, "link": LINK}]}
 # The same global batch the other way round: rank 0 alone.
 OTHER_REPLICAS = {
     "version": 1,
@@ -90,14 +94,20 @@ def _plain_loops(rank: int, stages: list[int]) -> dict[int, Any]:
     import ds_hetero
 
     handle = ds_hetero.register()
-    return {stage: _plain_loop(handle, stage) for stage in stages}
+    return {stage: _plain_loop(rank, handle, stage) for stage in stages}
 
 
-def _plain_loop(handle: Any, stage: int) -> Any:
+def _plain_loop(rank: int, handle: Any, stage: int) -> Any:
     import deepspeed
 
     model = llama()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config(stage))
+    ds = config(stage)
+    if stage == 2:
+        ds["heterogeneity"] |= {"cluster": CLUSTER, "seq_len": LENGTH}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds)
+    if rank == 0 and stage == 2:
+        works = [forecast.cost.workload for forecast in handle.outlook(handle.find(model)).forecasts]
+        assert [(work.micro_batch, work.micro_batches) for work in works] == [(2, 3), (1, 2)]
     assert engine.train_batch_size() == GLOBAL_BATCH
     assert engine.gradient_accumulation_steps() == MICRO_STEPS
     loader = handle.dataloader(DataLoader(data(), batch_size=5))
@@ -121,6 +131,35 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     value = value.detach().clone()
     dist.all_reduce(value)
     return float(value) / dist.get_world_size()
+
+
+def test_another_global_batch_is_refused() -> None:
+    first, *others = run_deepspeed(_refuse, 4)
+    assert all(other == first for other in others)
+    stated, product, changed = first
+    assert "take 2 x 3 + 1 x 2 = 8 samples per optimizer step, but train_batch_size is 6" in stated
+    assert "but train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 3 x 1 is 6" in product
+    assert "the batch cannot be changed while replicas take different ones" in changed
+
+
+def _refuse(rank: int) -> list[str]:
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+
+    ds_hetero.register()
+    said = []
+    for wrong in ({"train_batch_size": 6}, {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}):
+        model = llama()
+        with pytest.raises(ConfigError) as caught:
+            deepspeed.initialize(model=model, optimizer=adam(model), config=config(1, **wrong))
+        said.append(str(caught.value))
+    model = llama()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config(1, train_batch_size=8))
+    with pytest.raises(ConfigError) as caught:
+        engine.set_train_batch_size(16)
+    return [*said, str(caught.value)]
 
 
 # --- accelerate ---------------------------------------------------------------------------------------
