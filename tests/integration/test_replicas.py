@@ -70,10 +70,10 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    """Without batch sizes, which follow from the replicas."""
-    made = ds_config(stage, REPLICAS, **more)
+    """With the batch sizes given, if any; they follow from the replicas."""
+    made = ds_config(stage, REPLICAS)
     del made["train_micro_batch_size_per_gpu"]
-    return made
+    return {**made, **more}
 
 
 def test_a_plain_loop_equals_one_process() -> None:
