@@ -74,10 +74,14 @@ class SequenceParallelState:
     """The answers of `deepspeed.utils.groups` and of the mpu that users are given, for one replica.
 
     ``initialize_sequence_parallel`` marks it, as in DeepSpeed, as an mpu without model parallelism.
+
+    Args:
+        replica: this rank's.
+        asked: the sequence-parallel size that the user gave, if any; all ranks where replicas have different sizes.
     """
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, replica: Replica, asked: int | None) -> None:
+        self._replica, self.asked = replica, asked
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
         """Groups exist already."""
@@ -161,7 +165,7 @@ class _Door:
             model = given["model_name_or_path"]
             if isinstance(model, torch.nn.Module):
                 sizes = {"sequence_parallel_size": size, **_sizes_in(ds_config)}
-                return SequenceParallelState(self._handle.convert(model, ds_config, sizes).replica)
+                return SequenceParallelState(self._handle.convert(model, ds_config, sizes).replica, size)
             stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
             return stock_mpu
 
@@ -241,7 +245,7 @@ class _Door:
             mesh_param=None,
         )
         weights = zero.agree_on_weights(ds_config, model, given.get("optimizer"))
-        truth = SequenceParallelState(replica)
+        truth = SequenceParallelState(replica, sp_size_of(sizes))
         with _sequence_parallelism_hidden(truth, self._handle), zero.optimizers_in_place(given["config"], weights):
             engine, *rest = stock(**given)
         zero.prepare(engine)
@@ -288,7 +292,10 @@ def _size_of_mesh(given: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
-    size = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
+    if isinstance(mpu, SequenceParallelState):
+        size = mpu.asked
+    else:
+        size = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
     return {"the mpu given to deepspeed.initialize": size}
 
 

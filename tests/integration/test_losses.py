@@ -69,7 +69,7 @@ def _train(handle: Any, schedule: Any, stage: int, reduce_scatter: bool) -> Any:
 
     model = llama()
     config = ds_config(stage, schedule, gradient_clipping=0.0, zero={"reduce_scatter": reduce_scatter})
-    if schedule is UNEVEN_2:
+    if "replicas" not in schedule:
         config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH
     else:
         del config["train_micro_batch_size_per_gpu"]

@@ -102,6 +102,8 @@ def _plain_loop(rank: int, handle: Any, stage: int) -> Any:
 
     model = llama()
     ds = config(stage)
+    if stage == 1:
+        ds["heterogeneity"] |= {"zero_partition": [3, 1, 2, 1]}
     if stage == 2:
         ds["heterogeneity"] |= {"cluster": CLUSTER, "seq_len": LENGTH}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds)
