@@ -24,7 +24,7 @@ from ds_hetero.cost import CostModel, Prediction, Workload, make_cost_model
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import ModelSpec, model_from_config
 from ds_hetero.planner import Plan, strategy
-from ds_hetero.planner.planning import describe, plan_workload
+from ds_hetero.planner.planning import check_workload, describe, plan_workload
 from ds_hetero.schedule import Schedule
 
 __all__ = [
@@ -131,7 +131,7 @@ def workload_from(
     zero, weights = ds_config.get("zero_optimization", {}), section.zero_partition
     stage = _number(zero, "stage", 0)
     micro_batch, micro_batches = _batch(ds_config, num_replicas)
-    wide = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    wide = ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
     return Workload(
         seq_len=seq_len,
@@ -254,10 +254,11 @@ def forecast(
     """A forecast per replica.
 
     Raises:
-        ScheduleError: the workload's sequence is too short for a schedule.
+        PlanError, ScheduleError: the workload does not fit the cluster, or its sequence is too short for a schedule.
     """
     found = []
     for schedule, cluster in zip(schedules, clusters, strict=True):
+        check_workload(cluster, workload)
         cost = make_cost_model(COST_MODEL, cluster, model, workload)
         prediction = cost.predict(schedule.shifted(0))
         found.append(Forecast(schedule=schedule, cost=cost, prediction=prediction, plan=plans.get(cluster)))

@@ -5,6 +5,9 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.tiny import adam, assert_same_parameters, batches, ds_config, llama, parameters
-from tests.support import run_deepspeed
+from tests.support import ROOT, run_deepspeed
 
 LINK = {"bandwidth_gb_per_s": 1, "latency_us": 20}
 
@@ -63,9 +66,14 @@ def _train(rank: int, section: dict[str, Any] | None, cache: str) -> Any:
     return results
 
 
-def test_a_plan_on_a_cluster_file_gives_the_faster_rank_more_and_is_what_the_job_runs() -> None:
+def test_a_plan_on_a_cluster_file_gives_the_faster_rank_more_and_is_what_the_job_runs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     results = run_deepspeed(_train_planned, 4)
     assert all(result == results[0] for result in results)
+    told = capfd.readouterr().out
+    assert told.count("ds_hetero: the schedule") == 2  # of each engine; two replicas alike are told of once
+    assert told.count("replica 0, 1: ") == 1
 
 
 def _train_planned(rank: int) -> Any:
@@ -105,6 +113,29 @@ def _train_planned(rank: int) -> Any:
             engine.step()
         engine.destroy()
     return found
+
+
+def test_a_script_that_just_ends_is_told_how_the_prediction_did(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """accelerate, with a schedule file and a cluster."""
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["heterogeneity"] |= {"cluster": cluster(4, 3, 2, 1), "seq_len": 512}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    run_deepspeed(_run_script_to_its_end, 4, str(path), env={"ACCELERATE_USE_CPU": "false"})
+    told = capfd.readouterr().out
+    assert told.count("ds_hetero: the schedule") == told.count("bottleneck: ") == 1 and "speed-4" in told
+    assert told.count("ds_hetero: per step, median of 2: predicted ") == 1
+
+
+def _run_script_to_its_end(rank: int, config: str) -> None:
+    import atexit
+
+    sys.argv = ["accelerate_loop.py", "--ds-config", config, "--steps", "4", "--tokens", "256"]
+    sys.path.insert(0, str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples" / "accelerate_loop.py"), run_name="__main__")
+    atexit._run_exitfuncs()  # the ranks of these tests end without
 
 
 def test_what_cannot_be_planned_is_told_on_every_rank_alike() -> None:
