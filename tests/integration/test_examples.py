@@ -73,6 +73,11 @@ def test_ready_configuration_is_valid(stage):
     assert schedule == Schedule.from_dict(json.loads((CONFIGS / "schedules/four_ranks_4_3_2_1.json").read_text()))
 
 
+def test_the_ready_configuration_that_plans_spells_out_the_defaults():
+    section = read_section(json.loads((CONFIGS / "plan.json").read_text()))
+    assert section.model_copy(update={"seq_len": None}) == read_section({"heterogeneity": {}})
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "schedules").glob("*.json")), ids=lambda path: path.stem)
 def test_ready_schedule_is_valid(path):
     schedule = Schedule.from_dict(json.loads(path.read_text()))
