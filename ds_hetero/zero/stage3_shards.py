@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.splits import Split
-from ds_hetero.zero.layout import cut_as_deepspeed, cut_parameter
+from ds_hetero.zero.layout import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves
 
 __all__ = [
     "Gathering",
@@ -35,6 +35,7 @@ __all__ = [
     "gathering",
     "is_weighted",
     "own_shard",
+    "parameter_moves",
     "recut",
     "reduce_to_owners",
     "writing_back",
@@ -96,6 +97,12 @@ def own_shard(whole: Tensor, cut: Split, group: Any) -> Tensor:
     start, stop = cut.ranges[dist.get_rank(group=group)]
     flat = whole.reshape(-1)[start:stop]
     return flat if flat.numel() == stop - start else torch.cat([flat, flat.new_zeros(stop - start - flat.numel())])
+
+
+def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tuple[Move, ...]:
+    """How to put ``part`` of the cut ``target`` of a parameter together from the parts of the cut ``source``."""
+    before, after = (FlatGroup(starts=(0,), sizes=(numel,), cut=cut) for cut in (source, target))
+    return moves(before, after, part)
 
 
 # --- replacements in deepspeed.zero.Init, whose methods every parameter calls ---------------------------
