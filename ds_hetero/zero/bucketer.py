@@ -29,6 +29,7 @@ from ds_hetero.zero.bucketer_checks import agree, message_device, replicas_of, t
 from ds_hetero.zero.chunks import Bucket, Chunk, chunks_of, fuse
 from ds_hetero.zero.cuts import ParameterLayout
 from ds_hetero.zero.lanes import Kind, Lane, Shard, local_tensor
+from ds_hetero.zero.layout import ALIGNMENT
 
 __all__ = ["AsymmetricGradientSync"]
 
@@ -56,7 +57,7 @@ class AsymmetricGradientSync:
         bucket_bytes: a bucket leaves once a contributor has so much for it.
         communication_dtype: what gradients travel in; None for each parameter's own dtype.
         owner_weights: see `ds_hetero.zero.chunks.chunks_of`; the same on every rank.
-        alignment: of boundaries, in elements.
+        alignment: see `ds_hetero.zero.chunks.chunks_of`.
 
     Attributes:
         owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
@@ -81,7 +82,7 @@ class AsymmetricGradientSync:
         *,
         communication_dtype: torch.dtype | None = None,
         owner_weights: Mapping[int, float] | None = None,
-        alignment: int = 128,
+        alignment: int = ALIGNMENT,
     ) -> None:
         self._group = _whole_world(group)
         self._rank = dist.get_rank()

@@ -20,6 +20,7 @@ from math import prod
 from ds_hetero.errors import SyncError
 from ds_hetero.splits import Split, refine, share_in_units
 from ds_hetero.zero.cuts import ParameterLayout
+from ds_hetero.zero.layout import ALIGNMENT, alignment_of
 
 __all__ = [
     "Box",
@@ -71,7 +72,7 @@ def box_size(box: Box) -> int:
 
 
 def chunks_of(
-    name: str, layout: ParameterLayout, alignment: int = 128, owner_weights: Mapping[int, float] | None = None
+    name: str, layout: ParameterLayout, alignment: int = ALIGNMENT, owner_weights: Mapping[int, float] | None = None
 ) -> tuple[Chunk, ...]:
     """The chunks of one parameter: disjoint, and together all of it.
 
@@ -81,7 +82,7 @@ def chunks_of(
         name: of the parameter.
         layout: who holds what.
         alignment: elements of which the boundaries between owners and between equal copies are multiples, within what
-            the same ranks hold; the rest that does not fill a unit goes to the last of them.
+            the same ranks hold; smaller for what is too small (`ds_hetero.zero.layout.alignment_of`).
         owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these
             proportions. None shares them evenly: then no rank sends more than if all replicas were cut as its own.
     """
@@ -104,7 +105,7 @@ def _chunk_fields(
                 owners = layout.owners.holders[parts[-1]]
             else:
                 shares = [1.0 if weights is None else weights[rank] for rank in owners]
-                sizes = share_in_units(stop - start, shares, alignment)
+                sizes = _share(stop - start, shares, alignment)
             for owner, (low, high) in zip(owners, Split(sizes).ranges, strict=True):
                 key = contributors, owner, tuple(chain.from_iterable(held_by))
                 chunks.setdefault(key, []).extend(_slice(boxes, start + low, start + high))
@@ -116,12 +117,17 @@ def _contributions(
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """``(start, stop, contributors)`` of ``size`` elements: equal copies account for a slice each."""
     copies = [1 if cut.partial else len(ranks) for cut, ranks in zip(layout.cuts, held_by, strict=True)]
-    for piece in refine([Split(share_in_units(size, [1] * number, alignment)) for number in copies]):
+    for piece in refine([Split(_share(size, [1.0] * number, alignment)) for number in copies]):
         chosen = [
             ranks if cut.partial else (ranks[copy],)
             for cut, ranks, copy in zip(layout.cuts, held_by, piece.owners, strict=True)
         ]
         yield piece.start, piece.stop, tuple(chain.from_iterable(chosen))
+
+
+def _share(size: int, weights: Sequence[float], alignment: int) -> tuple[int, ...]:
+    """Shares of ``size`` elements, in smaller units where one of ``alignment`` would make them too uneven."""
+    return share_in_units(size, weights, min(alignment, alignment_of(size, len(weights))))
 
 
 def _regions(layout: ParameterLayout) -> dict[tuple[int, ...], list[Box]]:

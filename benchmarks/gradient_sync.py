@@ -1,0 +1,248 @@
+"""What it costs to synchronize gradients between replicas that cut their layers differently.
+
+    python -m benchmarks.gradient_sync [--json] [--degrees 1,1,1 1,2 1,2,4] [--link 1gbit] [--output FILE]
+
+Every rank is a node of its own. Each entry of ``--degrees`` is a job: one replica for every number, cut by torch's
+tensor parallelism over so many ranks. Of one step it is counted, rank by rank,
+
+    ring      bytes that ring reduce-scatter and all-gather send over replicas which are all cut as the rank's own is
+    sent      bytes given to torch's communication operators by `AsymmetricGradientSync`
+    wire      bytes that the rank's network device sent meanwhile, headers and acknowledgements included
+
+and next to it what the wire carries for DDP's algorithm, an all-reduce of the same gradients among equal replicas. Then
+steps with communication under the backward take turns with steps in which it starts after the backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.machine import describe_machine
+from benchmarks.network import emulate
+from benchmarks.ranks import Report, run
+from benchmarks.relay import DEVICE
+from benchmarks.statistics import compare
+from benchmarks.traffic import Traffic
+from ds_hetero.zero.bucketer import AsymmetricGradientSync
+from ds_hetero.zero.chunks import ring_reduce_scatter_elements
+from ds_hetero.zero.lanes import local_tensor
+from ds_hetero.zero.tensor_parallel import tensor_parallel_layouts
+
+RESULT = Path(__file__).parent / "results" / "gradient_sync.json"
+LINKS = {"1gbit": 1e9, "10gbit": 1e10}
+BUCKET_BYTES = 2 * 2**20
+_DELAY_S = 100e-6
+_BYTES = ("held_bytes", "ring_bytes", "sent_bytes", "wire_bytes")
+_WHEN = ("under", "after")  # the backward
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    parser.add_argument("--degrees", nargs="+", default=["1,1,1", "1,2", "1,2,4"], help="of each job's replicas")
+    parser.add_argument("--link", choices=sorted(LINKS), default="1gbit")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512, help="of a replica's batch")
+    parser.add_argument("--pairs", type=int, default=15, help="of steps")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    jobs = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for text in args.degrees:
+            degrees = [int(degree) for degree in text.split(",")]
+            task = progress.add_task(f"replicas of {text} ranks", total=args.pairs + 2)
+            with emulate(nodes=sum(degrees), rate_bit_per_s=LINKS[args.link], delay_s=_DELAY_S) as network:
+                by_rank = run(
+                    *(_measure, network.nodes, degrees, args.hidden, args.layers, args.tokens, args.pairs),
+                    on_report=lambda done, now, task=task: progress.update(task, completed=done),  # type: ignore[misc]
+                )
+                jobs.append({"degrees": degrees, "network": network.to_dict(), "link": network.describe()})
+            jobs[-1] |= _summary(by_rank)
+            progress.update(task, completed=args.pairs + 2)
+    result = {
+        "command": " ".join(["python -m benchmarks.gradient_sync", *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "settings": {name: getattr(args, name) for name in ("link", "hidden", "layers", "tokens", "pairs")},
+        "jobs": jobs,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    return 0
+
+
+def _summary(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    overlapped, after = (
+        [max(times) for times in zip(*(r[k] for r in by_rank), strict=True)] for k in ("under", "after")
+    )
+    return {
+        "ranks": [{name: r[name] for name in r if name not in ("under", "after")} for r in by_rank],
+        "overlap": asdict(compare(after, overlapped)),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    table = Table(
+        *("degrees", "rank", "holds", "ring", "sent", "sent / ring", "wire", "wire / ring"),
+        title="MiB of one step, to owners and back to holders",
+    )
+    for job in result["jobs"]:
+        degrees = ",".join(map(str, job["degrees"]))
+        for rank, counted in enumerate(job["ranks"]):
+            table.add_row(degrees, str(rank), *_cells(counted))
+        total = {name: sum(counted[name] for counted in job["ranks"]) for name in _BYTES}
+        table.add_row(degrees, "all", *_cells(total))
+        if job["ranks"][0]["all_reduce_wire_bytes"]:
+            wire = sum(counted["all_reduce_wire_bytes"] for counted in job["ranks"])
+            ours = _cells(total)
+            table.add_row(
+                degrees, "all", ours[0], ours[1], "DDP", "", f"{wire / 2**20:.2f}", f"{wire / total['ring_bytes']:.4f}"
+            )
+        table.add_section()
+    console.print(table)
+    for job in result["jobs"]:
+        overlap, first = job["overlap"], job["ranks"][0]
+        console.print(
+            f"degrees {job['degrees']}: step {overlap['peer_s']:.3f} s with communication after the backward, "
+            f"{overlap['ours_s']:.3f} s under it: {overlap['ratio']:.3f} times as fast "
+            f"({overlap['interval'][0]:.3f} to {overlap['interval'][1]:.3f}); on rank 0 {first['buckets_under']} of "
+            f"{first['buckets']} buckets leave before the backward ends, the first after "
+            f"{first['first_leaves_after']:.0%} of it. {job['link']}"
+        )
+
+
+def _cells(counted: dict[str, int]) -> list[str]:
+    held, ring, sent, wire = (counted[name] for name in _BYTES)
+    return [
+        *(f"{held / 2**20:.2f}", f"{ring / 2**20:.2f}", f"{sent / 2**20:.2f}", f"{sent / ring:.4f}"),
+        *(f"{wire / 2**20:.2f}", f"{wire / ring:.4f}"),
+    ]
+
+
+# --- on a rank --------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _measure(
+    rank: int, report: Report, degrees: Sequence[int], hidden: int, layers: int, tokens: int, pairs: int
+) -> dict[str, Any]:
+    replicas = [range(stop - degree, stop) for degree, stop in zip(degrees, accumulate(degrees), strict=True)]
+    meshes = [DeviceMesh("cpu", torch.tensor(list(ranks))) for ranks in replicas]
+    mine = next(i for i, ranks in enumerate(replicas) if rank in ranks)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block(hidden) for _ in range(layers)))
+    plan = {f"{layer}.{name}": style for layer in range(layers) for name, style in _styles().items()}
+    parallelize_module(model, meshes[mine], plan)
+    parameters = dict(model.named_parameters())
+    sync = AsymmetricGradientSync(
+        parameters, tensor_parallel_layouts(parameters, replicas[mine]), bucket_bytes=BUCKET_BYTES
+    )
+    optimizer = torch.optim.AdamW(sync.owned.values(), lr=1e-3)
+    batch = torch.randn(tokens, hidden)
+
+    def step(under: bool) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        sync.start(tokens)
+        with nullcontext() if under else sync.no_sync(), record_function("the backward"):
+            model(batch).square().mean().backward()
+        sync.finish()
+        optimizer.step()
+        sync.gather()
+        return time.perf_counter() - start
+
+    step(True)  # communicators connect
+    counted = _count(model, batch, sync)
+    held = sum(local_tensor(parameter).numel() for parameter in parameters.values())
+    counted |= {
+        "held_bytes": held * 4,
+        "ring_bytes": round(2 * 4 * ring_reduce_scatter_elements(held, len(degrees))),
+        "all_reduce_wire_bytes": _wire_of(lambda: dist.all_reduce(torch.ones(held))) if set(degrees) == {1} else None,
+    }
+    report(1, "counted")
+    counted |= _trace(step)
+    times: dict[str, list[float]] = {name: [] for name in _WHEN}
+    for pair in range(pairs):
+        for name in _WHEN[:: 1 - 2 * (pair % 2)]:
+            times[name].append(step(name == "under"))
+        report(pair + 2, "steps")
+    return counted | times
+
+
+def _styles() -> dict[str, Any]:
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def _count(model: nn.Module, batch: torch.Tensor, sync: AsymmetricGradientSync) -> dict[str, int]:
+    """Bytes of the synchronization alone: the backward's own traffic is over when it starts."""
+    with sync.no_sync():
+        model(batch).square().mean().backward()
+    with Traffic() as traffic:
+        wire = _wire_of(lambda: (sync.finish(), sync.gather()))
+    return {"sent_bytes": traffic.sent_bytes.total(), "wire_bytes": wire}
+
+
+def _wire_of(act: Callable[[], Any]) -> int:
+    """Bytes that this rank's network device sends while ``act`` runs on all ranks, less those of doing nothing."""
+
+    def sent() -> int:
+        dist.barrier()
+        time.sleep(0.2)  # acknowledgements that TCP delayed
+        line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if DEVICE in line)
+        return int(line.split(":")[1].split()[8])
+
+    before = sent()
+    barrier = sent() - before
+    before = sent()
+    act()
+    return sent() - before - barrier
+
+
+def _trace(step: Callable[[bool], float]) -> dict[str, Any]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(True)
+    events = profiler.events()
+    (backward,) = [event.time_range for event in events if event.name == "the backward"]
+    starts = [event.time_range.start for event in events if event.name.startswith("ds_hetero: gradients")]
+    return {
+        "buckets": len(starts),
+        "buckets_under": sum(start < backward.end for start in starts),
+        "first_leaves_after": (min(starts) - backward.start) / (backward.end - backward.start),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
