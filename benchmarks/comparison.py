@@ -13,7 +13,7 @@ from benchmarks.contenders import CONTESTS, Contender, Shape, make_contender
 from benchmarks.ranks import Report
 from benchmarks.traffic import Traffic
 
-__all__ = ["LAYER", "STEP", "Plan", "measure"]
+__all__ = ["LAYER", "STEP", "Plan", "measure", "sent_by_device"]
 
 LAYER, STEP = "layer", "step"
 
@@ -81,7 +81,7 @@ def _traffic(contender: Contender, plan: Plan) -> dict[str, Any]:
     tokens = min(tokens for _, tokens in plan.cases)
     layer = contender.layer(plan.shape, tokens)
     layer()  # opens connections
-    before = _device_bytes()
+    before = sent_by_device()
     with Traffic() as traffic:
         layer()
     return {
@@ -89,11 +89,11 @@ def _traffic(contender: Contender, plan: Plan) -> dict[str, Any]:
         "payload_bytes": sum(traffic.sent_bytes.values()),
         "calls": sum(traffic.calls.values()),
         "by_operator": {name: [count, traffic.sent_bytes[name]] for name, count in traffic.calls.items()},
-        "device_bytes": _device_bytes() - before,
+        "device_bytes": sent_by_device() - before,
     }
 
 
-def _device_bytes() -> int:
+def sent_by_device() -> int:
     """What this node's network device has sent, TCP/IP headers included; without a node, the loopback device."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():

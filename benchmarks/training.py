@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import deepspeed
@@ -22,9 +23,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
 from benchmarks.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+from ds_hetero.integrations.handle import Handle
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Step", "alone_step", "make_scheduled_step", "make_step"]
+__all__ = ["Step", "alone_step", "make_loaded_step", "make_scheduled_step", "make_step"]
 
 Step = Callable[[int], float]
 """Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""
@@ -142,6 +144,37 @@ def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int)
         return float(loss.detach())
 
     return step
+
+
+def make_loaded_step(
+    schedule: Schedule, shape: Shape, length: int, replan: Mapping[str, Any]
+) -> tuple[Callable[[], float], Handle]:
+    """Like `make_scheduled_step`, with the engine's own loader, so that the schedule may change between steps.
+
+    Args:
+        schedule: to begin with.
+        shape: of the model.
+        length: tokens of every sequence.
+        replan: the section's key of that name.
+
+    Returns:
+        the step, and the handle whose latest model it trains.
+    """
+    handle = ds_hetero.register()
+    model = _model(shape, length, "sdpa")
+    section = {"schedule": schedule.to_dict(), "replan": dict(replan)}
+    engine = _engine_for(model, shape, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
+    tokens = torch.randint(_VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
+    shards = iter(handle.dataloader(repeat({"input_ids": tokens, "labels": tokens}), batches="same"))
+
+    def step() -> float:
+        shard = next(shards)
+        loss = handle.loss(engine(**shard), shard)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step, handle
 
 
 def alone_step(shape: Shape, max_length: int) -> Step:

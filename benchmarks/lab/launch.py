@@ -11,7 +11,8 @@ MASTER_PORT in its environment; with it, once per node, and the command starts i
 CLUSTER.yaml is described in `benchmarks.lab.cluster.read_cluster`. Every command starts inside its node's network. A
 Python process with RANK in its environment gets its speed and its memory limit when torch.distributed's process group
 exists, so that imports are not slowed down; it then measures its speed together with the others, and rank 0 says what
-was asked for and what is there (``--no-verify`` skips that). Other programs keep the full speed of a core.
+was asked for and what is there (``--no-verify`` skips that). Other programs keep the full speed of a core. Where there
+is an NVIDIA GPU and MPS can be started, each rank is limited to its share of the GPU as well (not yet run on a GPU).
 
 Everything is removed at the end, also after Ctrl-C or SIGKILL. Exit status: the first non-zero one of the commands.
 """
@@ -32,6 +33,7 @@ from pathlib import Path
 
 from benchmarks.lab.cluster import EmulatedCluster, read_cluster
 from benchmarks.lab.emulator import NETWORK_METHODS, Emulation, emulate
+from benchmarks.lab.mps import active_share, mps
 from benchmarks.lab.throttle import METHODS
 
 __all__ = ["VARIABLE", "main"]
@@ -52,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cluster = read_cluster(options.cluster)
     with emulate(cluster, speed_methods=options.speed, network_methods=options.network) as emulated:
         print(f"emulated links: {emulated.settings.network}", file=sys.stderr)
-        return _run(_commands(options.command, cluster, emulated, options.verify), emulated)
+        with mps() as (clients, said):
+            print(f"GPU: {said}", file=sys.stderr)
+            return _run(_commands(options.command, cluster, emulated, options.verify, clients))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _commands(
-    command: Sequence[str], cluster: EmulatedCluster, emulated: Emulation, verify: bool
+    command: Sequence[str],
+    cluster: EmulatedCluster,
+    emulated: Emulation,
+    verify: bool,
+    clients: Mapping[str, str] | None,
 ) -> list[tuple[list[str], dict[str, str]]]:
     """(words, environment) of every process to start."""
     port = str(_free_port())
@@ -82,6 +90,11 @@ def _commands(
         "speed_methods": emulated.settings.speed_methods,
         "verify": verify,
         "root": str(_ROOT),
+        # Read before CUDA starts; see `benchmarks.lab.inject`.
+        "environment": [
+            {} if clients is None else {**clients, **active_share(speed, max(cluster.speeds))}
+            for speed in cluster.speeds
+        ],
     }
     common = {
         VARIABLE: json.dumps(settings),
@@ -122,7 +135,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(commands: Sequence[tuple[list[str], dict[str, str]]], emulated: Emulation) -> int:
+def _run(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Start all, wait for all; when one fails or Ctrl-C is pressed, end the others."""
     processes = []
     try:

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from benchmarks.lab.table_growth import GrowthTable
 from benchmarks.lab.table_mesh import MeshTable
+from benchmarks.lab.table_replan import ReplanTable
 from benchmarks.lab.table_ring import RingTable
 from benchmarks.ranks import Report
 
@@ -29,4 +31,9 @@ class LabTable(Protocol):
         """Tables for people."""
 
 
-TABLES: dict[str, LabTable] = {"ring": RingTable(), "mesh": MeshTable()}
+TABLES: dict[str, LabTable] = {
+    "ring": RingTable(),
+    "mesh": MeshTable(),
+    "growth": GrowthTable(),
+    "replan": ReplanTable(),
+}

@@ -70,4 +70,5 @@ def _import_the_usual() -> None:
 
 _import_the_usual()
 if "RANK" in os.environ and "DS_HETERO_LAB" in os.environ:
+    os.environ.update(json.loads(os.environ["DS_HETERO_LAB"])["environment"][int(os.environ["RANK"])])
     sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,139 @@
+"""A rank slows down in the middle of a run: how soon the job has adapted, and what watching costs if nothing happens.
+
+Two ranks train a small Llama; from one step on the second runs at 40 % of its speed, and nobody tells. Three engines:
+
+    fixed      an even schedule that stays
+    replanned  starts even, with ``"replan": {"enabled": true}``
+    optimum    tokens by the new speeds, measured after the slowdown
+
+Before that, fixed and replanned take steps by turns without any disturbance: the difference is what watching costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.alternation import timed_run
+from benchmarks.contenders import Shape
+from benchmarks.lab.emulator import RankLab
+from ds_hetero.schedule import proportional, ring
+
+__all__ = ["RECOVERED", "SLOWED_TO", "ReplanPlan", "measure", "summarize"]
+
+SLOWED_TO = 0.4
+RECOVERED = 0.9
+_WARM_UPS = 3
+_COMPARED_STEPS = 7
+
+
+@dataclass(frozen=True)
+class ReplanPlan:
+    """What is measured.
+
+    Args:
+        tokens: of a sequence.
+        shape: of the model.
+        calm_steps: of both engines by turns, undisturbed.
+        before, after: steps of the replanned engine before and after the slowdown.
+        interval_steps, min_gain: of the section.
+    """
+
+    tokens: int
+    shape: Shape
+    calm_steps: int
+    before: int
+    after: int
+    interval_steps: int = 5
+    min_gain: float = 0.05
+
+
+def measure(lab: RankLab, plan: ReplanPlan) -> dict[str, Any]:
+    """Everything, on one rank."""
+    from benchmarks.training import make_loaded_step
+
+    heads = (plan.shape.num_heads, plan.shape.num_kv_heads)
+    found: dict[str, Any] = {"text": lab.describe(), **lab.to_dict()}
+    section = {"enabled": True, "interval_steps": plan.interval_steps, "min_gain": plan.min_gain}
+    even, adapted = ring(2, *heads), proportional((1.0, SLOWED_TO), *heads)
+    fixed, _ = make_loaded_step(even, plan.shape, plan.tokens, {"enabled": False})
+    optimum, _ = make_loaded_step(adapted, plan.shape, plan.tokens, {"enabled": False})
+    watched, handle = make_loaded_step(even, plan.shape, plan.tokens, section)
+    for step in (fixed, optimum, watched):
+        for _ in range(_WARM_UPS):
+            step()
+    lab.report(0.05, "undisturbed, by turns")
+    calm = _by_turns({"fixed": fixed, "watched": watched}, plan.calm_steps)
+    found |= {"calm": calm, "calm_switches": len(handle.schedule_changes)}
+    lab.report(0.45, "before the slowdown")
+    seconds = [_slowest_s(watched) for _ in range(plan.before)]
+    lab.report(0.5, f"second rank at {SLOWED_TO:.0%}")
+    if dist.get_rank() == 1:
+        lab.change_speed(lab.cluster.cores[1] * SLOWED_TO)
+    steps_so_far = _WARM_UPS + plan.calm_steps + plan.before
+    seconds += [_slowest_s(watched) for _ in range(plan.after)]
+    found |= {
+        "seconds": seconds,
+        "slowed_at": plan.before,
+        "switched_at": [change.step - steps_so_far for change in handle.schedule_changes],
+        "split": list(handle.schedule.tokens(plan.tokens).values()),
+    }
+    lab.report(0.85, "the optimum for the new speeds, and no change at all")
+    return found | {"slow": _by_turns({"optimum": optimum, "fixed": fixed, "watched": watched}, _COMPARED_STEPS)}
+
+
+def _by_turns(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, by engine and round; every second round the other way round."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in reversed(list(steps)) if number % 2 else list(steps):
+            seconds[name].append(_slowest_s(steps[name]))
+    return seconds
+
+
+def _slowest_s(step: Callable[[], object]) -> float:
+    box = torch.tensor(timed_run(step), dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return float(box)
+
+
+# --- from times to rows -----------------------------------------------------------------------------
+
+
+def summarize(found: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One row per step of the disturbed run, and what came of both runs.
+
+    A step's share of the optimum is the optimum's median time over its own. The job has recovered at the first step
+    from which on the median of five steps stays at nine tenths of the optimum.
+    """
+    optimum_s = median(found["slow"]["optimum"])
+    slowed_at, seconds = found["slowed_at"], found["seconds"]
+    rows = [
+        {
+            "step": number - slowed_at,
+            "seconds": step_s,
+            "tokens_per_s": tokens / step_s,
+            "of_optimum": optimum_s / step_s if number >= slowed_at else None,
+        }
+        for number, step_s in enumerate(seconds)
+    ]
+    after = seconds[slowed_at:]
+    smooth = [median(after[i : i + 5]) for i in range(len(after) - 4)]
+    late = [i for i, step_s in enumerate(smooth) if optimum_s / step_s < RECOVERED]
+    recovered = 0 if not late else late[-1] + 1
+    ratios = [watched / fixed for watched, fixed in zip(found["calm"]["watched"], found["calm"]["fixed"], strict=True)]
+    return rows, {
+        "recovered_after_steps": recovered if recovered < len(smooth) else None,
+        "of_optimum_at_end": optimum_s / median(found["slow"]["watched"]),
+        "gain_over_fixed": median(found["slow"]["fixed"]) / median(found["slow"]["watched"]),
+        "switched_at": found["switched_at"],
+        "split": found["split"],
+        "undisturbed_steps": len(ratios),
+        "undisturbed_switches": found["calm_switches"],
+        "undisturbed_cost": median(ratios) - 1,
+    }
