@@ -144,9 +144,9 @@ def needs_planner(section: HeterogeneitySection) -> bool:
 
 
 def needs_measuring(section: HeterogeneitySection) -> bool:
-    """Whether the live ranks are to be measured: the schedule follows from it, or the section says so in words."""
-    asked = section.schedule in (*_FROM_DEVICES, *_FROM_PLANNER) or "cluster" in section.model_fields_set
-    return section.cluster == "measure" and asked
+    """Whether the live ranks are to be measured: something follows from it, or the section says so in words."""
+    needed = section.schedule in (*_FROM_DEVICES, *_FROM_PLANNER) or section.zero_partition == "memory"
+    return section.cluster == "measure" and (needed or "cluster" in section.model_fields_set)
 
 
 # --- sizes -----------------------------------------------------------------------------------------

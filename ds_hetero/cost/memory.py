@@ -13,7 +13,7 @@ from ds_hetero.cost.heads import kv_heads_of_ranks
 from ds_hetero.cost.types import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["memory_parts", "static_bytes"]
+__all__ = ["memory_parts", "partitioned_bytes", "static_bytes"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -31,14 +31,25 @@ def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats
     """
     weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
     share_D = weights_D / weights_D.sum() / workload.data_parallel
-    stage, count = workload.zero_stage, model.num_parameters
-    optimizer_bytes = 0 if workload.offload_optimizer else workload.optimizer_bytes
-    element_bytes = 0 if workload.offload_parameters else workload.element_bytes
-    return np.asarray(
-        optimizer_bytes * count * (share_D if stage >= 1 else 1.0)
-        + workload.gradient_bytes * count * (share_D if stage >= 2 else 1.0)
-        + element_bytes * count * (share_D if stage >= 3 else 1.0)
+    partitioned, whole = _by_stage(model, workload)
+    return np.asarray(partitioned * share_D + whole)
+
+
+def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
+    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
+    return _by_stage(model, workload)[0]
+
+
+def _by_stage(model: ModelSpec, workload: Workload) -> tuple[float, float]:
+    """Bytes of optimizer state, gradients and parameters that are partitioned, and of those that every rank has."""
+    bytes_from_stage = (
+        (1, 0 if workload.offload_optimizer else workload.optimizer_bytes),
+        (2, workload.gradient_bytes),
+        (3, 0 if workload.offload_parameters else workload.element_bytes),
     )
+    partitioned = sum(each for stage, each in bytes_from_stage if stage <= workload.zero_stage)
+    whole = sum(each for stage, each in bytes_from_stage if stage > workload.zero_stage)
+    return partitioned * model.num_parameters, whole * model.num_parameters
 
 
 def memory_parts(

@@ -43,8 +43,9 @@ from ds_hetero.planner import Plan
 from ds_hetero.replicas import BatchSplit, read_replicas
 from ds_hetero.runtime.exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule
+from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules"]
+__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules", "agreed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,13 @@ class Agreement:
         section: the configuration's.
         schedules: one per replica, in global ranks.
         outlook: what is predicted; without forecasts on ranks other than 0, and where the devices are not known.
+        weights_by_memory: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
     """
 
     section: HeterogeneitySection
     schedules: tuple[Schedule, ...]
     outlook: Outlook
+    weights_by_memory: tuple[float, ...] | None = None
 
 
 def agree_on_schedules(
@@ -111,28 +114,28 @@ def agree_on_schedules(
             | {"ds_hetero": __version__},
         }
 
-    facts = _agreed(examine)
+    facts = agreed(examine)
     _expect_equal(facts)
     section = HeterogeneitySection.model_validate(facts[0][SECTION])
     heads = {name: facts[0][name] for name in ("num_heads", "num_kv_heads")}
     settled = before is not None and before.section == section
     alone = sp_size_of(sp_sizes) == 1 or dist.get_world_size() == 1
     measured = None
-    if needs_measuring(section) and not settled and not alone:
+    if needs_measuring(section) and not settled and (not alone or section.zero_partition == "memory"):
         kind = section.attention, facts[0]["dtype"]
         if kind not in profiles:
             profiles[kind] = _measure(section, getattr(torch, kind[1]))
         measured = profiles[kind]
     outlook = Outlook(())
 
-    def settle() -> list[Any]:
+    def settle() -> dict[str, Any]:
         nonlocal outlook
         if dist.get_rank() > 0:
-            return []
+            return {}
         if settled:
             assert before is not None
             check_schedules(before.schedules, **heads, sp_sizes=sp_sizes)
-            return [schedule.to_dict() for schedule in before.schedules]
+            return {}
         training = _Training(pretrained_of(model), ds_config, section, default_device().type == "cpu")
         searcher = None
         if needs_planner(section):
@@ -146,13 +149,23 @@ def agree_on_schedules(
             measured=measured,
             search=searcher,
         )
+        weights = None
+        if section.zero_partition == "memory":
+            weights = _weights_by_memory(section, schedules, training, measured)
+            training = replace(training, zero_weights=weights)
         outlook = _outlook(section, schedules, training, measured, {} if searcher is None else searcher.plans)
-        return [schedule.to_dict() for schedule in schedules]
+        return {"schedules": [schedule.to_dict() for schedule in schedules], "weights by memory": weights}
 
-    schedules = tuple(Schedule.from_dict(data) for data in _agreed(settle)[0])
+    told = agreed(settle)[0]
     if before is not None and settled:
         return before
-    return Agreement(section=section, schedules=schedules, outlook=outlook)
+    weights = told["weights by memory"]
+    return Agreement(
+        section=section,
+        schedules=tuple(Schedule.from_dict(data) for data in told["schedules"]),
+        outlook=outlook,
+        weights_by_memory=None if weights is None else tuple(weights),
+    )
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ def agree_on_dealing(ds_config: Mapping[str, Any]) -> Dealing | None:
         section = read_section(ds_config)
         return batches_of_replicas(section) if section is not None and dist.get_rank() == 0 else None
 
-    listed = _agreed(read)[0]
+    listed = agreed(read)[0]
     if listed is None:
         return None
     schedules, split = read_replicas(listed)
@@ -212,10 +225,25 @@ class _Training:
     ds_config: Mapping[str, Any]
     section: HeterogeneitySection
     on_host: bool
+    zero_weights: tuple[float, ...] | None = None  # found from the devices' memory; the section's own need no finding
 
     def of(self, num_replicas: int) -> tuple[ModelSpec, Workload]:
         workload = workload_of(self.pretrained, self.ds_config, self.section, num_replicas, on_host=self.on_host)
+        if self.zero_weights is not None and num_replicas == 1:
+            workload = replace(workload, zero_weights=self.zero_weights)
         return model_of(self.pretrained), workload
+
+
+def _weights_by_memory(
+    section: HeterogeneitySection,
+    schedules: Sequence[Schedule],
+    training: _Training,
+    measured: Mapping[str, Any] | None,
+) -> tuple[float, ...]:
+    """ZeRO shares of all ranks, in the order of the replicas, whose ranks are consecutive."""
+    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in schedules])
+    found = forecast(schedules, clusters, *training.of(len(schedules)), {})
+    return weights_by_memory([(each.cost, each.prediction) for each in found])
 
 
 def _outlook(
@@ -243,7 +271,7 @@ def _outlook(
         return Outlook((), str(error))
 
 
-def _agreed(compute: Callable[[], Any]) -> list[Any]:
+def agreed(compute: Callable[[], Any]) -> list[Any]:
     """What ``compute`` returned on every rank, as JSON; or, on every rank, the first error of any."""
     mine: Exception | None = None
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.integrations.agreement import _agreed as agreed
+from ds_hetero.integrations.agreement import agreed
 from ds_hetero.zero.checkpoint import read_shard
 from ds_hetero.zero.stage12 import WeightedZeroOptimizer
 

@@ -244,7 +244,8 @@ class _Door:
             mpu=None,
             mesh_param=None,
         )
-        weights = zero.agree_on_weights(ds_config, model, given.get("optimizer"))
+        agreement = self._handle.agreement_on(converted)
+        weights = zero.agree_on_weights(agreement, ds_config, model, given.get("optimizer"))
         truth = SequenceParallelState(replica, sp_size_of(sizes))
         with _sequence_parallelism_hidden(truth, self._handle), zero.optimizers_in_place(given["config"], weights):
             engine, *rest = stock(**given)

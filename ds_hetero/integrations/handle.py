@@ -215,6 +215,10 @@ class Handle:
                 logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
         return known
 
+    def agreement_on(self, model: transformers.ShardedModel) -> agreement.Agreement:
+        """What the ranks have agreed on for a converted model."""
+        return self._agreements[model]
+
     def outlook(self, model: transformers.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
         return self._agreements[model].outlook

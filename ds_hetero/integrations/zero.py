@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
-from ds_hetero.config import HeterogeneitySection, read_section
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.agreement import _agreed as agreed
+from ds_hetero.integrations.agreement import Agreement, agreed
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.zero.layout import check_weights, is_even
 from ds_hetero.zero.stage3 import check_stage3, make_stage3_optimizer
@@ -39,6 +39,8 @@ __all__ = [
     "weights_of",
     "zero_stage_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 PRIVATE_NAMES = (
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
@@ -90,10 +92,12 @@ def zero_stage_of(ds_config: Mapping[str, Any]) -> int:
     return int(stage)
 
 
-def agree_on_weights(ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any) -> tuple[float, ...]:
+def agree_on_weights(
+    agreement: Agreement, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
+) -> tuple[float, ...]:
     """The ZeRO shares of all ranks, checked against the rest of the configuration.
 
-    Caller: every rank of the world, once the section is known to be the same on all.
+    Caller: every rank of the world.
     Collectives: one `agreed`.
 
     Raises:
@@ -101,27 +105,30 @@ def agree_on_weights(ds_config: Mapping[str, Any], model: torch.nn.Module, optim
     """
 
     def decide() -> list[float]:
-        section = read_section(ds_config)
-        assert section is not None
-        weights = weights_of(section, ds_config, dist.get_world_size())
+        weights = weights_of(agreement, ds_config, dist.get_world_size())
         expect_possible(ds_config, weights, model, optimizer)
         return list(weights)
 
-    return tuple(agreed(decide)[0])
+    weights = tuple(agreed(decide)[0])
+    if dist.get_rank() == 0 and not is_even(weights):
+        shares = ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
+        logger.info("ZeRO-%d partitions by rank: %s", zero_stage_of(ds_config), shares)
+    return weights
 
 
-def weights_of(section: HeterogeneitySection, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
+def weights_of(agreement: Agreement, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
     """The ZeRO shares of all ranks that the section asks for.
 
     Raises:
         ConfigError: they cannot be; see `check_weights`.
     """
-    if section.zero_partition == "uniform":
+    asked = agreement.section.zero_partition
+    if asked == "uniform":
         return (1.0,) * world_size
-    if section.zero_partition == "memory":
-        raise ConfigError('"zero_partition": "memory" is not in this release; give a list of weights, one per rank.')
-    check_weights(section.zero_partition, world_size, zero_stage=zero_stage_of(ds_config))
-    return tuple(section.zero_partition)
+    weights = asked if isinstance(asked, list) else agreement.weights_by_memory
+    assert weights is not None
+    check_weights(weights, world_size, zero_stage=zero_stage_of(ds_config))
+    return tuple(weights)
 
 
 def expect_possible(

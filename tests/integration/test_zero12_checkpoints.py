@@ -32,7 +32,7 @@ A, B, OF_TWO = [4, 3, 2, 1], [1, 0, 1, 2], [3, 1]
 def make_engine(
     weights: Any, stage: int, zero: Any = None, groups: Any = two_groups, size: int = 32, **config: Any
 ) -> Any:
-    """An engine whose ranks each train on batches of their own; with ``"stock"`` for weights on DeepSpeed's optimizer."""
+    """An engine whose ranks each train on batches of their own; with weights ``"stock"`` on DeepSpeed's optimizer."""
     import deepspeed
     import torch.distributed as dist
 
@@ -154,7 +154,7 @@ def _load_of_two(rank: int, folder: str, expected: dict[str, Any]) -> None:
 
 
 def test_universal_checkpoints_go_to_stock_and_back(saved: tuple[str, dict[str, Any]]) -> None:
-    """Stock refuses other layouts than its own, as it refuses other numbers of ranks; DeepSpeed's converter does both."""
+    """Stock refuses other layouts than its own, as it refuses other numbers of ranks; this is its way to them."""
     folder, expected = saved
     run_deepspeed(_convert, 1, folder)
     run_deepspeed(_load_universal, 4, folder, expected)
@@ -258,7 +258,7 @@ def _resume(rank: int, folder: str) -> tuple[list[float], list[float]]:
     path, _ = engine.load_checkpoint(folder)
     assert Path(path).parent.name == "first"
     resumed = train(engine, 2, STEPS)
-    with pytest.raises(CheckpointError, match="rank_1_mp_rank_00_optim_states.pt is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt is damaged"):
         engine.load_checkpoint(folder, "second")
     return whole[2:], resumed
 

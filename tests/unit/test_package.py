@@ -20,7 +20,7 @@ FRAMEWORKS = {"torch", "deepspeed", "transformers", "accelerate"}
 # Plans on a laptop without any of them; the contract "planning" in pyproject.toml says so of every import statement.
 PLANNING = ("errors", "splits", "schedule", "replicas", "models", "cluster", "cost", "planner")
 # The rest of ds_hetero.zero subclasses DeepSpeed's optimizers.
-ZERO_ARITHMETIC = ("ds_hetero.zero", *(f"ds_hetero.zero.{name}" for name in ("chunks", "cuts", "layout")))
+ZERO_ARITHMETIC = ("ds_hetero.zero", *(f"ds_hetero.zero.{name}" for name in ("chunks", "cuts", "layout", "memory")))
 # The profiler measures live ranks; nothing of the planning half imports it.
 PROFILER = {f"ds_hetero.cluster.{name}" for name in ("profile", "probes", "link_probes")}
 
