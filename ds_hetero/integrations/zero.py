@@ -1,8 +1,11 @@
 """Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
 
-weights = agree_on_weights(ds_config, model, optimizer)
-with optimizers_in_place(ds_config, weights):
-engine, *_ = deepspeed.initialize(...)
+    weights = agree_on_weights(agreement, ds_config, model, optimizer)
+    with optimizers_in_place(ds_config, weights):
+        engine, *_ = deepspeed.initialize(...)
+    prepare(engine)
+
+Nothing of DeepSpeed stays replaced after that.
 """
 
 from __future__ import annotations
