@@ -27,7 +27,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.zero.layout import cut_as_deepspeed, is_even
 from ds_hetero.zero.stage3_checkpoint import equal_shards
 from ds_hetero.zero.stage3_saved import read_file
-from ds_hetero.zero.stage3_shards import all_gather_shards, cut_of, own_shard, recut, reduce_to_owners
+from ds_hetero.zero.stage3_shards import all_gather_shards, cut_of, is_weighted, own_shard, recut, reduce_to_owners
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer3", "check_stage3", "make_stage3_optimizer"]
 
@@ -102,15 +102,15 @@ def check_stage3(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def make_stage3_optimizer(*args: Any, weights: Sequence[float], **kwargs: Any) -> Any:
-    """DeepSpeed's optimizer of stage 3 for equal weights, ours for others.
+def make_stage3_optimizer(module: Any, *args: Any, weights: Sequence[float], **kwargs: Any) -> Any:
+    """DeepSpeed's optimizer of stage 3 for equal weights, ours for others and for models that had others before.
 
     May stand in the place of DeepSpeed's class while an engine is built, since the one module that then would derive
     a class from it has been imported before.
     """
-    if is_even(weights):
-        return DeepSpeedZeroOptimizer_Stage3(*args, **kwargs)
-    return WeightedZeroOptimizer3(*args, weights=weights, **kwargs)
+    if is_even(weights) and not any(map(is_weighted, module.parameters())):
+        return DeepSpeedZeroOptimizer_Stage3(module, *args, **kwargs)
+    return WeightedZeroOptimizer3(module, *args, weights=weights, **kwargs)
 
 
 class _Start:

@@ -175,6 +175,16 @@ def _use_parameters(rank: int) -> None:
                 param.data.fill_(i)
     with deepspeed.zero.GatheredParameters(both):
         assert [float(param.min()) for param in both] == [float(param.max()) for param in both] == [0, 1, 2]
+
+    # The same model, set to where it began, in another engine with other weights.
+    for weights in ((1, 1), (1, 2)):
+        engine.destroy()
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if rank == 0:
+                model.load_state_dict(llama().state_dict())
+        handle, engine = start(weights, model=model)
+        losses, _ = train(handle, engine, batches(2)[rank::2])
+        np.testing.assert_allclose(losses, expected[rank::2], rtol=1e-5)
     engine.destroy()
 
 
