@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_hetero.errors import ConfigError, ScheduleError
 from ds_hetero.replicas import holds_replicas, read_replicas
@@ -58,14 +58,14 @@ class ReplanSection(BaseModel):
 
     Args:
         enabled: off by default.
-        interval_steps: optimizer steps between two looks at the speeds.
+        interval_steps: optimizer steps between two looks at the speeds; it takes two looks at least to change.
         min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = False
-    interval_steps: int = Field(default=100, ge=1)
+    interval_steps: int = Field(default=5, ge=1)
     min_gain: float = Field(default=0.05, ge=0, lt=1)
 
 
@@ -90,12 +90,6 @@ class HeterogeneitySection(BaseModel):
         if isinstance(value, list) and (not any(value) or any(not 0 <= weight < float("inf") for weight in value)):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
-
-    @model_validator(mode="after")
-    def _in_this_release(self) -> HeterogeneitySection:
-        if self.enabled and self.replan.enabled:
-            raise ValueError('replan is not in this release; set "replan": {"enabled": false} or leave it out')
-        return self
 
 
 _ACCEPTED = {

@@ -27,7 +27,9 @@ import deepspeed
 import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.sequence_parallel import ulysses_sp
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,6 +41,7 @@ from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.losses import LossScaling
 from ds_hetero.replicas import BatchSplit
+from ds_hetero.runtime.clock import IDLE, running_clock
 from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.zero import stage3, stage3_shards, stage12
@@ -46,6 +49,20 @@ from ds_hetero.zero import stage3, stage3_shards, stage12
 __all__ = ["PRIVATE_NAMES", "WORKS", "SequenceParallelState", "install"]
 
 WORKS = ">=0.19.5,<0.20"
+# Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+_HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
 PRIVATE_NAMES = (
     "deepspeed:initialize",
     "deepspeed:load_ds_config",
@@ -62,6 +79,8 @@ PRIVATE_NAMES = (
     *checkpoints.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
     *stage3.PRIVATE_NAMES,
+    *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),
+    *(f"deepspeed.runtime.zero.partition_parameters:{name}.wait" for name in _HANDLES),
 )
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
@@ -130,7 +149,7 @@ class _Pending:
 
 
 def install(handle: Handle) -> None:
-    """Replace the three doors: registration, loader adapter and `deepspeed.initialize`; and how ZeRO-3 gathers."""
+    """Replace the doors: registration, loader adapter, `deepspeed.initialize`; how ZeRO-3 gathers; time collectives."""
     door = _Door(handle)
     replace = handle.patches.replace
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", door.registration)
@@ -138,6 +157,10 @@ def install(handle: Handle) -> None:
     replace(deepspeed, "initialize", door.initialize)
     replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
+    for name in _COLLECTIVES:
+        replace(TorchBackend, name, _timed)
+    for name in _HANDLES:
+        replace(getattr(partition_parameters, name), "wait", _timed)
 
 
 class _Door:
@@ -259,6 +282,7 @@ class _Door:
         for name in ("forward", "backward", "step"):
             setattr(engine, name, _naming_lost_peers(getattr(engine, name), name))
         self._handle.outlook(converted).watch(engine)
+        self._handle.watch(engine, converted)
         return (engine, *rest)
 
 
@@ -387,7 +411,9 @@ def _scaling_losses(backward: Callable[..., Any], scaling: LossScaling, engine: 
     @functools.wraps(backward)
     def scaled(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         divisor = engine.gradient_accumulation_steps() if scale_wrt_gas else 1
-        return backward(scaling.scale(loss, divisor), retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        with running_clock().phase(IDLE, "loss"):
+            loss = scaling.scale(loss, divisor)
+        return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     return scaled
 
@@ -409,6 +435,19 @@ def _sequence_parallelism_hidden(truth: SequenceParallelState, handle: Handle) -
             groups.mpu, groups.mesh_device = before
 
     handle.patches.on_undo(restore)
+
+
+def _timed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the clock of the running engine see how long a collective keeps this rank."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(stock)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with running_clock().phase(IDLE, stock.__name__):
+            return stock(*args, **kwargs)
+
+    wrapped: Callable[..., Any] = timed
+    return wrapped
 
 
 def _naming_lost_peers(method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,11 @@ from ds_hetero.integrations import agreement, transformers
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
+from ds_hetero.integrations.watch import Change, Watch
 from ds_hetero.replicas import BatchSplit
+from ds_hetero.runtime.clock import IDLE
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
-from ds_hetero.runtime.replica import Replica, make_replica
+from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.shards import IGNORE_INDEX, marked_items
 from ds_hetero.schedule import Schedule
 
@@ -58,6 +61,8 @@ class Handle:
         self._models: list[transformers.ShardedModel] = []
         self._whole_model: nn.Module | None = None  # prepared last, without a section
         self._replicas: dict[tuple[tuple[Schedule, ...], BatchSplit | None], Replica] = {}
+        self._groups = ProcessGroups()
+        self._watches: dict[transformers.ShardedModel, Watch] = {}
         self._agreements: dict[transformers.ShardedModel, agreement.Agreement] = {}
         self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
@@ -65,9 +70,12 @@ class Handle:
         """Put back everything that was replaced, in the frameworks and in the models."""
         for model in self._models:
             self.outlook(model).conclude()
+            if model in self._watches:
+                self._watches[model].conclude()
             model.restore()
         self._models.clear()
         self._agreements.clear()
+        self._watches.clear()
         self.patches.undo()
 
     # --- what is running ---------------------------------------------------------------------------
@@ -85,6 +93,11 @@ class Handle:
     def schedule(self) -> Schedule:
         """The schedule of this rank's replica; see `replica`."""
         return self.replica.schedule
+
+    @property
+    def schedule_changes(self) -> tuple[Change, ...]:
+        """Changes of any replica's schedule since `deepspeed.initialize`, with ``"replan"``; the same on every rank."""
+        return tuple(self._watches[self._model].changes) if self._model in self._watches else ()
 
     @property
     def _model(self) -> transformers.ShardedModel:
@@ -142,7 +155,8 @@ class Handle:
         divisor = 1
         if num_items is None and self.replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), self.replica.batch_split.micro_steps
-        return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items, divisor)
+        with self._model.clock.phase(IDLE, "loss"):
+            return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items, divisor)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
@@ -195,10 +209,7 @@ class Handle:
         before = None if known is None else self._agreements[known]
         agreed = agreement.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
         dealing = agreement.agree_on_dealing(ds_config)
-        schedules, batch_split = agreed.schedules, None if dealing is None else dealing.split
-        if (schedules, batch_split) not in self._replicas:
-            self._replicas[schedules, batch_split] = make_replica(schedules, batch_split=batch_split)
-        replica = self._replicas[schedules, batch_split]
+        replica = self._replica_of(agreed.schedules, None if dealing is None else dealing.split)
         if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
             if known is not None:
                 known.restore()
@@ -212,12 +223,33 @@ class Handle:
             known.convention = agreed.section.loss
             agreed.outlook.introduce()
             if replica.rank == 0:
-                logger.info("%d replica(s) of this schedule: %s", len(schedules), schedules[0].to_json())
+                count, schedule = len(agreed.schedules), agreed.schedules[0]
+                logger.info("%d replica(s) of this schedule: %s", count, schedule.to_json())
         return known
 
     def agreement_on(self, model: transformers.ShardedModel) -> agreement.Agreement:
         """What the ranks have agreed on for a converted model."""
         return self._agreements[model]
+
+    def _replica_of(self, schedules: tuple[Schedule, ...], batch_split: BatchSplit | None) -> Replica:
+        """This rank's replica under ``schedules``, made when it is first asked for; every rank of the world."""
+        key = schedules, batch_split
+        if key not in self._replicas:
+            self._replicas[key] = make_replica(schedules, self._groups, batch_split)
+        return self._replicas[key]
+
+    def watch(self, engine: Any, model: transformers.ShardedModel) -> None:
+        """Take the times of an engine's steps from now on, and change the schedule if that is asked for.
+
+        Caller: every rank of the world, when the engine has been built.
+        """
+
+        def change(schedules: tuple[Schedule, ...]) -> None:
+            model.change_replica(self._replica_of(schedules, model.replica.batch_split))
+            self._agreements[model] = replace(self._agreements[model], schedules=schedules)
+
+        self._watches[model] = Watch(engine.steps_per_print(), model, self._agreements[model], change)
+        self._watches[model].attach(engine)
 
     def outlook(self, model: transformers.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""

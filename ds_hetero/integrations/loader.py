@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_hetero.integrations.transformers import ShardedModel
 from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
 
 __all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
@@ -34,6 +35,11 @@ class ModelLoader(ShardedLoader):
     ) -> None:
         self._model, self._target = model, device
         super().__init__(dataloader, model.replica, device, batches=batches, keep_labels=not model.moves_labels)
+
+    @property
+    def replica(self) -> Replica:
+        """The model's replica, whose schedule may change while it trains."""
+        return self._model.replica
 
     def __iter__(self) -> Iterator[Any]:
         if not self._model.takes_shards:

@@ -21,6 +21,7 @@ from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers import sharding
+from ds_hetero.runtime.clock import IDLE
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.samples import OwnSampler, OwnStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.shards import IGNORE_INDEX
@@ -168,7 +169,8 @@ def _loss_of_whole_batch(handle: Handle, stock: Any) -> Any:
         outputs = model(**{"labels": labels, **inputs})
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        loss = sequence_parallel_loss(mean * num_tokens, num_tokens, sharded.replica, num_items_in_batch)
+        with sharded.clock.phase(IDLE, "loss"):
+            loss = sequence_parallel_loss(mean * num_tokens, num_tokens, sharded.replica, num_items_in_batch)
         trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
         return (loss, outputs) if return_outputs else loss
 

@@ -25,14 +25,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_hetero.cluster.profile import default_device
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.runtime.attention import attention
 from ds_hetero.runtime.batch import BatchLayout, agree_on_batch
+from ds_hetero.runtime.clock import IDLE, StepClock
 from ds_hetero.runtime.kernels import select
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import PACKING, is_weightless
+from ds_hetero.runtime.shards import PACKING, is_weightless, marked_schedule
 
 __all__ = ["NAME", "PRIVATE_NAMES", "WORKS", "ShardedMask", "ShardedModel", "install", "sharding"]
 
@@ -65,15 +67,17 @@ class _Forward:
 
     Args:
         batch: the layout that all ranks agreed on.
-        replica: this rank's replica.
+        replica: this rank's replica, with the schedule for which the batch was cut.
         kernel: the implementation asked for in the configuration, if any.
         placeholder: this rank holds no token of the batch; its one column stands for none.
+        clock: of the model.
     """
 
     batch: BatchLayout
     replica: Replica
     kernel: str | None
     placeholder: bool
+    clock: StepClock
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +129,9 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, replica: Replica, kernel: str | None) -> None:
         self.model, self.replica, self.kernel = model, replica, kernel
+        self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self.pretrained = pretrained_of(model)
+        self.clock = StepClock(default_device())
         self._decoder = decoder_of(self.pretrained)
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._token: Any = None
@@ -161,6 +167,14 @@ class ShardedModel:
         """Hooks of a copied model go on working; the replica is the same."""
         return self
 
+    def change_replica(self, replica: Replica) -> None:
+        """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
+
+        Caller: every rank of the replica, between the same two steps.
+        """
+        kept = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
+        self.replica, self._earlier = replica, kept
+
     def restore(self) -> None:
         """Give the model the implementation it had, and forget it."""
         for hook in self._hooks:
@@ -194,20 +208,25 @@ class ShardedModel:
             kwargs["position_ids"] = torch.zeros_like(positions)
             tokens, positions = tokens[:, :0], positions[:, :0]
             mask = None if mask is None else mask[:, :0]
-        batch = agree_on_batch(
-            self.replica,
-            tokens.shape[:2],
-            self.pretrained.dtype,
-            tokens.device,
-            position_ids=positions,
-            attention_mask=mask,
-            cu_seqlens=cu_seqlens,
-        )
+        with self.clock.phase(IDLE, "agree_on_batch"):
+            batch = agree_on_batch(
+                self.replica,
+                tokens.shape[:2],
+                self.pretrained.dtype,
+                tokens.device,
+                position_ids=positions,
+                attention_mask=mask,
+                cu_seqlens=cu_seqlens,
+                cut_for=marked_schedule(given),
+                earlier=[replica.schedule for replica in self._earlier],
+            )
         if torch.is_grad_enabled():
             self.positions = given
         if not is_weightless(given):
             self.on_batch(batch)
-        self._token = _forward.set(_Forward(batch, self.replica, self.kernel, placeholder))
+        replica = next(known for known in (self.replica, *self._earlier) if known.schedule == batch.schedule)
+        self.clock.holds_batch(batch.batch_size, batch.tokens[replica.rank], batch.length)
+        self._token = _forward.set(_Forward(batch, replica, self.kernel, placeholder, self.clock))
         return (), kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -310,6 +329,7 @@ def _sharded_attention(
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
+        clock=forward.clock,
     )
     if forward.placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))

@@ -43,7 +43,7 @@ class Look:
         attention_flops, tokens: work of the rank in a step.
         attention_s_per_flop, model_s_per_token: its cost, of attention and of the rest of forward and backward; None
             where the rank had no such work.
-        error: relative standard error of these costs.
+        error: relative standard error of `own_s`.
         growth: by what factor the work on the rank may grow before its memory is full.
         step_s: duration of a step. length: tokens of a typical sequence.
     """

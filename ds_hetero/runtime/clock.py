@@ -1,7 +1,8 @@
 """Where the time of a step goes on this rank, measured without making the device wait.
 
     with clock.phase(ATTENTION, "attention"):        a range with that name in a torch profiler's trace, and its time
-    clock.forward_begins() ... clock.end_step()      the engine's steps; `StepClock.taken` gives what is known of them
+    with clock.forward(True), clock.backward()       what the engine does, and
+    clock.end_step()                                 its steps; `StepClock.taken` gives what is known of them
 
 On CUDA a phase is two events on the current stream, read when they have happened, so waiting for another rank counts
 where the stream waits; elsewhere it is the wall clock of the thread that computes. A phase inside another one has its
@@ -11,7 +12,6 @@ name in the trace, and its time belongs to the outer one.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,17 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-__all__ = ["ALL_TO_ALL", "ATTENTION", "IDLE", "RING_WAIT", "UNTIMED", "Clock", "StepClock", "StepTimes"]
+__all__ = [
+    "ALL_TO_ALL",
+    "ATTENTION",
+    "IDLE",
+    "RING_WAIT",
+    "UNTIMED",
+    "Clock",
+    "StepClock",
+    "StepTimes",
+    "running_clock",
+]
 
 ATTENTION = "attention"  # kernels, and the merging of what they return
 ALL_TO_ALL = "all_to_all"  # packing, moving, and waiting for the slowest of the group
@@ -45,8 +55,9 @@ class StepTimes:
         model_s: of forward and backward outside those phases, up to the last exchange of a backward: the rank's work
             that grows with its tokens. What `step_s` has beyond all of these is the optimizer, the loader, the host,
             and collectives that run on streams of their own.
-        attention_flops: operations of this rank's attention as it was computed, 4 a pair of query and key, head and
-            element of a head forward, 10 backward.
+        attention_flops: operations of this rank's attention, 4 a pair of query and key, head and element of a head
+            forward, as often as it is computed, and 10 backward.
+        attention_backward_flops: the backward's part of them.
         tokens: held by this rank, of all rows and micro-batches.
         length: tokens of the longest sequence over all ranks; sequences: rows, of all micro-batches.
     """
@@ -58,6 +69,7 @@ class StepTimes:
     idle_s: float
     model_s: float
     attention_flops: int
+    attention_backward_flops: int
     tokens: int
     length: int
     sequences: int
@@ -77,7 +89,7 @@ class Clock:
         with record_function(_PREFIX + name):
             yield
 
-    def computed_attention(self, flops: int) -> None:
+    def computed_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention; see `StepTimes`."""
 
     def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
@@ -94,9 +106,10 @@ class _Step:
     begin: _Mark | None = None
     end: _Mark | None = None
     ranges: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)
-    windows: list[tuple[int, _Mark]] = field(default_factory=list)  # of a forward: ranges before it, its beginning
+    passes: list[tuple[int, int, _Mark, _Mark]] = field(default_factory=list)  # first and last range, begin, end
     is_training: bool = True
     attention_flops: int = 0
+    attention_backward_flops: int = 0
     tokens: int = 0
     length: int = 0
     sequences: int = 0
@@ -130,9 +143,10 @@ class StepClock(Clock):
                 self._step.ranges.append((kind, begin, self._now()))
                 self._inside = False
 
-    def computed_attention(self, flops: int) -> None:
+    def computed_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention."""
         self._step.attention_flops += flops
+        self._step.attention_backward_flops += flops if backward else 0
 
     def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
         """Count a micro-batch."""
@@ -143,13 +157,41 @@ class StepClock(Clock):
 
     # --- the engine's steps -------------------------------------------------------------------------
 
-    def forward_begins(self, training: bool) -> None:
-        """Called before each forward; a step with an evaluation in it says nothing about training and is dropped."""
-        step = self._step
-        now = self._now()
-        step.begin = now if step.begin is None else step.begin
-        step.is_training &= training
-        step.windows.append((len(step.ranges), now))
+    @contextmanager
+    def forward(self, training: bool) -> Iterator[None]:
+        """Around a forward; a step with an evaluation in it says nothing about training and is dropped."""
+        with record_function(_PREFIX + "forward"):
+            step, begin = self._step, self._now()
+            step.begin = begin if step.begin is None else step.begin
+            step.is_training &= training
+            first = len(step.ranges)
+            try:
+                yield
+            finally:
+                step.passes.append((first, len(step.ranges), begin, self._now()))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward; what follows its last exchange may be a wait for gradients of other ranks."""
+        with record_function(_PREFIX + "backward"):
+            step, begin = self._step, self._now()
+            first = len(step.ranges)
+            try:
+                yield
+            finally:
+                in_block = [i for i in range(first, len(step.ranges)) if step.ranges[i][0] in _IN_BLOCK]
+                if in_block:
+                    step.passes.append((first, in_block[-1] + 1, begin, step.ranges[in_block[-1]][2]))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have `running_clock` return this clock inside: for code that is called by a framework, not by us."""
+        global _running
+        before, _running = _running, self
+        try:
+            yield
+        finally:
+            _running = before
 
     def end_step(self) -> None:
         """Called after each optimizer step."""
@@ -177,12 +219,7 @@ class StepClock(Clock):
         total = dict.fromkeys((*_IN_BLOCK, IDLE), 0.0)
         for (kind, _, _), second in zip(step.ranges, seconds, strict=True):
             total[kind] += second
-        in_block = [i for i, (kind, _, _) in enumerate(step.ranges) if kind in _IN_BLOCK]
-        model_s = 0.0
-        for (first, begin), after in zip(step.windows, [*(w[0] for w in step.windows[1:]), len(seconds)], strict=True):
-            last = in_block[bisect_right(in_block, after - 1) - 1] if in_block else -1
-            if last >= first:
-                model_s += elapsed(begin, step.ranges[last][2]) - sum(seconds[first : last + 1])
+        model_s = sum(elapsed(begin, end) - sum(seconds[first:last]) for first, last, begin, end in step.passes)
         return StepTimes(
             step_s=elapsed(step.begin, step.end),
             attention_s=total[ATTENTION],
@@ -191,10 +228,19 @@ class StepClock(Clock):
             idle_s=total[IDLE],
             model_s=max(model_s, 0.0),
             attention_flops=step.attention_flops,
+            attention_backward_flops=step.attention_backward_flops,
             tokens=step.tokens,
             length=step.length,
             sequences=step.sequences,
         )
+
+
+_running: Clock = UNTIMED
+
+
+def running_clock() -> Clock:
+    """The clock of the engine that is in a forward, a backward or a step; `UNTIMED` outside."""
+    return _running
 
 
 def _wall_clock() -> tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool]]:

@@ -225,7 +225,7 @@ def ring_forward(
     Caller: every rank of the replica, in the forward of `attention`.
     Messages: one KV block per sub-ring and round to the next group that needs it.
     """
-    clock.computed_attention(_FORWARD_FLOPS * ring.pairs * q.shape[-1])
+    clock.computed_attention(_FORWARD_FLOPS * ring.pairs * q.shape[-1], backward=False)
     if call := ring.undivided:
         with clock.phase(ATTENTION, "attention"):
             out, lse = kernel.forward(q, k, v, call.band, scale, softcap)
@@ -350,7 +350,7 @@ def ring_backward(
     Caller: every rank of the replica, in the backward of `attention`.
     Messages: per sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
     """
-    clock.computed_attention(_BACKWARD_FLOPS * ring.pairs * q.shape[-1])
+    clock.computed_attention(_BACKWARD_FLOPS * ring.pairs * q.shape[-1], backward=True)
     if call := ring.undivided:
         with clock.phase(ATTENTION, "attention_backward"):
             return kernel.backward(dout, q, k, v, out, lse, call.band, scale, softcap)

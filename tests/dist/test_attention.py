@@ -179,7 +179,7 @@ def test_every_phase_is_named_and_work_is_counted_where_it_is_done():
     schedule = Schedule(num_heads=8, num_kv_heads=2, groups=groups)
     found = run_ranks(_trace, 4, schedule)
     phases = {"gather_sequence", "attention", "ring_wait", "ring_finish", "scatter_output"}
-    phases |= {"gather_output_heads", "attention_backward", "scatter_sequence"}
+    phases |= {"forward", "backward", "gather_output_heads", "attention_backward", "scatter_sequence"}
     for names, times in found:
         assert phases <= names
         assert min(times.attention_s, times.all_to_all_s, times.ring_wait_s, times.model_s) > 0
@@ -197,10 +197,12 @@ def _trace(rank, schedule):
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     kernel, clock = select(CPU, torch.float32, 4, None, None), StepClock(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        clock.forward_begins(training=True)
         q, kv = torch.randn(1, 8, len(mine), 4), torch.randn(2, 1, 2, len(mine), 4)
         leaves = [x.requires_grad_() for x in (q, *kv.unbind())]
-        attention(*leaves, replica, batch, kernel=kernel, clock=clock).sum().backward()
+        with clock.forward(training=True):
+            out = attention(*leaves, replica, batch, kernel=kernel, clock=clock)
+        with clock.backward():
+            out.sum().backward()
         clock.end_step()
     names = {event.key.removeprefix("ds_hetero.") for event in profile.key_averages() if "ds_hetero." in event.key}
     return names, clock.taken()[0]

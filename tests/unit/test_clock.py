@@ -26,15 +26,21 @@ class Times:
                 self.now += seconds
 
     def micro_batch(self) -> None:
-        self.clock.forward_begins(training=True)
-        self.spend(0.01, IDLE)  # agreeing on the batch
-        for _ in range(2):  # forward, backward
-            self.spend(2)
-            self.spend(0.1, ALL_TO_ALL)
-            self.spend(3, ATTENTION)
-            self.spend(0.5, RING_WAIT)
-            self.spend(0.1, ALL_TO_ALL)
-        self.spend(7)  # what follows the last exchange of the backward, such as waiting for gradients
+        with self.clock.forward(training=True):
+            self.spend(0.01, IDLE)  # agreeing on the batch
+            self.block()
+            self.spend(4)  # the head
+        self.spend(50)  # a loss of the user's, which may wait for other ranks
+        with self.clock.backward():
+            self.block()
+            self.spend(7)  # may be a wait for gradients
+
+    def block(self) -> None:
+        self.spend(2)
+        self.spend(0.1, ALL_TO_ALL)
+        self.spend(3, ATTENTION)
+        self.spend(0.5, RING_WAIT)
+        self.spend(0.1, ALL_TO_ALL)
 
 
 @pytest.fixture
@@ -46,18 +52,20 @@ def test_a_step_of_two_micro_batches(times):
     times.spend(100)  # before the first forward
     for _ in range(2):
         times.micro_batch()
-        times.clock.computed_attention(50)
+        times.clock.computed_attention(20, backward=False)
+        times.clock.computed_attention(50, backward=True)
         times.clock.holds_batch(2, 30, 40)
     times.spend(1, IDLE)
     times.clock.end_step()
     (step,) = times.clock.taken()
-    assert step.step_s == pytest.approx(2 * (0.01 + 2 * 5.7 + 7) + 1)
+    assert step.step_s == pytest.approx(2 * (0.01 + 2 * 5.7 + 4 + 50 + 7) + 1)
     assert step.attention_s == pytest.approx(12)
     assert step.all_to_all_s == pytest.approx(0.8)
     assert step.ring_wait_s == pytest.approx(2)
     assert step.idle_s == pytest.approx(1.02)
-    assert step.model_s == pytest.approx(8)
-    assert (step.attention_flops, step.tokens, step.length, step.sequences) == (100, 120, 40, 4)
+    assert step.model_s == pytest.approx(16)
+    assert (step.attention_flops, step.attention_backward_flops) == (140, 100)
+    assert (step.tokens, step.length, step.sequences) == (120, 40, 4)
     assert times.clock.taken() == []
 
 
@@ -82,8 +90,8 @@ def test_steps_that_the_device_has_not_finished_are_given_out_later(times):
 
 def test_a_step_with_an_evaluation_in_it_is_dropped(times):
     times.micro_batch()
-    times.clock.forward_begins(training=False)
-    times.spend(50, ATTENTION)
+    with times.clock.forward(training=False):
+        times.spend(50, ATTENTION)
     times.clock.end_step()
     times.micro_batch()
     times.clock.end_step()
@@ -92,8 +100,7 @@ def test_a_step_with_an_evaluation_in_it_is_dropped(times):
 
 
 def test_a_phase_inside_a_phase_belongs_to_the_outer_one(times):
-    times.clock.forward_begins(training=True)
-    with times.clock.phase(IDLE, "outer"), times.clock.phase(ATTENTION, "inner"):
+    with times.clock.forward(True), times.clock.phase(IDLE, "outer"), times.clock.phase(ATTENTION, "inner"):
         times.now += 1
     times.clock.end_step()
     (step,) = times.clock.taken()
@@ -101,10 +108,10 @@ def test_a_phase_inside_a_phase_belongs_to_the_outer_one(times):
 
 
 def test_a_failing_phase_leaves_the_clock_in_order(times):
-    times.clock.forward_begins(training=True)
-    with pytest.raises(ValueError), times.clock.phase(IDLE, "fails"):
+    with pytest.raises(ValueError), times.clock.forward(True), times.clock.phase(IDLE, "fails"):
         raise ValueError
-    times.spend(2, ATTENTION)
+    with times.clock.forward(True):
+        times.spend(2, ATTENTION)
     times.clock.end_step()
     assert times.clock.taken()[0].attention_s == 2
 

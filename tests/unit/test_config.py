@@ -59,7 +59,8 @@ def test_no_section_or_a_disabled_one_is_none() -> None:
 def test_defaults_are_those_of_the_manual() -> None:
     section = read()
     assert (section.cluster, section.schedule, section.zero_partition) == ("measure", "plan", "uniform")
-    assert section.layout is section.attention is None and not section.replan.enabled
+    assert section.layout is section.attention is None
+    assert (section.replan.enabled, section.replan.interval_steps, section.replan.min_gain) == (False, 5, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),
         ({"zero_partition": [1, -1]}, r'"heterogeneity.zero_partition": \[1, -1\] must hold one finite weight >= 0'),
         ({"zero_partition": [0, 0]}, r"and not only zeros"),
-        ({"replan": {"enabled": True}}, r'replan is not in this release; set "replan": {"enabled": false}'),
+        ({"replan": {"enabled": 1}}, r'"heterogeneity.replan.enabled": 1. It takes true or false'),
         (
             {"replan": {"intervall_steps": 1}},
             r'"heterogeneity.replan.intervall_steps" is unknown \(did you mean "interval',

@@ -1,0 +1,177 @@
+"""Another schedule for a job that is running: the planner on devices as fast as they turned out to be.
+
+Rank 0 decides for all replicas, since it alone has read the cluster; see `ds_hetero.planner.rebalance` for when a
+schedule changes. Where the cluster or the model has no cost model, shares follow the measured costs alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import exp, log
+from statistics import fmean
+
+from ds_hetero.cluster import Cluster
+from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cost import CostModel, make_cost_model
+from ds_hetero.errors import HeteroError
+from ds_hetero.integrations.planning import Forecast, time_text
+from ds_hetero.planner.planning import plan_workload
+from ds_hetero.planner.rebalance import Decision, Fit, Look, Policy, ProportionalFit
+from ds_hetero.schedule import Schedule
+
+__all__ = ["PlannedFit", "PlannedFits", "Replanner"]
+
+logger = logging.getLogger(__name__)
+
+_ALIKE = 0.02  # equal devices whose speeds differ by less are taken to be equal
+
+
+class Replanner:
+    """The policies of all replicas; rank 0 has one.
+
+    Args:
+        num_replicas: replicas of the job.
+        forecasts: of every replica; none where the cluster is not known.
+        min_gain: the section's.
+        layout: the section's, None for the planner's choice.
+        causal: attention is causal.
+    """
+
+    def __init__(
+        self, num_replicas: int, forecasts: Sequence[Forecast], min_gain: float, layout: str | None, causal: bool
+    ) -> None:
+        fits: list[Callable[[Schedule, Look], Fit]] = [PlannedFits(forecast.cost, layout) for forecast in forecasts]
+        fits = fits or [partial(ProportionalFit, causal=causal)] * num_replicas
+        self._policies = [Policy(fit, min_gain) for fit in fits]
+
+    def decide(self, schedules: Sequence[Schedule], looks: Sequence[Look]) -> list[Decision | None]:
+        """For every replica; None where its schedule stays."""
+        return [
+            policy.decide(schedule, look) if schedule.sp_size > 1 else None
+            for policy, schedule, look in zip(self._policies, schedules, looks, strict=True)
+        ]
+
+
+class PlannedFits:
+    """Makes a `PlannedFit` of each look at one replica, and remembers what ranks without work were last known to do."""
+
+    def __init__(self, cost: CostModel, layout: str | None) -> None:
+        self._cost, self._layout = cost, layout
+        self._speeds = [1.0] * cost.cluster.num_ranks
+
+    def __call__(self, schedule: Schedule, look: Look) -> PlannedFit:
+        """See `PlannedFit`."""
+        fit = PlannedFit(schedule, look, self._cost, self._layout, self._speeds)
+        self._speeds = fit.speeds
+        return fit
+
+
+class PlannedFit:
+    """The cost model with every device as fast as it was measured to be under the present schedule.
+
+    Args:
+        schedule: the present one, in global ranks.
+        look: at it.
+        cost: of the replica's cluster as it is described.
+        layout: the section's.
+        before: speeds of the ranks as far as they were known.
+
+    Attributes:
+        speeds: of every rank, over what the cluster's description makes of it.
+    """
+
+    def __init__(
+        self, schedule: Schedule, look: Look, cost: CostModel, layout: str | None, before: Sequence[float]
+    ) -> None:
+        self._schedule, self._layout = schedule, layout
+        sequences = sum(look.tokens) / look.length
+        micro_batches = max(round(sequences / cost.workload.micro_batch), 1)
+        workload = replace(cost.workload, seq_len=look.length, micro_batches=micro_batches)
+        described = make_cost_model(cost.name, cost.cluster, cost.model, workload)
+        self.speeds = _speeds(described, schedule.shifted(0), look, before)
+        cluster = _at_speeds(cost.cluster, _snapped(cost.cluster.devices, self.speeds, max(look.error)))
+        self._cost = make_cost_model(cost.name, cluster, cost.model, workload)
+        self._present_s = self._iteration_s(schedule)
+
+    def gain(self, candidate: Schedule) -> float:
+        """The share of a step's time that ``candidate`` is predicted to save."""
+        return 1 - self._iteration_s(candidate) / self._present_s
+
+    def best(self) -> Schedule | None:
+        """The planner's choice; None where nothing fits into memory."""
+        started = time.perf_counter()
+        try:
+            plan = plan_workload(
+                self._cost.cluster,
+                self._cost.model,
+                self._cost.workload,
+                cost_model=self._cost.name,
+                layout=self._layout,
+            )
+        except HeteroError as error:
+            logger.warning("no other schedule is looked for: %s", error)
+            return None
+        logger.debug("searched another schedule for %s", time_text(time.perf_counter() - started))
+        return plan.schedule.shifted(self._schedule.ranks[0])
+
+    def _iteration_s(self, schedule: Schedule) -> float:
+        return self._cost.predict(schedule.shifted(0)).iteration_s
+
+
+def _speeds(cost: CostModel, schedule: Schedule, look: Look, before: Sequence[float]) -> list[float]:
+    """Time that the model expects a rank to compute, over what it did; as before for a rank without work."""
+    work = cost.workload
+    tokens = schedule.tokens(work.seq_len)
+    busy_s = cost.predict(schedule).busy_s
+    expected = [
+        (busy_s[rank] * cost.model.num_layers + float(cost.loss_s_per_token_D[rank]) * tokens[rank])
+        * work.micro_batches
+        for rank in range(cost.cluster.num_ranks)
+    ]
+    own_s = look.own_s
+    return [e / s if e and s else old for e, s, old in zip(expected, own_s, before, strict=True)]
+
+
+def _snapped(devices: Sequence[DeviceSpec], speeds: Sequence[float], error: float) -> list[float]:
+    """Speeds of equal devices made equal where they differ by noise only, which keeps the search small and exact."""
+    out = list(speeds)
+    for device in dict.fromkeys(devices):
+        ranks = sorted((r for r, d in enumerate(devices) if d == device), key=lambda r: speeds[r])
+        runs: list[list[int]] = []
+        for rank in ranks:
+            if runs and log(speeds[rank] / speeds[runs[-1][0]]) <= max(_ALIKE, 3 * error):
+                runs[-1].append(rank)
+            else:
+                runs.append([rank])
+        for run in runs:
+            mean = exp(fmean(log(speeds[rank]) for rank in run))
+            for rank in run:
+                out[rank] = mean
+    return out
+
+
+def _at_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
+    """The cluster with every rank's device that much faster at everything it computes."""
+    at = iter(speeds)
+    nodes = tuple(
+        replace(node, devices=tuple(_at_speed(device, next(at)) for device in node.devices)) for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
+    efficiency = replace(
+        device.efficiency,
+        kernel_overhead_s=device.efficiency.kernel_overhead_s / speed,
+        attention_overhead_s=device.efficiency.attention_overhead_s / speed,
+    )
+    return replace(
+        device,
+        peak_flops_per_s=device.peak_flops_per_s * speed,
+        memory_bytes_per_s=device.memory_bytes_per_s * speed,
+        efficiency=efficiency,
+    )

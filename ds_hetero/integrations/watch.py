@@ -1,0 +1,240 @@
+"""Looks at where the ranks' time goes, every few steps: tells the monitor, keeps a table, changes schedules.
+
+A look is one small all_gather; where re-planning is on, rank 0 then decides and tells the others, which is one more.
+Nothing here waits for the device: steps that it has not finished are looked at next time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ds_hetero.cluster.profile import default_device
+from ds_hetero.errors import ModelError
+from ds_hetero.integrations.agreement import Agreement
+from ds_hetero.integrations.outlook import announce
+from ds_hetero.integrations.planning import model_of
+from ds_hetero.integrations.replanning import Replanner
+from ds_hetero.integrations.times import (
+    Paces,
+    RankTimes,
+    events,
+    gather,
+    look_of,
+    peak_flops_per_s,
+    possible_growth,
+    table,
+)
+from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.models import ModelSpec
+from ds_hetero.runtime.exchange import all_gather_bytes
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Change", "Watch"]
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 2  # steps at the start that are not looked at: first calls of kernels, libraries that load late
+AFTER_CHANGE = 1  # the same after a change of schedule: tables and buffers of the new one
+USUAL_INTERVAL = 10  # steps between looks, where neither the section nor steps_per_print says otherwise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One change of schedule in a running job.
+
+    Args:
+        step: optimizer steps that this process has done before it.
+        replica: whose schedule changed, to which, and what it was predicted to save of a step's time.
+    """
+
+    step: int
+    replica: int
+    schedule: Schedule
+    gain: float
+
+
+class Watch:
+    """Looks after one engine.
+
+    Args:
+        steps_per_print: of the engine's configuration; None or infinite, as accelerate sets it, if it does not say.
+        model: what the engine trains.
+        agreed: what the ranks agreed on for the model.
+        change: called on every rank with all replicas' schedules when one has changed.
+
+    Attributes:
+        changes: of the schedules, oldest first; the same on every rank.
+
+    Caller: every rank of the world.
+    """
+
+    def __init__(
+        self,
+        steps_per_print: float | None,
+        model: ShardedModel,
+        agreed: Agreement,
+        change: Callable[[tuple[Schedule, ...]], None],
+    ) -> None:
+        self.changes: list[Change] = []
+        self._model, self._agreed, self._change = model, agreed, change
+        self._schedules = agreed.schedules
+        self._paces = Paces()
+        self._device = default_device()
+        self._peak = peak_flops_per_s(self._device)
+        self._control_device = torch.device("cpu") if "gloo" in dist.get_backend() else self._device
+        replan = agreed.section.replan
+        self._replans = replan.enabled and any(schedule.sp_size > 1 for schedule in self._schedules)
+        printed = int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
+        interval = replan.interval_steps if self._replans else printed
+        (of_rank_0, *_), _ = all_gather_bytes([interval], b"", None, self._control_device)
+        self._interval = of_rank_0[0]
+        self._steps, self._skip = 0, WARM_UP
+        self._totals: list[RankTimes] = []
+        self._replanner: Replanner | None = None
+        self._shape: ModelSpec | None = None
+        self._peaks = [0.0] * dist.get_world_size()
+        self._before_change = nan
+        if dist.get_rank() == 0:
+            self._know_what_is_trained()
+
+    def _know_what_is_trained(self) -> None:
+        """Rank 0 does the sums."""
+        forecasts, section = self._agreed.outlook.forecasts, self._agreed.section
+        try:
+            self._shape = forecasts[0].cost.model if forecasts else model_of(self._model.pretrained)
+        except ModelError as error:
+            logger.debug("no MFU: %s", error)
+        for forecast in forecasts:
+            for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
+                self._peaks[rank] = device.peak_flops_per_s
+        if self._replans:
+            causal = any(getattr(module, "is_causal", False) for module in self._model.pretrained.modules())
+            self._replanner = Replanner(
+                len(self._schedules), forecasts, section.replan.min_gain, section.layout, causal
+            )
+        atexit.register(self.conclude)
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def attach(self, engine: Any) -> None:
+        """Have the methods of a DeepSpeed engine timed, and looks taken after its steps."""
+        clock, model = self._model.clock, self._model
+        forward, backward, step, destroy = engine.forward, engine.backward, engine.step, engine.destroy
+
+        @functools.wraps(forward)
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            with clock.running(), clock.forward(training=model.takes_shards and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+
+        @functools.wraps(backward)
+        def timed_backward(*args: Any, **kwargs: Any) -> Any:
+            with clock.running(), clock.backward():
+                return backward(*args, **kwargs)
+
+        @functools.wraps(step)
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            before = engine.global_steps
+            with clock.running(), record_function("ds_hetero.step"):
+                result = step(*args, **kwargs)
+            if engine.global_steps > before:
+                self.stepped(engine)
+            return result
+
+        @functools.wraps(destroy)
+        def concluded_destroy(*args: Any, **kwargs: Any) -> Any:
+            self.conclude()
+            return destroy(*args, **kwargs)
+
+        engine.forward, engine.backward = timed_forward, timed_backward
+        engine.step, engine.destroy = watched_step, concluded_destroy
+
+    def stepped(self, engine: Any) -> None:
+        """An optimizer step is done."""
+        clock = self._model.clock
+        clock.end_step()
+        self._steps += 1
+        if self._skip:
+            self._skip -= 1
+            clock.taken()
+        elif self._steps % self._interval == 0:
+            self._look(engine)
+
+    # --- looking ------------------------------------------------------------------------------------
+
+    def _look(self, engine: Any) -> None:
+        steps = self._model.clock.taken()
+        for step in steps:
+            self._paces.add(step)
+        mine = RankTimes.of(steps, self._paces, possible_growth(self._device), self._peak)
+        everyone = gather(mine, self._control_device)
+        if not all(rank.steps for rank in everyone):  # evaluating, or a device that is far behind
+            return
+        self._totals = [a + b for a, b in zip(self._totals, everyone, strict=True)] if self._totals else everyone
+        if self._replans:
+            self._say_what_a_change_brought(everyone)
+            self._replan(everyone)
+        if engine.monitor.enabled and dist.get_rank() == 0:
+            told = events(everyone, self._shape, self._peaks, len(self.changes), engine.global_samples)
+            engine.monitor.write_events(told)
+
+    def _replan(self, everyone: Sequence[RankTimes]) -> None:
+        payload = b""
+        if self._replanner is not None:
+            looks = [look_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._schedules]
+            try:
+                decisions = self._replanner.decide(self._schedules, looks)
+            except Exception:  # the other ranks wait for an answer, and training can go on without a new schedule
+                logger.exception("re-planning failed; the schedule stays from now on")
+                self._replanner, decisions = None, []
+            told = {i: [d.schedule.to_dict(), d.gain] for i, d in enumerate(decisions) if d is not None}
+            payload = json.dumps(told).encode() if told else b""
+        _, payloads = all_gather_bytes([], payload, None, self._control_device)
+        if not payloads[0]:
+            return
+        schedules = list(self._schedules)
+        for replica, (data, gain) in json.loads(payloads[0]).items():
+            schedules[int(replica)] = Schedule.from_dict(data)
+            self.changes.append(
+                Change(step=self._steps, replica=int(replica), schedule=schedules[int(replica)], gain=gain)
+            )
+            if dist.get_rank() == 0:
+                announce(
+                    f"step {self._steps}: replica {replica} goes on under another schedule, predicted to save "
+                    f"{gain:.1%} of a step: {json.dumps(data)}"
+                )
+        self._schedules = tuple(schedules)
+        self._change(self._schedules)
+        self._before_change = _s_per_token(everyone)
+        self._model.clock.restart()
+        self._paces.restart()
+        self._skip = AFTER_CHANGE
+
+    def _say_what_a_change_brought(self, everyone: Sequence[RankTimes]) -> None:
+        if dist.get_rank() == 0 and self._before_change == self._before_change:
+            part = _s_per_token(everyone) / self._before_change
+            announce(f"step {self._steps}: since the schedule changed, a token takes {part:.1%} of the time it took")
+        self._before_change = nan
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def conclude(self) -> None:
+        """Rank 0 shows the table, once; what came after the last look is not in it."""
+        atexit.unregister(self.conclude)
+        if self._totals and dist.is_initialized() and dist.get_rank() == 0:
+            announce("\n" + table(self._totals, self._shape, self._peaks, len(self.changes)))
+        self._totals = []
+
+
+def _s_per_token(everyone: Sequence[RankTimes]) -> float:
+    return max(rank.step_s for rank in everyone) / sum(rank.tokens for rank in everyone)
