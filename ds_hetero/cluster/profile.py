@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -121,38 +121,59 @@ def _measure(
     show_progress: bool,
 ) -> dict[str, Any]:
     nodes = nodes_of(ranks)
-    timer = Timer(device, window_s)
     with _progress(show_progress and _rank() == 0) as advance:
-        mine: dict[str, Any] = {"layers": [], "attention": []}
-        problem = None
-        for kind in ("peaks", "layers", "attention"):
-            _barrier()
-            if problem is not None:
-                continue
-            advance(kind, 0.02)
-            try:
-                if kind == "peaks":
-                    mine |= {
-                        "peak_flops_per_s": matmul_probe(timer, dtype),
-                        "memory_bytes_per_s": memory_probe(timer),
-                    }
-                    continue
-                probes = layer_probes(timer, dtype) if kind == "layers" else attention_probes(timer, dtype, attention)
-                for sample in probes:
-                    mine[kind].append(sample)
-                    advance(kind, 0.7 / 16)
-            except Exception as error:  # of any kind: the other ranks wait at the next barrier
-                problem = f"{kind}: {type(error).__name__}: {error}"
+        mine, problem = _time_device(Timer(device, window_s), dtype, attention, advance)
         _expect_measured(_gather(problem))
         mine["links"] = _time_links(nodes, device, advance) if len(ranks) > 1 else {}
         advance("fitting", 1.0)
         samples = _gather(mine)
-    content: dict[str, Any] = _share(cluster_content(ranks, samples) if _rank() == 0 else None)
+    content: dict[str, Any] = {}
+    problem = None
+    if _rank() == 0:
+        try:
+            content = cluster_content(ranks, samples)
+        except Exception as error:  # of any kind: the other ranks wait for the content
+            problem = f"fitting: {type(error).__name__}: {error}"
+    problem, content = _share((problem, content))
+    _expect_measured([problem])
     return content
+
+
+def _time_device(
+    timer: Timer, dtype: torch.dtype, attention: AttentionProbe, advance: Any
+) -> tuple[dict[str, Any], str | None]:
+    """This rank's samples, and what went wrong; the other ranks are met before every part all the same."""
+
+    def counted(name: str, samples: Iterable[Any]) -> list[Any]:
+        found = []
+        for sample in samples:
+            found.append(sample)
+            advance(name, 0.7 / 16)
+        return found
+
+    parts: dict[str, Callable[[], Any]] = {
+        "peak_flops_per_s": lambda: matmul_probe(timer, dtype),
+        "memory_bytes_per_s": lambda: memory_probe(timer),
+        "layers": lambda: counted("layers", layer_probes(timer, dtype)),
+        "attention": lambda: counted("attention", attention_probes(timer, dtype, attention)),
+    }
+    found: dict[str, Any] = {}
+    problem = None
+    for name, part in parts.items():
+        _barrier()
+        if problem is None:
+            try:
+                found[name] = part()
+            except Exception as error:  # of any kind, such as memory that does not suffice
+                problem = f"{name}: {type(error).__name__}: {error}"
+    return found, problem
 
 
 def _expect_measured(problems: Sequence[str | None]) -> None:
     """Refuse on every rank what failed on one.
+
+    Args:
+        problems: by rank.
 
     Raises:
         ClusterError: names the ranks.
@@ -160,7 +181,7 @@ def _expect_measured(problems: Sequence[str | None]) -> None:
     failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
     if failed:
         raise ClusterError(
-            "the live ranks cannot be measured; give a cluster file instead. Failed have " + "; ".join(failed) + "."
+            f"the live ranks cannot be measured; give a cluster file instead. What failed is {'; '.join(failed)}."
         )
 
 
@@ -177,6 +198,8 @@ def _time_links(nodes: Mapping[str, Sequence[int]], device: torch.device, advanc
     for name, (ranks, group) in groups.items():
         advance(name, 0.02)
         found[name] = list(all_to_all_round(ranks, group, rank, device))
+        if group is not dist.group.WORLD and rank in ranks:
+            dist.destroy_process_group(group)  # its buffers are the model's now
     return found
 
 
@@ -217,8 +240,8 @@ def _network_namespace() -> str:
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator, or the CPU where there is none."""
-    if not torch.cuda.is_available():
+    """This rank's accelerator; the CPU where there is none, or where DeepSpeed is told to use it."""
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 

@@ -272,7 +272,18 @@ def _outlook(
 
 
 def agreed(compute: Callable[[], Any]) -> list[Any]:
-    """What ``compute`` returned on every rank, as JSON; or, on every rank, the first error of any."""
+    """What ``compute`` returned on every rank, by rank; or, on every rank, what went wrong on any.
+
+    Args:
+        compute: returns what JSON can say.
+
+    Caller: every rank of the world.
+    Collectives: one `all_gather_bytes`.
+
+    Raises:
+        HeteroError: of the first rank that raised one, with the messages of all.
+        PeerError: a rank failed in a way that is no rule of ds_hetero's.
+    """
     mine: Exception | None = None
     try:
         told: dict[str, Any] = {"result": compute()}
