@@ -49,6 +49,13 @@ def test_example_trains_alike_on_uneven_ranks_and_in_one_process(example, stage,
     assert uneven == pytest.approx(expected, abs=2e-3)  # the Trainer logs four digits
 
 
+def test_unequal_replicas_train_as_one_rank():
+    script = str(EXAMPLES / "unequal_replicas.py")
+    expected = _run(1, script, *SHORT, "--degrees", "1")
+    assert len(expected) == 4
+    assert _run(3, script, *SHORT, "--degrees", "1", "2") == pytest.approx(expected, abs=2e-4)
+
+
 def test_prefill_equals_that_of_one_process():
     assert _run(4, str(EXAMPLES / "prefill.py"), "--tokens", "256") == []
 
