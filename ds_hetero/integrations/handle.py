@@ -67,7 +67,10 @@ class Handle:
         self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
     def undo(self) -> None:
-        """Put back everything that was replaced, in the frameworks and in the models."""
+        """Put back everything that was replaced, in the frameworks and in the models.
+
+        Engines of ZeRO-3 with unequal weights cannot be used afterwards.
+        """
         for model in self._models:
             self.outlook(model).conclude()
             if model in self._watches:

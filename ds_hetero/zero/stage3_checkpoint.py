@@ -125,9 +125,13 @@ class _Checkpoints:
         if self._engine.load_universal_checkpoint():
             return stock(load_dir, tag, **kwargs)
         self._saved = examine(self._engine, load_dir, str(tag))
-        if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
+        with_state = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+        if with_state:
             expect_same_parameters(self._saved, self._engine)
-        return stock(load_dir, tag, **kwargs)
+        loaded = stock(load_dir, tag, **kwargs)
+        if not with_state:
+            self._saved = None
+        return loaded
 
     def _get_all_ckpt_names(self, stock: Callable[..., Any], load_dir: str, tag: str) -> list[str]:
         """Load: a rank that the saving job did not have reads what is the same for all from the first file."""

@@ -140,14 +140,15 @@ def _load_all(rank: int, folder: str, layouts: dict[str, Any], whole: list[Any],
             engine.destroy()
 
 
-def test_faulty_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_faulty_checkpoints_are_refused_and_weights_load_alone(tmp_path: Path) -> None:
     run_deepspeed(_meet_faults, 2, str(tmp_path))
 
 
 def _meet_faults(rank: int, folder: str) -> None:
     import deepspeed
 
-    handle, engine = launch("3:1")
+    bf16 = {"bf16": {"enabled": True}}
+    handle, engine = launch("3:1", **bf16)
     train(handle, engine, batches(1))
     engine.save_checkpoint(f"{folder}/good", tag="t")
     engine.save_checkpoint(f"{folder}/bad", tag="t")
@@ -157,19 +158,28 @@ def _meet_faults(rank: int, folder: str) -> None:
         files[0].write_bytes(files[0].read_bytes()[:1000])
         files[1].unlink()
     deepspeed.comm.barrier()
-    _, again = launch("1:4")
+    _, again = launch("1:4", **bf16)
     with pytest.raises(CheckpointError) as caught:
         again.load_checkpoint(f"{folder}/bad")
     assert f"{files[0].name} cannot be read" in str(caught.value)
     assert f"{files[1].name} is missing" in str(caught.value)
     larger = llama(num_hidden_layers=3, intermediate_size=48)
-    _, other = launch("1:4", larger)
+    _, other = launch("1:4", larger, **bf16)
     with pytest.raises(CheckpointError, match="of another model") as caught:
         other.load_checkpoint(f"{folder}/good")
     assert "missing: model.embed_tokens.weight, model.layers.0.mlp.up_proj.weight" in str(caught.value)
     assert "model.layers.0.mlp.gate_proj.weight (64, 32) instead of (48, 32)" in str(caught.value)
     assert again.load_checkpoint(f"{folder}/good")[0] is not None
-    for made in (engine, again, other):
+    np.testing.assert_equal(states(again), states(engine))
+
+    _, weights_alone = launch("1:4", **bf16)
+    for param in weights_alone.module.parameters():
+        param.ds_tensor.zero_()
+    assert weights_alone.load_checkpoint(f"{folder}/good", load_optimizer_states=False)[0] is not None
+    ours, theirs = (list(made.module.parameters()) for made in (weights_alone, engine))
+    with deepspeed.zero.GatheredParameters(ours + theirs):
+        assert all(map(torch.equal, ours, theirs))
+    for made in (engine, again, other, weights_alone):
         made.destroy()
 
 
