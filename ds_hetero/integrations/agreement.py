@@ -193,20 +193,23 @@ def agree_on_dealing(ds_config: Mapping[str, Any]) -> Dealing | None:
 
     def read() -> dict[str, Any] | None:
         section = read_section(ds_config)
-        return batches_of_replicas(section) if section is not None and dist.get_rank() == 0 else None
+        listed = batches_of_replicas(section) if section is not None and dist.get_rank() == 0 else None
+        if listed is not None:
+            ranks = [list(schedule.ranks) for schedule in read_replicas(listed)[0]]
+            if sorted(chain.from_iterable(ranks)) != list(range(dist.get_world_size())):
+                raise ScheduleError(
+                    f"the schedules of the replicas hold ranks {ranks}, the job has {dist.get_world_size()} processes; "
+                    "each needs one place."
+                )
+        return listed
 
     listed = agreed(read)[0]
     if listed is None:
         return None
     schedules, split = read_replicas(listed)
     assert split is not None
-    for replica_id, schedule in enumerate(schedules):
-        if dist.get_rank() in schedule.ranks:
-            return Dealing(split, replica_id)
-    raise ScheduleError(
-        f"the schedules of the replicas hold ranks {[list(s.ranks) for s in schedules]}, the job has "
-        f"{dist.get_world_size()} processes; each needs one place."
-    )
+    (replica_id,) = (i for i, schedule in enumerate(schedules) if dist.get_rank() in schedule.ranks)
+    return Dealing(split, replica_id)
 
 
 def _measure(section: HeterogeneitySection, dtype: torch.dtype) -> dict[str, Any]:

@@ -278,7 +278,7 @@ class _Door:
         engine.seq_parallel_group = replica.sp_group
         if replica.batch_split is not None:
             _tell_batches(engine, replica.batch_split, replica.replica_id)
-        engine.backward = _scaling_losses(engine.backward, LossScaling(converted), engine)
+        _scale_losses(engine, LossScaling(converted))
         for name in ("forward", "backward", "step"):
             setattr(engine, name, _naming_lost_peers(getattr(engine, name), name))
         self._handle.outlook(converted).watch(engine)
@@ -405,17 +405,23 @@ def _tell_batches(engine: Any, split: BatchSplit, replica_id: int) -> None:
     engine.set_train_batch_size = engine.set_train_micro_batch_size = refuse
 
 
-def _scaling_losses(backward: Callable[..., Any], scaling: LossScaling, engine: Any) -> Callable[..., Any]:
-    """The engine's backward, of losses of any convention."""
+def _scale_losses(engine: Any, scaling: LossScaling) -> None:
+    """Have the engine's backward take losses of any convention, and its step check that it was used."""
+    backward, step = engine.backward, engine.step
 
     @functools.wraps(backward)
-    def scaled(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+    def scaled_backward(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         divisor = engine.gradient_accumulation_steps() if scale_wrt_gas else 1
         with running_clock().phase(IDLE, "loss"):
             loss = scaling.scale(loss, divisor)
         return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
-    return scaled
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        scaling.expect_scaled()
+        return step(*args, **kwargs)
+
+    engine.backward, engine.step = scaled_backward, checked_step
 
 
 @contextlib.contextmanager

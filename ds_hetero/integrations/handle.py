@@ -155,6 +155,7 @@ class Handle:
             whole: Tensor = outputs.loss
             return whole if num_items is None else whole * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
+        self._model.scaled = True
         divisor = 1
         if num_items is None and self.replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), self.replica.batch_split.micro_steps

@@ -53,8 +53,11 @@ class LossScaling:
             ConfigError: the loss follows another convention than it should; on every rank.
             BatchError: the batch did not come from the loader, so that its labels are not known; on every rank.
         """
-        if is_scaled(loss):
-            return loss
+        scaled = loss if is_scaled(loss) else self._by_convention(loss, divisor)
+        self._model.scaled = True
+        return scaled
+
+    def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica
         convention = self._model.convention or "replica_mean"
         if convention not in self._checked and self._expect(convention, loss):
@@ -71,6 +74,21 @@ class LossScaling:
             )
         num_tokens = None if labels is None else labels.ne(IGNORE_INDEX).sum()
         return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
+
+    def expect_scaled(self) -> None:
+        """Before the engine's step: refuse gradients of a loss that was differentiated without coming here.
+
+        Raises:
+            ConfigError: the loss needed scaling; on every rank.
+        """
+        model = self._model
+        forgotten, model.positions = model.positions is not None and not model.scaled, None
+        model.scaled = False
+        if forgotten and (model.convention is not None or model.replica.batch_split is not None):
+            raise ConfigError(
+                "backward was called on the loss itself, which leaves it without the scale that the engine's average "
+                "needs. Call engine.backward(loss), or take the loss from handle.loss."
+            )
 
     def _expect(self, convention: str, loss: Tensor) -> bool:
         """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""

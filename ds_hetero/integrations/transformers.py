@@ -137,6 +137,7 @@ class ShardedModel:
         self._token: Any = None
         self.on_batch: Callable[[BatchLayout], None] = lambda batch: None  # called when a sharded forward begins
         self.convention: str | None = None  # of losses that the training script computes itself
+        self.scaled = False  # a loss of the right scale was made of a forward since the engine's last step
         self.positions: Tensor | None = None  # of the batch of the latest one that a backward may follow
         self._configs = {id(m.config): m.config for m in self.pretrained.modules() if hasattr(m, "config")}
         for key, config in self._configs.items():

@@ -129,11 +129,12 @@ class _AllGather(torch.autograd.Function):
 def test_a_loss_that_contradicts_the_convention_is_refused() -> None:
     first, *others = run_deepspeed(_contradict, 2)
     assert all(other == first for other in others)
-    undeclared, declared, copied = first
+    undeclared, declared, copied, forgotten = first
     assert "the loss given to backward differs between the ranks of a replica (by rank ['" in undeclared
     assert '"heterogeneity": {"loss": "local_mean"}' in undeclared
     assert '"heterogeneity.loss" is "local_mean", but the loss given to backward is the same on all ranks' in declared
     assert 'a loss by the convention "local_mean" needs the labels of its batch' in copied
+    assert "backward was called on the loss itself" in forgotten
 
 
 def _contradict(rank: int) -> list[str]:
@@ -160,4 +161,8 @@ def _contradict(rank: int) -> list[str]:
         with pytest.raises(HeteroError) as caught:
             engine.backward(loss)
         said.append(str(caught.value))
-    return said
+    batch = next(iter(handle.dataloader([collate(samples(2))], batches="same")))
+    _loss(engine(**batch).logits, batch["shift_labels"], "local_mean", handle.replica).backward()
+    with pytest.raises(HeteroError) as caught:
+        engine.step()
+    return [*said, str(caught.value)]

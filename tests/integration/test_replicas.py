@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.tiny import (
@@ -138,9 +138,10 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 def test_another_global_batch_is_refused() -> None:
     first, *others = run_deepspeed(_refuse, 4)
     assert all(other == first for other in others)
-    stated, product, changed = first
+    stated, product, missing, changed = first
     assert "take 2 x 3 + 1 x 2 = 8 samples per optimizer step, but train_batch_size is 6" in stated
     assert "but train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 3 x 1 is 6" in product
+    assert "the schedules of the replicas hold ranks [[0, 1, 2]], the job has 4 processes" in missing
     assert "the batch cannot be changed while replicas take different ones" in changed
 
 
@@ -148,7 +149,7 @@ def _refuse(rank: int) -> list[str]:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.errors import ConfigError
+    from ds_hetero.errors import ConfigError, HeteroError
 
     ds_hetero.register()
     said = []
@@ -157,6 +158,10 @@ def _refuse(rank: int) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             deepspeed.initialize(model=model, optimizer=adam(model), config=config(1, **wrong))
         said.append(str(caught.value))
+    missing = {"schedule": {"version": 1, "replicas": REPLICAS["replicas"][:1]}}
+    with pytest.raises(HeteroError) as caught:
+        deepspeed.initialize(model=model, optimizer=adam(model), config=config(1, heterogeneity=missing))
+    said.append(str(caught.value))
     model = llama()
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config(1, train_batch_size=8))
     with pytest.raises(ConfigError) as caught:
@@ -168,9 +173,12 @@ def _refuse(rank: int) -> list[str]:
 
 
 def test_an_accelerate_loop_equals_one_process() -> None:
-    expected = run_deepspeed(_accelerate_loops, 1, [None], env={"ACCELERATE_USE_CPU": "true"})[0][None]
-    for results in run_deepspeed(_accelerate_loops, 4, [0, 1, 2, 3], env={"ACCELERATE_USE_CPU": "false"}):
-        for stage, ours in results.items():
+    one_process = [(None, False), (None, True)]  # stage; from a stream, whose length is not known
+    cases = [(0, False), (1, True), (2, False), (3, False)]
+    known = run_deepspeed(_accelerate_loops, 1, one_process, env={"ACCELERATE_USE_CPU": "true"})[0]
+    for results in run_deepspeed(_accelerate_loops, 4, cases, env={"ACCELERATE_USE_CPU": "false"}):
+        for (stage, stream), ours in zip(cases, results, strict=True):
+            expected = known[stream]
             assert ours["rates"] == expected["rates"]
             np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5, err_msg=f"stage {stage}")
             if stage:
@@ -178,12 +186,19 @@ def test_an_accelerate_loop_equals_one_process() -> None:
             assert_same_parameters(ours["parameters"], expected["parameters"])
 
 
-def _accelerate_loops(rank: int, stages: list[int | None]) -> dict[int | None, Any]:
-    return {stage: _accelerate_loop(stage) for stage in stages}
+class Stream(IterableDataset[Any]):
+    """The samples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(data())
 
 
-def _accelerate_loop(stage: int | None) -> dict[str, Any]:
-    """Shuffled; ``stage`` None is one process without DeepSpeed."""
+def _accelerate_loops(rank: int, cases: list[tuple[int | None, bool]]) -> list[Any]:
+    return [_accelerate_loop(stage, stream) for stage, stream in cases]
+
+
+def _accelerate_loop(stage: int | None, stream: bool) -> dict[str, Any]:
+    """Shuffled, if it is no stream; ``stage`` None is one process without DeepSpeed."""
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, set_seed
@@ -205,7 +220,7 @@ def _accelerate_loop(stage: int | None) -> dict[str, Any]:
     model = llama()
     optimizer = adam(model)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
-    loader: Any = DataLoader(data(), GLOBAL_BATCH, shuffle=True)
+    loader: Any = DataLoader(Stream() if stream else data(), GLOBAL_BATCH, shuffle=not stream)
     evaluation: Any = DataLoader(samples(3), 3)
     set_seed(0)
     model, optimizer, loader, evaluation, scheduler = accelerator.prepare(

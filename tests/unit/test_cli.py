@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from ds_hetero.paths import config_dir
+from ds_hetero.replicas import read_replicas
 
 
 def _run(*arguments):
@@ -97,3 +98,21 @@ def test_bad_input_exits_with_2_and_one_message(tmp_path):
     assert run.returncode == 2
     assert "H1000" in run.stderr
     assert not run.stdout
+
+
+def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
+    clusters = ["--cluster", "hexiseq-setting-1", "--cluster", "hexiseq-setting-2"]
+    job = ["--model", "gpt-7b", "--seq-len", 32768, "--global-batch", 24, "--zero-stage", 1]
+    out = tmp_path / "replicas.json"
+    run = _run("replicas", *clusters, *job, "--out", out, "--json")
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    schedules, split = read_replicas(json.loads(out.read_text()))
+    assert told["schedule"] == json.loads(out.read_text())
+    assert [schedule.sp_size for schedule in schedules] == [8, 12]
+    assert told["global_batch"] == split.samples == 24
+    predicted = told["predicted"]
+    assert max(predicted["busy_s"]) == predicted["step_s"] <= predicted["even_step_s"]
+    impossible = _run("replicas", *clusters, *job[:-4], "--global-batch", 1)
+    assert impossible.returncode == 2
+    assert "cannot make up a global batch of 1" in " ".join(impossible.stderr.split())
