@@ -47,7 +47,7 @@ class LossScaling:
             divisor: what the engine's backward will divide by.
 
         Caller: every rank of the world, once per micro-batch.
-        Collectives: at first, one all_gather of three numbers over the world; see `rescaled_loss` for the others.
+        Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
 
         Raises:
             ConfigError: the loss follows another convention than it should; on every rank.
