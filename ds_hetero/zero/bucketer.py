@@ -88,7 +88,7 @@ class AsymmetricGradientSync:
         self._rank = dist.get_rank()
         self._message_device = message_device(self._group)
         self._shards = {name: shard for name in layouts if (shard := Shard.of(layouts[name], self._rank))}
-        settings = bucket_bytes, communication_dtype, owner_weights, alignment
+        settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment
         dtypes = agree(parameters, self._shards, layouts, settings, self._group)
         self._replicas = replicas_of(layouts)
         self._parameters = {name: parameters[name] for name in self._shards}
@@ -121,7 +121,12 @@ class AsymmetricGradientSync:
 
         Caller: every rank, before the backward whose gradients travel.
         Collectives: one all_gather of an integer, waited for when the first sum is made.
+
+        Raises:
+            SyncError: gradients of this step are on their way already.
         """
+        if self._packed:
+            raise SyncError("start() weighs the gradients of a step, so it comes before the backward that sends them.")
         mine = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
         table = mine.new_empty(dist.get_world_size(self._group))
         work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), mine, group=self._group, async_op=True)

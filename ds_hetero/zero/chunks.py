@@ -85,8 +85,16 @@ def chunks_of(
             the same ranks hold; smaller for what is too small (`ds_hetero.zero.layout.alignment_of`).
         owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these
             proportions. None shares them evenly: then no rank sends more than if all replicas were cut as its own.
+
+    Raises:
+        SyncError: a holder without a positive weight.
     """
-    weights = None if owner_weights is None else tuple(sorted(owner_weights.items()))
+    weights = None
+    if owner_weights is not None:
+        without = [rank for cut in layout.cuts for rank in cut.ranks if not owner_weights.get(rank, 0) > 0]
+        if without:
+            raise SyncError(f"every rank that holds {name} needs a positive owner weight; ranks {without} have none.")
+        weights = tuple(sorted(owner_weights.items()))
     return tuple(Chunk(name, *fields) for fields in _chunk_fields(layout, alignment, weights))
 
 

@@ -309,6 +309,7 @@ def _provoke(rank):
         parameters["a"].sum().backward()
     parameters["a"].sum().backward()
     messages.append(_message(SyncError, "gradient of a came twice", parameters["a"].sum().backward))
+    messages.append(_message(SyncError, "before the backward", sync.start, tokens=1))
     sync.finish()  # and b counts as zeros
     assert sync.owned.keys() <= {"a", "b"}
     assert all(owned.grad.unique().tolist() == [6.0 if name == "a" else 0.0] for name, owned in sync.owned.items())

@@ -264,6 +264,8 @@ def test_owners_follow_memory_and_end_at_what_they_hold():
 def test_every_holder_needs_a_target():
     with pytest.raises(SyncError, match="needs a positive target"):
         fit_owner_weights([_one_two_four((8, 8), 0, 0)], {0: 1})
+    with pytest.raises(SyncError, match=r"holds w needs a positive owner weight; ranks \[2, 3, 4, 5, 6\] have none"):
+        chunks_of("w", _one_two_four((8, 8), 0, 0), owner_weights={0: 1, 1: 2, 2: 0})
 
 
 def _owned(layouts, targets):
