@@ -1,6 +1,6 @@
 """What weighted ZeRO-3 saves, anybody loads: other weights, other numbers of ranks, DeepSpeed itself, its scripts.
 
-Budget: 45 s.
+Budget: 40 s.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,6 +182,32 @@ def _meet_faults(rank: int, folder: str) -> None:
         assert all(map(torch.equal, ours, theirs))
     for made in (engine, again, other, weights_alone):
         made.destroy()
+
+
+def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died of signal SIGKILL"):
+        run_deepspeed(_die_while_saving, 2, str(tmp_path))
+    assert (tmp_path / "second").is_dir()
+    run_deepspeed(_go_on, 2, str(tmp_path))
+
+
+def _die_while_saving(rank: int, folder: str) -> None:
+    handle, engine = launch("3:1")
+    train(handle, engine, batches(1))
+    engine.save_checkpoint(folder, "first")
+    train(handle, engine, batches(1))
+    if rank == 1:
+        engine.checkpoint_engine.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    engine.save_checkpoint(folder, "second")
+
+
+def _go_on(rank: int, folder: str) -> None:
+    _, engine = launch("1:4")
+    path, _ = engine.load_checkpoint(folder)
+    assert Path(path).parent.name == "first"
+    assert engine.global_steps == 1
+    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt is missing"):
+        engine.load_checkpoint(folder, "second")
 
 
 def test_trainer_resumes_under_other_weights(tmp_path: Path) -> None:
