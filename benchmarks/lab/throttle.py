@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
@@ -40,6 +40,7 @@ SPEED_TOLERANCE, SPREAD_TOLERANCE = 0.05, 0.03
 _PROBE = 256  # square product, about half a millisecond
 _WINDOWS = 5
 _SHORTEST_SLEEP_S = 1e-3
+_MOST_CORRECTION = 0.15  # more is not cold caches, but a machine that is too busy to measure on
 _MOST_CREDIT_S = 0.02  # for time in which the thread was ready and got no core
 
 
@@ -78,15 +79,18 @@ class Throttle:
 
     Attributes:
         method: what works here: ``"deadline"``, ``"quota"``, ``"counted"`` or ``"none"``.
+        correction: what cores are multiplied with, so that the speed is what was asked for; see `measure_speed`.
     """
 
     def __init__(self, limits: SpeedLimits, rank: int, methods: Sequence[str] = METHODS) -> None:
         self._limits, self._rank, self._methods = limits, rank, methods
         self._counted: CountedTime | None = None
         self.method = "none"
+        self.correction = 1.0
 
     def set(self, cores: float) -> None:
         """Run at ``cores`` of a core from now on; call it from the thread that computes."""
+        cores = min(cores * self.correction, 1.0)
         for method in self._methods:
             if method == "kernel" and (found := self._limits.limit(self._rank, cores)):
                 self.method = found
@@ -171,7 +175,9 @@ def measure_speed(throttle: Throttle, cores: Sequence[float], reference: float) 
     throttle.set(asked)
     measured = _measure(asked, reference)
     if throttle.method != "none" and max(_gather(abs(measured.error))) > 0.01:
-        throttle.set(min(asked / (1 + measured.error), 1.0))
+        correction = throttle.correction / (1 + measured.error)
+        throttle.correction = min(max(correction, 1 - _MOST_CORRECTION), 1 + _MOST_CORRECTION)
+        throttle.set(asked)
         measured = _measure(asked, reference)
     return _gather(measured)
 
@@ -186,13 +192,13 @@ def describe_speeds(method: str, speeds: Sequence[SpeedMeasurement]) -> str:
 
 
 def reference_rate() -> float:
-    """Products per second of this rank alone on the machine, before it is slowed down. Caller: every rank."""
+    """Products per CPU second of this rank, while the others wait and before it is slowed down. Caller: every rank."""
     rate = 0.0
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == dist.get_rank():
             _rates(0.1, 1)
-            rate = median(_rates(0.1, 3))
+            rate = median(_rates(0.1, 3, time.thread_time))
     dist.barrier()
     return rate
 
@@ -206,16 +212,16 @@ def _measure(cores: float, reference: float) -> SpeedMeasurement:
     return SpeedMeasurement(cores, mean(rates) / reference, stdev(rates) / mean(rates))
 
 
-def _rates(window_s: float, windows: int) -> list[float]:
+def _rates(window_s: float, windows: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     x = torch.ones(_PROBE, _PROBE)
     out = torch.empty_like(x)
     rates = []
     for _ in range(windows):
-        begin, calls = time.perf_counter(), 0
-        while time.perf_counter() < begin + window_s:
+        begin, calls = clock(), 0
+        while clock() < begin + window_s:
             torch.mm(x, x, out=out)
             calls += 1
-        rates.append(calls / (time.perf_counter() - begin))
+        rates.append(calls / (clock() - begin))
     return rates
 
 
