@@ -109,7 +109,7 @@ def summarize(found: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any
     """One row per step of the disturbed run, and what came of both runs.
 
     A step's share of the optimum is the optimum's median time over its own. The job has recovered at the first step
-    from which on the median of five steps stays at nine tenths of the optimum.
+    from which on the median of the five steps around every step stays at nine tenths of the optimum.
     """
     optimum_s = median(found["slow"]["optimum"])
     slowed_at, seconds = found["slowed_at"], found["seconds"]
@@ -125,10 +125,10 @@ def summarize(found: Mapping[str, Any], tokens: int) -> tuple[list[dict[str, Any
     after = seconds[slowed_at:]
     smooth = [median(after[i : i + 5]) for i in range(len(after) - 4)]
     late = [i for i, step_s in enumerate(smooth) if optimum_s / step_s < RECOVERED]
-    recovered = 0 if not late else late[-1] + 1
+    recovered = late[-1] + 1 + 2 if late else 0  # the middle of the first five that are good
     ratios = [watched / fixed for watched, fixed in zip(found["calm"]["watched"], found["calm"]["fixed"], strict=True)]
     return rows, {
-        "recovered_after_steps": recovered if recovered < len(smooth) else None,
+        "recovered_after_steps": recovered if recovered < len(smooth) + 2 else None,
         "of_optimum_at_end": optimum_s / median(found["slow"]["watched"]),
         "gain_over_fixed": median(found["slow"]["fixed"]) / median(found["slow"]["watched"]),
         "switched_at": found["switched_at"],

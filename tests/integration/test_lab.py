@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.lab.cluster import read_cluster
 from benchmarks.lab.mesh import summarize as summarize_mesh
+from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.lab.throttle import CountedTime
 from tests.support import ROOT
@@ -122,6 +123,24 @@ def test_rows_of_the_mesh():
     assert rows["plan"]["over_best_uniform"] == 2.0
     assert rows["plan"]["efficiency_against_bound"] == pytest.approx(0.8)  # 2 s x 4 / 10
     assert rows["stock"]["tokens_per_s"] == pytest.approx(100 / 3)
+
+
+def test_recovery_is_counted_from_the_slowdown():
+    found = {
+        "seconds": [1.0] * 3 + [4.0] * 6 + [2.0] * 10,
+        "slowed_at": 3,
+        "slow": {"optimum": [1.9, 2.0], "fixed": [4.0], "watched": [2.0]},
+        "calm": {"watched": [1.01, 1.01], "fixed": [1.0, 1.0]},
+        "calm_switches": 0,
+        "switched_at": [6],
+        "split": [3, 1],
+    }
+    rows, summary = summarize_replan(found, tokens=100)
+    assert summary["recovered_after_steps"] == 6
+    assert summary["gain_over_fixed"] == 2.0
+    assert summary["undisturbed_cost"] == pytest.approx(0.01)
+    assert [row["step"] for row in rows[:4]] == [-3, -2, -1, 0]
+    assert rows[0]["of_optimum"] is None
 
 
 def _ring_case(fraction, seconds):
