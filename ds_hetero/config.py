@@ -31,6 +31,7 @@ __all__ = [
     "ReplanSection",
     "batches_of_replicas",
     "check_schedules",
+    "cluster_of_job",
     "clusters_of_replicas",
     "needs_measuring",
     "needs_planner",
@@ -265,6 +266,26 @@ def clusters_of_replicas(
         )
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(cluster.part(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+
+
+def cluster_of_job(
+    section: HeterogeneitySection, measured: Mapping[str, Any] | None, world_size: int
+) -> Cluster | None:
+    """The cluster of all ranks; None where it is not known, or only that of one replica.
+
+    Args:
+        section: from `read_section`. measured: see `resolve`. world_size: ranks of the job.
+
+    Raises:
+        ClusterError: from reading the cluster.
+    """
+    source = measured if measured is not None else section.cluster
+    if source == "measure":
+        return None
+    from ds_hetero.cluster import load_cluster
+
+    cluster = load_cluster(source)
+    return cluster if cluster.num_ranks == world_size else None
 
 
 def _from_clusters(

@@ -116,7 +116,7 @@ class CalibratedCostModel(BaseCostModel):
         # A checkpointed layer's backward begins with its forward.
         self._repeats = (2 if work.activation_checkpointing else 1, 1)
         self._unit_bytes = work.micro_batch * model.head_dim * work.element_bytes  # per token and head
-        self._collective = Collective.over(cluster)
+        self._collective = Collective.over(workload.zero_cluster or cluster)
         layer, stage = model.layer_parameters, work.zero_stage
         self._gather_s = self._collective(layer * work.element_bytes) if stage == 3 else 0.0
         self._reduce_s = self._collective(layer * work.gradient_bytes) if stage == 3 else 0.0

@@ -40,6 +40,7 @@ class Workload:
             weight and two Adam moments in fp32), less where only some of them are trained.
         offload_optimizer, offload_parameters: kept in the host's memory; time is counted as if they were not.
         data_parallel: replicas that share the ZeRO partition with this one.
+        zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; left out, this replica's.
     """
 
     seq_len: int
@@ -56,6 +57,7 @@ class Workload:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     data_parallel: int = 1
+    zero_cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

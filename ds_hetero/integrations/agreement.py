@@ -25,6 +25,7 @@ from ds_hetero.config import (
     HeterogeneitySection,
     batches_of_replicas,
     check_schedules,
+    cluster_of_job,
     clusters_of_replicas,
     needs_measuring,
     needs_planner,
@@ -136,7 +137,9 @@ def agree_on_schedules(
             assert before is not None
             check_schedules(before.schedules, **heads, sp_sizes=sp_sizes)
             return {}
-        training = _Training(pretrained_of(model), ds_config, section, default_device().type == "cpu")
+        on_host = default_device().type == "cpu"
+        whole = cluster_of_job(section, measured, dist.get_world_size())
+        training = _Training(pretrained_of(model), ds_config, section, on_host, whole)
         searcher = None
         if needs_planner(section):
             num_replicas = dist.get_world_size() // (sp_size_of(sp_sizes) or dist.get_world_size())
@@ -228,12 +231,15 @@ class _Training:
     ds_config: Mapping[str, Any]
     section: HeterogeneitySection
     on_host: bool
+    whole: Cluster | None  # of all replicas, where it is known
     zero_weights: tuple[float, ...] | None = None  # found from the devices' memory; the section's own need no finding
 
     def of(self, num_replicas: int) -> tuple[ModelSpec, Workload]:
         workload = workload_of(self.pretrained, self.ds_config, self.section, num_replicas, on_host=self.on_host)
         if self.zero_weights is not None and num_replicas == 1:
             workload = replace(workload, zero_weights=self.zero_weights)
+        if num_replicas > 1:
+            workload = replace(workload, zero_cluster=self.whole)
         return model_of(self.pretrained), workload
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.config import batches_of_replicas, needs_measuring, needs_planner, read_section, resolve, sp_size_of
+from ds_hetero.config import (
+    batches_of_replicas,
+    cluster_of_job,
+    needs_measuring,
+    needs_planner,
+    read_section,
+    resolve,
+    sp_size_of,
+)
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
 from ds_hetero.integrations.planning import Searcher, forecast, forecast_text
@@ -228,6 +236,13 @@ def test_every_replica_is_planned_on_its_own_devices() -> None:
     assert whole.tokens(100)[0] > 30
     with pytest.raises(ConfigError, match="describes 4 devices, the job has 6 processes in replicas of 3"):
         searched(section, 6, sp_size=3)
+
+
+def test_the_cluster_of_the_job_is_known_if_all_ranks_are_described() -> None:
+    assert cluster_of_job(read(cluster=FOUR), None, 4) == cluster_from_dict(FOUR)
+    assert cluster_of_job(read(), FOUR, 4) == cluster_from_dict(FOUR)
+    assert cluster_of_job(read(cluster=CLUSTER), None, 4) is None  # describes one replica
+    assert cluster_of_job(read(), None, 4) is None
 
 
 def test_one_rank_needs_neither_devices_nor_a_search() -> None:

@@ -66,6 +66,18 @@ def cost(cluster: Cluster, model=MODEL, **work):
     return make_cost_model("calibrated", cluster, model, Workload(**work))
 
 
+def test_zero_communicates_over_the_devices_of_all_replicas():
+    whole = cluster(2, 2, inside=100.0, between=1.0)
+    part = whole.part(0, 2)
+    work = {"zero_stage": 1, "data_parallel": 2}
+    alone = cost(part, **work).predict(ulysses(2, 8, 4))
+    both = cost(part, **work, zero_cluster=whole).predict(ulysses(2, 8, 4))
+    # All-reduce (two passes) and all-gather of 2-byte elements: 1/2 of them at 100 GB/s; 3/4 at two ports of 1 GB/s.
+    assert alone.parts_s["zero_s"] == pytest.approx(MODEL.num_parameters * 3 * 2 * (1 / 2) / 100e9)
+    assert both.parts_s["zero_s"] == pytest.approx(MODEL.num_parameters * 3 * 2 * (3 / 4) / 2e9)
+    assert both.block_s == alone.block_s and both.memory_bytes == alone.memory_bytes
+
+
 # --- parts by hand ----------------------------------------------------------------------------------
 
 
