@@ -32,6 +32,7 @@ LEAST_GAIN = 0.01  # what counts as min_gain for that where the user gave less
 CERTAINTY = 3.0  # standard errors
 KEPT_EVIDENCE = 12  # looks at one candidate; one that has convinced nobody by then is given up
 _STEPS_TO_BALANCE = 12  # of the fixed point for contiguous groups
+_DIGITS = 6  # of token weights, for people who read schedules
 _MOST_GROWTH = 16  # of a group's share in one of them
 
 
@@ -253,7 +254,8 @@ class ProportionalFit:
         groups = []
         for group, group_heads, weight in zip(self._schedule.groups, heads, weights, strict=True):
             speeds = [1 / self._model_s[rank] for rank in group.ranks]
-            tokens = tuple(weight / sum(weights) * speed / sum(speeds) for speed in speeds)
+            shares = [weight / sum(weights) * speed / sum(speeds) for speed in speeds]
+            tokens = tuple(round(share, _DIGITS) or share for share in shares)
             groups.append(replace(group, heads=group_heads, tokens=tokens))
         return replace(self._schedule, groups=tuple(groups))
 

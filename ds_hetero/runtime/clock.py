@@ -5,8 +5,8 @@
     clock.end_step()                                 its steps; `StepClock.taken` gives what is known of them
 
 On CUDA a phase is two events on the current stream, read when they have happened, so waiting for another rank counts
-where the stream waits; elsewhere it is the wall clock of the thread that computes. A phase inside another one has its
-name in the trace, and its time belongs to the outer one.
+where the stream waits; elsewhere it is the wall clock of the thread that computes. A phase inside another one, and one
+on a stream beside that of the forward, has its name in the trace but no time of its own.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class StepClock(Clock):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._now, self._elapsed_s, self._is_over = _events() if device.type == "cuda" else _wall_clock()
+        self._now, self._elapsed_s, self._is_over, self._stream = _events() if device.type == "cuda" else _wall_clock()
+        self._main_stream = 0
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._inside = False
@@ -132,7 +133,7 @@ class StepClock(Clock):
     def phase(self, kind: str, name: str) -> Iterator[None]:
         """Name and time what happens inside; see `Clock.phase`."""
         with record_function(_PREFIX + name):
-            if self._inside:
+            if self._inside or self._stream() != self._main_stream:
                 yield
                 return
             self._inside = True
@@ -161,6 +162,7 @@ class StepClock(Clock):
     def forward(self, training: bool) -> Iterator[None]:
         """Around a forward; a step with an evaluation in it says nothing about training and is dropped."""
         with record_function(_PREFIX + "forward"):
+            self._main_stream = self._stream()
             step, begin = self._step, self._now()
             step.begin = begin if step.begin is None else step.begin
             step.is_training &= training
@@ -243,14 +245,23 @@ def running_clock() -> Clock:
     return _running
 
 
-def _wall_clock() -> tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool]]:
-    return time.perf_counter, lambda begin, end: float(end - begin), lambda mark: True
+# How to take the time, the seconds between two moments, whether one is over, and the stream that work goes to.
+_Reading = tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool], Callable[[], int]]
 
 
-def _events() -> tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool]]:
+def _wall_clock() -> _Reading:
+    return time.perf_counter, lambda begin, end: float(end - begin), lambda mark: True, lambda: 0
+
+
+def _events() -> _Reading:
     def now() -> _Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    return now, lambda begin, end: float(begin.elapsed_time(end)) / 1e3, lambda mark: bool(mark.query())
+    return (
+        now,
+        lambda begin, end: float(begin.elapsed_time(end)) / 1e3,
+        lambda mark: bool(mark.query()),
+        lambda: int(torch.cuda.current_stream().cuda_stream),
+    )

@@ -13,8 +13,13 @@ class Times:
     """A clock to be measured with, and the time that it shows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.device_is_at = 0.0, float("inf")
-        reading = (lambda: self.now, lambda begin, end: end - begin, lambda mark: mark <= self.device_is_at)
+        self.now, self.device_is_at, self.stream = 0.0, float("inf"), 0
+        reading = (
+            lambda: self.now,
+            lambda begin, end: end - begin,
+            lambda mark: mark <= self.device_is_at,
+            lambda: self.stream,
+        )
         monkeypatch.setattr(clock_module, "_wall_clock", lambda: reading)
         self.clock = StepClock(torch.device("cpu"))
 
@@ -105,6 +110,17 @@ def test_a_phase_inside_a_phase_belongs_to_the_outer_one(times):
     times.clock.end_step()
     (step,) = times.clock.taken()
     assert (step.idle_s, step.attention_s, step.model_s) == (1, 0, 0)
+
+
+def test_a_phase_on_another_stream_takes_no_time_of_this_one(times):
+    with times.clock.forward(True):
+        times.spend(2, ATTENTION)
+        times.stream = 7
+        times.spend(3, IDLE)
+        times.stream = 0
+    times.clock.end_step()
+    (step,) = times.clock.taken()
+    assert (step.attention_s, step.idle_s, step.model_s) == (2, 0, 3)
 
 
 def test_a_failing_phase_leaves_the_clock_in_order(times):
