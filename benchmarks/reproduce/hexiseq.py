@@ -1,15 +1,15 @@
 """HexiSeq's simulations, rebuilt: published figures beside ours.
 
-    python -m benchmarks.reproduce.hexiseq [--quick] [--json] [--only simulations assumptions equal-flops time table-3]
+    python -m benchmarks.reproduce.hexiseq [--quick] [--json] [--only simulations assumptions equal-flops table-3]
 
     simulations   six panels (three clusters, two models) over context lengths: gains over the strongest legal baseline,
                   and how close the plan is to the bound total work / sum of speeds
     assumptions   the same under every way to settle what the paper leaves open (`hexiseq_paper.ASSUMPTIONS`)
     equal-flops   simulations 4 and 5: mixed against homogeneous clusters of equal FLOPs
-    time          the scheduler's time from 8 to 4,096 devices
     table-3       predicted throughput of the testbed, with datasheet numbers and with two constants fitted to it
 
-Nothing is measured but the scheduler's time; everything else follows from the cost model and the search.
+Nothing is measured: all of it follows from the cost model and the search. What is not run again stays in the result
+file. The scheduler-time figure is ``python -m benchmarks.planner growth``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -42,8 +41,7 @@ from ds_hetero.planner import Plan, plan
 from ds_hetero.schedule import ring, ulysses, usp_meshes
 
 _RESULTS = Path(__file__).parents[1] / "results"
-_SECTIONS = ("simulations", "assumptions", "equal-flops", "time", "table-3")
-_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
     if "equal-flops" in options.only:
         outcome["equal_flops"] = [equal_flops(name, each) for name in paper.EQUAL_FLOPS for each in _EQUAL_FLOPS]
-    if "time" in options.only:
-        outcome["time"] = [search_time(size) for size in (_SIZES[:6] if options.quick else _SIZES)]
     if "table-3" in options.only:
         outcome["table_3"] = table_3()
     outcome["failures"] = failures(outcome)
@@ -85,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.reproduce.hexiseq", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--only", choices=_SECTIONS, nargs="+", default=list(_SECTIONS))
-    parser.add_argument("--quick", action="store_true", help="every other context, up to 256 devices")
+    parser.add_argument("--quick", action="store_true", help="every other context")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
     parser.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
     return parser
@@ -233,30 +229,6 @@ def equal_flops(name: str, each: Assumptions) -> dict[str, Any]:
     }
 
 
-# --- the scheduler's time ---------------------------------------------------------------------------
-
-
-def search_time(num_devices: int) -> dict[str, Any]:
-    """Half H100, half A100 in nodes of eight (four at 8 devices), 13B at 256K or more, calibrated model, ZeRO-3."""
-    size = min(8, num_devices // 2)
-    nodes = [
-        {"name": kind, "device": device, "count": size, "repeat": num_devices // 2 // size}
-        for kind, device in (("h100", "H100-SXM-80GB"), ("a100", "A100-SXM-80GB"))
-    ]
-    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 25, "latency_us": 10}})
-    context = max(262_144, 256 * num_devices)
-    begin = time.perf_counter()
-    found = plan(cluster, load_model("gpt-13b"), context, cost_model="calibrated", zero_stage=3)
-    seconds = time.perf_counter() - begin
-    return {
-        "devices": num_devices,
-        "search_s": seconds,
-        "published_s": paper.SCHEDULER_S.get(num_devices),
-        "of_bound": found.prediction.bound_s / found.prediction.block_s,
-        "gain": found.gain,
-    }
-
-
 # --- Table 3 ----------------------------------------------------------------------------------------
 
 _TABLE_3_MODELS = (
@@ -337,11 +309,6 @@ def failures(outcome: dict[str, Any]) -> list[str]:
         f"{each['pair']}: {each['throughput_ratio'] - 1:+.2%} against the homogeneous cluster"
         for each in outcome.get("equal_flops", [])
         if each["assumptions"] == _EQUAL_FLOPS[0].name and each["throughput_ratio"] < 1 - paper.EQUAL_FLOPS_WITHIN
-    ]
-    found += [
-        f"{each['devices']} devices took {each['search_s']:.2f} s"
-        for each in outcome.get("time", [])
-        if each["search_s"] > paper.TIME_TARGETS.get(each["devices"], float("inf"))
     ]
     return found
 

@@ -101,24 +101,6 @@ def _equal_flops_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     yield table
 
 
-def _time_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    table = Table(
-        "devices", "search", "published", "target", "gain over baselines", "of the bound", title="Search time"
-    )
-    for row in rows:
-        published = f"{row['published_s']:.0f} s" if row["published_s"] else ""
-        target = f"{paper.TIME_TARGETS[row['devices']]:g} s" if row["devices"] in paper.TIME_TARGETS else ""
-        table.add_row(
-            f"{row['devices']:,}",
-            f"{row['search_s']:.2f} s",
-            published,
-            target,
-            f"{row['gain']:.3f}",
-            f"{row['of_bound']:.1%}",
-        )
-    yield table
-
-
 def _table_3_tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
     table = Table(title="Table 3, thousands of tokens per second: ours with datasheet numbers, and fitted")
     for heading in ("method", "model", "setting", "context", "measured", "simulated"):
@@ -138,7 +120,6 @@ _TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
     "simulations": _simulation_tables,
     "assumptions": _assumption_tables,
     "equal_flops": _equal_flops_tables,
-    "time": _time_tables,
     "table_3": _table_3_tables,
 }
 

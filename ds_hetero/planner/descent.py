@@ -21,7 +21,7 @@ from ds_hetero.cost.grouping import Grouping
 from ds_hetero.planner.effort import Effort
 from ds_hetero.planner.problem import Assignment, Problem
 
-__all__ = ["IMAX", "STEPS", "descend"]
+__all__ = ["IMAX", "STEPS", "descend", "round_to_units"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -72,10 +72,19 @@ def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assign
         return moved
     ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
     tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
-    tokens_XD = problem.round(tokens_XD * (problem.seq_len / tokens_XD.sum(axis=1, keepdims=True)))
+    tokens_XD = problem.round(_filled(tokens_XD, moved.tokens))
     tokens_XD = tokens_XD[: effort.rows(grouping, len(tokens_XD))]
     heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
+
+
+def round_to_units(problem: Problem, found: Assignment) -> Assignment | None:
+    """The best whole units near an assignment in single tokens, up to two units from the nearest, if any fits."""
+    nearest = problem.round(found.tokens)
+    around_XD = nearest + problem.token_unit * np.concatenate([np.zeros((1, len(nearest))), _two_units(problem)])
+    around_XD = around_XD[(around_XD >= 0).all(axis=1)]
+    heads_XD = np.broadcast_to(found.heads, around_XD.shape)
+    return problem.best_row(problem.grouping(found.groups), around_XD, heads_XD, np.inf)
 
 
 def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> tuple[Floats, Ints]:
@@ -156,7 +165,7 @@ def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_clas
     masks_SD = _sets(problem, grouping, rank_class)
     factors = np.array([1 + step, 1 / (1 + step)])
     scaled = (tokens * np.where(masks_SD[:, None, :], factors[:, None], 1.0)).reshape(-1, problem.num_ranks)
-    everybody = scaled * (tokens.sum() / scaled.sum(axis=1, keepdims=True))
+    everybody = _filled(scaled, tokens)
     part_of_a_group = grouping.by_group(np.logical_or, masks_SD) & ~grouping.by_group(np.logical_and, masks_SD)
     scaled = scaled[np.repeat(part_of_a_group.any(axis=1), 2)]
     inside_XK = grouping.by_group(np.add, scaled)
@@ -236,7 +245,7 @@ def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_X
     before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
     after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
     moved_XD = tokens_XD * (before_K / after_XK)[:, grouping.group_of]
-    return np.asarray(moved_XD * (problem.seq_len / moved_XD.sum(axis=1, keepdims=True)))
+    return _filled(moved_XD, at.tokens)
 
 
 def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
@@ -246,13 +255,20 @@ def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats
     before_K, after_XK = grouping.by_group(np.add, at.tokens), grouping.by_group(np.add, moved_XD)
     scale_XK = np.divide(before_K, after_XK, out=np.ones_like(after_XK), where=after_XK > 0)
     moved_XD = moved_XD * scale_XK[:, grouping.group_of]
-    return np.asarray(moved_XD * (at.tokens.sum() / moved_XD.sum(axis=1, keepdims=True)))
+    return _filled(moved_XD, at.tokens)
 
 
 def _tokens_like_heads(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
     """Tokens of every group shared in proportion to heads, the best where only links matter."""
     share_XD = heads_XD / grouping.by_group(np.add, heads_XD)[:, grouping.group_of]
     return np.asarray(share_XD * grouping.by_group(np.add, at.tokens)[grouping.group_of])
+
+
+def _filled(share_XD: Floats, tokens: Floats) -> Floats:
+    """Tokens in proportion to every row; a row of zeros, where all that had tokens lost them, stays where it was."""
+    whole_X = share_XD.sum(axis=1)
+    scale_X = np.divide(tokens.sum(), whole_X, out=np.zeros_like(whole_X), where=whole_X > 0)
+    return np.asarray(np.where(whole_X[:, None] > 0, share_XD * scale_X[:, None], tokens))
 
 
 def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
@@ -271,12 +287,12 @@ def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Float
 
 
 def _two_units(problem: Problem) -> Floats:
-    """Two units between single ranks at once, where there are few, ``[X, D]``."""
+    """One unit from a rank to another, or two units between single ranks at once, where there are few, ``[X, D]``."""
     if problem.num_ranks > MAX_PAIRED_RANKS:
         return np.zeros((0, problem.num_ranks))
     single_XD = _one_unit(problem.num_ranks)
-    i, j = np.triu_indices(len(single_XD), k=1)
-    return np.asarray(single_XD[i] + single_XD[j])
+    i, j = np.triu_indices(len(single_XD))
+    return np.asarray(np.concatenate([single_XD, single_XD[i] + single_XD[j]]))
 
 
 def _one_unit(num_ranks: int) -> Floats:

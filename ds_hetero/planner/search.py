@@ -10,12 +10,13 @@ earlier candidate. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.descent import STEPS, descend
+from ds_hetero.planner.descent import STEPS, descend, round_to_units
 from ds_hetero.planner.effort import SMALL, Effort
 from ds_hetero.planner.groupings import neighbours
 from ds_hetero.planner.problem import Assignment, Problem
@@ -58,7 +59,20 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
+    if problem.coarse and problem.num_ranks <= SMALL:
+        best = _best([*best, *_from_whole_tokens(problem)], M2)
+    if problem.num_ranks <= SMALL:
+        best = [best_order(problem, found, Effort.for_ranks(problem.num_ranks), thorough=True) for found in best]
     return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
+
+
+def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:
+    """What a search in single tokens finds, rounded: coarse units hide good partitions from a search."""
+    fine = replace(problem, token_unit=1)
+    for found in search(fine) if not fine.coarse else []:
+        rounded = round_to_units(problem, found)
+        if rounded is not None:
+            yield descend(problem, rounded, STEPS[3:], Effort.for_ranks(problem.num_ranks).split(M2))
 
 
 def _trade(problem: Problem, found: Assignment) -> Assignment:
