@@ -65,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcome["failures"] = failures(outcome)
     output = options.output or _RESULTS / f"hexiseq{'_quick' if options.quick else ''}.json"
     output.parent.mkdir(exist_ok=True)
+    if output.is_file():
+        outcome = {**json.loads(output.read_text()), **outcome}
     output.write_text(json.dumps(outcome, indent=1) + "\n")
-    if "simulations" in outcome:
+    if "simulations" in options.only:
         draw(outcome["simulations"], output.with_suffix(".png"))
     if options.json:
         print(json.dumps(outcome))
