@@ -72,7 +72,7 @@ def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assign
         return moved
     ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
     tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
-    tokens_XD = problem.round(_filled(tokens_XD, moved.tokens))
+    tokens_XD = problem.round(_filled(tokens_XD, moved.tokens, problem.seq_len))
     tokens_XD = tokens_XD[: effort.rows(grouping, len(tokens_XD))]
     heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
@@ -165,7 +165,7 @@ def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_clas
     masks_SD = _sets(problem, grouping, rank_class)
     factors = np.array([1 + step, 1 / (1 + step)])
     scaled = (tokens * np.where(masks_SD[:, None, :], factors[:, None], 1.0)).reshape(-1, problem.num_ranks)
-    everybody = _filled(scaled, tokens)
+    everybody = _filled(scaled, tokens, tokens.sum())
     part_of_a_group = grouping.by_group(np.logical_or, masks_SD) & ~grouping.by_group(np.logical_and, masks_SD)
     scaled = scaled[np.repeat(part_of_a_group.any(axis=1), 2)]
     inside_XK = grouping.by_group(np.add, scaled)
@@ -245,7 +245,7 @@ def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_X
     before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
     after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
     moved_XD = tokens_XD * (before_K / after_XK)[:, grouping.group_of]
-    return _filled(moved_XD, at.tokens)
+    return _filled(moved_XD, at.tokens, problem.seq_len)
 
 
 def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
@@ -255,7 +255,7 @@ def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats
     before_K, after_XK = grouping.by_group(np.add, at.tokens), grouping.by_group(np.add, moved_XD)
     scale_XK = np.divide(before_K, after_XK, out=np.ones_like(after_XK), where=after_XK > 0)
     moved_XD = moved_XD * scale_XK[:, grouping.group_of]
-    return _filled(moved_XD, at.tokens)
+    return _filled(moved_XD, at.tokens, at.tokens.sum())
 
 
 def _tokens_like_heads(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
@@ -264,10 +264,10 @@ def _tokens_like_heads(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Fl
     return np.asarray(share_XD * grouping.by_group(np.add, at.tokens)[grouping.group_of])
 
 
-def _filled(share_XD: Floats, tokens: Floats) -> Floats:
-    """Tokens in proportion to every row; a row of zeros, where all that had tokens lost them, stays where it was."""
+def _filled(share_XD: Floats, tokens: Floats, total: float) -> Floats:
+    """``total`` tokens in proportion to every row; where all that had tokens lost them, they stay where they were."""
     whole_X = share_XD.sum(axis=1)
-    scale_X = np.divide(tokens.sum(), whole_X, out=np.zeros_like(whole_X), where=whole_X > 0)
+    scale_X = np.divide(total, whole_X, out=np.zeros_like(whole_X), where=whole_X > 0)
     return np.asarray(np.where(whole_X[:, None] > 0, share_XD * scale_X[:, None], tokens))
 
 

@@ -61,8 +61,6 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
     if problem.coarse and problem.num_ranks <= SMALL:
         best = _best([*best, *_from_whole_tokens(problem)], M2)
-    if problem.num_ranks <= SMALL:
-        best = [best_order(problem, found, Effort.for_ranks(problem.num_ranks), thorough=True) for found in best]
     return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
 
 
