@@ -229,6 +229,7 @@ _Section = Callable[[dict[str, Any]], Iterable[str]]
 _SECTIONS: tuple[tuple[str, str, _Section], ...] = (
     ("lab_ring", "Two ranks, the second slowed down", _ring),
     ("lab_mesh", "Four ranks in two unequal nodes", _mesh),
+    ("lab_mesh_equal", "Four equal ranks in two nodes", _mesh),
     ("lab_growth", "Growth with ranks and tokens", _growth),
     ("lab_replan", "A rank that becomes slow in the middle of a run", _replan),
     ("versus_stock", "Equal ranks: peer / ours", _versus_stock),
