@@ -40,6 +40,7 @@ PRIVATE_NAMES = (
     f"{_MODULE}:DeepSpeedZeroOptimizer.update_lp_params",
     f"{_MODULE}:DeepSpeedZeroOptimizer._link_all_hp_params",
     f"{_MODULE}:DeepSpeedZeroOptimizer._get_offload_gradient_dict",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._has_inf_or_nan",
     f"{_MODULE}:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
     f"{_MODULE}:DeepSpeedZeroOptimizer._load_global_state",
     f"{_MODULE}:DeepSpeedZeroOptimizer._load_universal_checkpoint",
@@ -156,6 +157,12 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 dp_group=self.real_dp_process_group[group_id],
                 **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
             )
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor, j: Any = None) -> Tensor:
+        """As DeepSpeed, whose 0.19.5 takes the largest of no elements where a rank owns nothing."""
+        found: Tensor = DeepSpeedZeroOptimizer._has_inf_or_nan(x) if x.numel() else x.new_zeros(())
+        return found
 
     # --- updated parameters -------------------------------------------------------------------------
 
