@@ -16,12 +16,14 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import deepspeed.runtime.engine as engine_module
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.agreement import Agreement, agreed
@@ -44,6 +46,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# 0.19.5 accumulates other gradients there than BF16_Optimizer, which it always puts in the place of this case.
+_ACCUMULATES_RIGHT = Version("0.19.8")
 
 PRIVATE_NAMES = (
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
@@ -172,6 +177,11 @@ def expect_possible(
         raise ConfigError(
             f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
             'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
+        )
+    if stage == 1 and _accumulates_in_fp32(ds_config) and Version(version("deepspeed")) < _ACCUMULATES_RIGHT:
+        raise ConfigError(
+            f'"zero_partition" with bf16 and "grad_accum_dtype": "fp32" on ZeRO stage 1 needs DeepSpeed '
+            f"{_ACCUMULATES_RIGHT}, whose optimizer can take the place of BF16_Optimizer. Use that version, or stage 2."
         )
     OPTIMIZERS[stage].check(ds_config)
 
