@@ -90,6 +90,22 @@ def test_plan_and_simulate_keep_the_contract(tmp_path):
     assert predicted <= set(json.loads(again.stdout)) | set(json.loads(again.stdout).get("predicted", {}))
 
 
+def test_plan_for_machines_loads_only_what_it_needs():
+    """Half of what the command takes is starting; typer itself brings pydantic."""
+    program = (
+        "import sys\n"
+        "from ds_hetero.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    options = ("--cluster", "hexiseq-setting-3", "--model", "gpt-7b", "--seq-len", "65536", "--json")
+    run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=100)
+    loaded = set(run.stderr.split())
+    assert json.loads(run.stdout)["schedule"]
+    assert {"numpy", "typer"} <= loaded
+    assert not loaded & {"accelerate", "deepspeed", "matplotlib", "rich", "scipy", "torch", "transformers"}
+
+
 def test_bad_input_exits_with_2_and_one_message(tmp_path):
     cluster = tmp_path / "cluster.json"
     node = {"name": "a", "device": "H1000", "count": 8, "link": {"bandwidth_gb_per_s": 1, "latency_us": 1}}
