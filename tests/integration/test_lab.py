@@ -160,7 +160,14 @@ def _launch(folder: Path, seconds: float) -> subprocess.Popen:
     (folder / "script.py").write_text(SCRIPT)
     words = [sys.executable, "-m", "benchmarks.lab.launch", str(folder / "cluster.yaml"), "--no-verify", "--"]
     words += [sys.executable, str(folder / "script.py"), str(folder), str(seconds)]
-    return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_to_interrupts
+    )
+
+
+def _listen_to_interrupts() -> None:
+    """A shell that runs the tests in the background has them, and all that they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _children(pid: int) -> list[int]:
