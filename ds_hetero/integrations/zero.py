@@ -47,8 +47,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# 0.19.5 accumulates other gradients there than BF16_Optimizer, which it always puts in the place of this case.
-_ACCUMULATES_RIGHT = Version("0.19.8")
+# Before this release DeepSpeed's own gradients differ from those of equal partitions in some configurations: bf16 with
+# fp32 accumulation, and without contiguous gradients on CPUs. Its optimizers are left alone there.
+_OLDEST = Version("0.19.8")
 
 PRIVATE_NAMES = (
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
@@ -155,6 +156,11 @@ def expect_possible(
     """
     if is_even(weights):
         return
+    if not _is_recent():
+        raise ConfigError(
+            f'"zero_partition" other than "uniform" needs DeepSpeed {_OLDEST} or newer, {version("deepspeed")} is '
+            'installed. Upgrade it, or set "zero_partition": "uniform".'
+        )
     zero = ds_config.get("zero_optimization", {})
     stage = zero_stage_of(ds_config)
     if stage == 0:
@@ -178,11 +184,6 @@ def expect_possible(
             f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
             'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
         )
-    if stage == 1 and _accumulates_in_fp32(ds_config) and Version(version("deepspeed")) < _ACCUMULATES_RIGHT:
-        raise ConfigError(
-            f'"zero_partition" with bf16 and "grad_accum_dtype": "fp32" on ZeRO stage 1 needs DeepSpeed '
-            f"{_ACCUMULATES_RIGHT}, whose optimizer can take the place of BF16_Optimizer. Use that version, or stage 2."
-        )
     OPTIMIZERS[stage].check(ds_config)
 
 
@@ -191,7 +192,7 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
     """Inside, an engine that is built takes our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     stage = zero_stage_of(ds_config)
-    if ours := OPTIMIZERS.get(stage):
+    if (ours := OPTIMIZERS.get(stage)) and _is_recent():
         patches.replace(
             importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
         )
@@ -207,8 +208,12 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
 
 def prepare(engine: Any) -> None:
     """Whatever is left to do to an engine that was built with one of `OPTIMIZERS`."""
-    if ours := OPTIMIZERS.get(engine.zero_optimization_stage()):
+    if (ours := OPTIMIZERS.get(engine.zero_optimization_stage())) and _is_recent():
         ours.prepare(engine)
+
+
+def _is_recent() -> bool:
+    return Version(version("deepspeed")) >= _OLDEST
 
 
 def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:

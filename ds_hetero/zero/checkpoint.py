@@ -31,7 +31,7 @@ from ds_hetero.zero.layout import FlatGroup, moves, round_robin_order
 __all__ = ["LAYOUT", "RestoredGroup", "SavedGroup", "layout_to_save", "read_groups", "read_shard"]
 
 LAYOUT = "ds_hetero_layout"  # in every shard's state
-PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"  # a constant of DeepSpeed's from 0.19.6 on
+PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"  # DeepSpeed's, in its shards
 
 
 @dataclass(frozen=True)

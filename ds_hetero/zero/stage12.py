@@ -5,7 +5,7 @@ norms, clipping and steps work on whatever a rank owns; only the places that com
 replaced here, and the all-gather of the updated parameters, which takes equal sizes only. With equal weights the
 partitions and the communication are DeepSpeed's own.
 
-Checked against DeepSpeed 0.19.5 to 0.19.8; `PRIVATE_NAMES` is what this builds on.
+Checked against DeepSpeed 0.19.8; `PRIVATE_NAMES` is what this builds on.
 """
 
 from __future__ import annotations
@@ -157,12 +157,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 dp_group=self.real_dp_process_group[group_id],
                 **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
             )
-
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor, j: Any = None) -> Tensor:
-        """As DeepSpeed, whose 0.19.5 takes the largest of no elements where a rank owns nothing."""
-        found: Tensor = DeepSpeedZeroOptimizer._has_inf_or_nan(x) if x.numel() else x.new_zeros(())
-        return found
 
     # --- updated parameters -------------------------------------------------------------------------
 

@@ -6,20 +6,20 @@ Budget: 60 s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.zero.layout import alignment_of
-from tests.integration.tiny import LR, batches, ds_config, llama
+from tests.integration.tiny import LR, batches, ds_config, llama, needs_weights
 from tests.support import run_deepspeed
+
+pytestmark = needs_weights
 
 STEPS = 10
 
@@ -103,7 +103,6 @@ def assert_same(ours: dict[str, Any], stock: dict[str, Any], rtol: float = 2e-6)
             assert error <= rtol, f"{kind} of {name} is off by {error:.1e}"
 
 
-IS_OLD = Version(version("deepspeed")) < Version("0.19.8")
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 BF16 = {"bf16": {"enabled": True}}
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -140,15 +139,8 @@ CASES = {
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_training_equals_equal_partitions(cases: list[Any]) -> None:
-    cases = [case for case in cases if not IS_OLD or _works_in_old_versions(*case)]
     for of_rank, (weights, _, _) in zip(zip(*run_deepspeed(_compare, 4, cases), strict=True), cases, strict=True):
         assert_owned_by_weight(of_rank, weights)
-
-
-def _works_in_old_versions(weights: Any, stage: int, options: dict[str, Any]) -> bool:
-    """Stock did not reduce at all there on a CPU, without contiguous_gradients; the other case is refused."""
-    in_fp32 = stage == 1 and "data_types" in options
-    return not in_fp32 and options.get("zero", {}).get("contiguous_gradients", True)
 
 
 def _compare(rank: int, cases: list[Any]) -> list[list[int]]:
@@ -175,9 +167,6 @@ def assert_owned_by_weight(of_rank: Sequence[Sequence[int]], weights: Sequence[f
 
 
 def test_parameters_aligned_for_kernels() -> None:
-    """An option of DeepSpeed's from 0.19.6 on."""
-    if IS_OLD:
-        pytest.skip("this DeepSpeed does not align parameters")
     run_deepspeed(_compare, 2, [([3, 1], 2, {"zero": {"parameter_alignment": True, "round_robin_gradients": True}})])
 
 

@@ -13,8 +13,10 @@ import torch
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.zero.layout import alignment_of, cut_parameter
-from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama
+from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama, needs_weights
 from tests.support import run_deepspeed
+
+pytestmark = needs_weights
 
 STEPS = 10
 STATES = ("exp_avg", "exp_avg_sq")

@@ -22,8 +22,19 @@ import torch
 
 from ds_hetero.errors import CheckpointError
 from tests.integration.test_zero3 import start, states
-from tests.integration.tiny import UNEVEN_2, UNEVEN_4, assert_same_parameters, batches, ds_config, llama, samples
+from tests.integration.tiny import (
+    UNEVEN_2,
+    UNEVEN_4,
+    assert_same_parameters,
+    batches,
+    ds_config,
+    llama,
+    needs_weights,
+    samples,
+)
 from tests.support import run_deepspeed
+
+pytestmark = needs_weights
 
 STEPS = 2  # before the checkpoint, and after it
 SMALL = {"sub_group_size": 4000, "stage3_gather_16bit_weights_on_model_save": True}
