@@ -46,15 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def page(folder: Path) -> str:
     """The page of the result files in ``folder``."""
-    sections = []
+    sections, shown = [], set()
     for name, title, make in _SECTIONS:
         path = next((p for p in (folder / f"{name}.json", folder / f"{name}_quick.json") if p.is_file()), None)
         if path is not None:
             result = json.loads(path.read_text(encoding="utf-8"))
+            shown.add(path)
             sections.append(f"<h2>{html.escape(title)}</h2>{_origin(result, path)}{''.join(make(result))}")
+    others = ", ".join(path.name for path in sorted(folder.glob("*.json")) if path not in shown)
     return (
         f"<!doctype html><meta charset=utf-8><title>ds_hetero: measurements</title><style>{_STYLE}</style>"
         f"<h1>ds_hetero: measurements</h1>{''.join(sections)}"
+        + (f"<p>Not shown: {html.escape(others)}</p>" if others else "")
     )
 
 
@@ -215,6 +218,64 @@ def _versus_stock(result: dict[str, Any]) -> Iterable[str]:
     )
 
 
+def _prediction(result: dict[str, Any]) -> Iterable[str]:
+    yield _lines([f"Emulated: ranks of {', '.join(map(str, result['cores']))} cores; {result['link']}"])
+    rows = [(row["name"], row["predicted_s"], row["measured_s"]) for row in result["rows"]]
+    yield _table(
+        ("schedule", "predicted, s", "measured, s", "error"),
+        (
+            (name, f"{predicted_s:.2f}", f"{measured_s:.2f}", f"{predicted_s / measured_s - 1:+.1%}")
+            for name, predicted_s, measured_s in sorted(rows, key=lambda row: row[2])
+        ),
+    )
+
+
+def _zero(result: dict[str, Any]) -> Iterable[str]:
+    yield _lines([f"{result['ranks']} ranks, {result['tokens']} tokens; peer: stock ZeRO"])
+    yield _table(
+        ("stage", "ours", "peer, s", "ours, s", "peer / ours", "95 % interval"),
+        ((row["stage"], row["ours"], *_paired(row)) for row in result["rows"]),
+    )
+
+
+def _gradient_sync(result: dict[str, Any]) -> Iterable[str]:
+    yield _lines(dict.fromkeys(job["link"] for job in result["jobs"]))
+    yield _table(
+        ("degrees", "without overlap, s", "with, s", "ratio", "95 % interval"),
+        ((job["degrees"], *_paired(job["overlap"])) for job in result["jobs"] if job["overlap"]),
+    )
+
+
+def _paired(row: dict[str, Any]) -> tuple[str, ...]:
+    interval = "{:.2f} to {:.2f}".format(*row["interval"])
+    return f"{row['peer_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['ratio']:.3f}", interval
+
+
+def _memory(result: dict[str, Any]) -> Iterable[str]:
+    rows = result["rows"]
+    yield _table(rows[0], (row.values() for row in rows))
+
+
+def _hexiseq(result: dict[str, Any]) -> Iterable[str]:
+    yield "<p>Nothing is measured here: all of it follows from the cost model and the search.</p>"
+    yield _table(
+        ("simulation", "model", "context", "strongest baseline", "gain", "possible", "of the bound"),
+        (
+            (
+                *(row[key] for key in ("simulation", "model", "context", "strongest")),
+                *(f"{row['gain']:.2f}x", f"{row['possible_gain']:.2f}x", f"{row['of_bound']:.1%}"),
+            )
+            for row in result["simulations"]
+        ),
+    )
+
+
+def _planner(result: dict[str, Any]) -> Iterable[str]:
+    yield _lines(["Gap of the predicted time to the exact optimum, over random clusters."])
+    rows = result["summary"]
+    yield _table(rows[0], (map(_short, row.values()) for row in rows))
+
+
 def _gpu(result: dict[str, Any]) -> Iterable[str]:
     for name, rows in result["tables"].items():
         if rows:
@@ -233,6 +294,14 @@ _SECTIONS: tuple[tuple[str, str, _Section], ...] = (
     ("lab_growth", "Growth with ranks and tokens", _growth),
     ("lab_replan", "A rank that becomes slow in the middle of a run", _replan),
     ("versus_stock", "Equal ranks: peer / ours", _versus_stock),
+    ("versus_stock_1k", "Equal ranks, short sequences: peer / ours", _versus_stock),
+    ("memory", "Equal ranks: peak memory", _memory),
+    ("prediction_loopback", "Predicted and measured step time, loopback", _prediction),
+    ("prediction_1gbit", "Predicted and measured step time, 1 Gbit/s", _prediction),
+    ("zero", "ZeRO by weight against stock", _zero),
+    ("gradient_sync", "Gradient synchronization of unequal replicas", _gradient_sync),
+    ("hexiseq", "HexiSeq's simulations", _hexiseq),
+    ("planner_exact_published", "Search against the exact optimum", _planner),
     ("gpu", "One GPU", _gpu),
 )
 

@@ -3,10 +3,14 @@ r"""Any command on an emulated cluster of unequal ranks.
     python -m benchmarks.lab.launch CLUSTER.yaml -- python train.py
     python -m benchmarks.lab.launch CLUSTER.yaml -- torchrun --nnodes {nodes} --nproc-per-node {ranks} \
         --node-rank {node} --master-addr {master} --master-port {port} train.py
+    python -m benchmarks.lab.launch CLUSTER.yaml -- deepspeed --num_gpus {ranks} --master_port {port} train.py
+    python -m benchmarks.lab.launch CLUSTER.yaml -- deepspeed --no_ssh --hostfile HOSTS --node_rank {node} \
+        --master_addr {master} --master_port {port} train.py
 
-Without ``{node}`` in it the command is started once per rank with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT in its environment; with it, once per node, and the command starts its ranks. Filled in are {nodes}, {node},
-{ranks} (of this node), {world}, {master} and {port}.
+Without ``{node}`` or ``{ranks}`` in it the command is started once per rank with RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT in its environment; with one of them, once per node, and the command starts its ranks.
+Filled in are {nodes}, {node}, {ranks} (of this node), {world}, {master} and {port}. HOSTS is DeepSpeed's own list, one
+line "NAME slots=RANKS" per node; names are not looked up.
 
 CLUSTER.yaml is described in `benchmarks.lab.cluster.read_cluster`. Every command starts inside its node's network. A
 Python process with RANK in its environment gets its speed and its memory limit when torch.distributed's process group
@@ -44,6 +48,7 @@ VARIABLE = "DS_HETERO_LAB"
 _INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05
+_PER_NODE = ("{node}", "{ranks}")  # a command with one of these starts the ranks of its node
 _GRACE_S = 10.0  # for the rest, once a command has failed or Ctrl-C was pressed
 _PR_SET_PDEATHSIG = 1
 
@@ -111,7 +116,7 @@ def _commands(
         environment = common | place.environment
         values = {"nodes": len(cluster.nodes), "node": index, "ranks": len(node.speeds), "world": world}
         filled = [_fill(word, values | {"master": master, "port": port}) for word in command]
-        if any("{node}" in word for word in command):
+        if any(name in word for word in command for name in _PER_NODE):
             found.append(([*enter, *filled], environment))
         else:
             for local in range(len(node.speeds)):

@@ -19,6 +19,7 @@ from benchmarks.ranks import Report
 __all__ = ["MESH", "MeshTable"]
 
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 50e-6
+QUICK = ("stock", "ring", "usp 2x2", "proportional", "plan")
 UNEQUAL, EQUAL = (4.0, 3.0, 2.0, 1.0), (1.0, 1.0, 1.0, 1.0)
 MESH = EmulatedCluster(
     nodes=tuple(
@@ -35,9 +36,9 @@ class MeshTable:
 
     def add_options(self, parser: ArgumentParser) -> None:
         """Contenders, scopes and speeds."""
-        parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", default=list(CONTENDERS))
+        parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", help=f"with --quick {' '.join(QUICK)}")
         parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
-        parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", default=["unequal", "equal"])
+        parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", help="with --quick unequal")
         parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="of slowing down, in order")
         parser.add_argument("--layers", type=int, default=1, help="of the model whose steps are measured")
 
@@ -76,10 +77,11 @@ def _plan(options: Namespace) -> MeshPlan:
     heads = options.heads or 8
     shape = Shape(num_heads=heads, num_kv_heads=heads // 2, num_layers=options.layers)
     chosen = {"unequal": UNEQUAL, "equal": EQUAL}
+    contenders = tuple(options.contenders or (QUICK if options.quick else CONTENDERS))
     cases = [
-        MeshCase(chosen[speeds], scope, length, tuple(options.contenders))
+        MeshCase(chosen[speeds], scope, length, contenders)
         for scope in options.scopes
-        for speeds in options.speeds
+        for speeds in options.speeds or (["unequal"] if options.quick else list(chosen))
         for length in (tokens if speeds == "unequal" else tokens[:1])
     ]
     return MeshPlan(

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.lab import launch
 from benchmarks.lab.cluster import read_cluster
 from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
+from benchmarks.lab.results import FOLDER
 from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.lab.throttle import CountedTime
 from tests.support import ROOT
@@ -86,6 +88,23 @@ def test_ranks_of_a_command(tmp_path):
     assert memory == ("enough", "enough", "too little")
     if where[0] != os.readlink("/proc/self/ns/net"):  # links could be emulated here
         assert where[0] == where[1] != where[2]
+
+
+def test_one_command_per_node(tmp_path):
+    (tmp_path / "cluster.yaml").write_text("nodes: [{speeds: [4, 3]}, {speeds: [1]}]")
+    note = ["sh", "-c", f'echo "rank=$RANK" > {tmp_path}/{{ranks}}']
+    assert launch.main([str(tmp_path / "cluster.yaml"), "--", *note]) == 0
+    assert [(tmp_path / count).read_text() for count in "21"] == ["rank=\n", "rank=\n"]
+
+
+def test_the_page_of_all_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.report import page
+
+    written = page(FOLDER)
+    assert all(path.name in written for path in FOLDER.glob("*.json"))
+    assert "Four ranks in two unequal nodes" in written
+    assert "<h2>" not in page(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
