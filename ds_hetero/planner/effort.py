@@ -16,6 +16,7 @@ CALL_S = 5e-4
 RANK_S = 3e-7
 PAIR_S = 1.2e-8
 SMALL = 5  # ranks up to which all partitions are tried
+FEW = 8  # ranks up to which so many starts are refined that what one descent misses another one finds
 
 
 @dataclass(slots=True)
@@ -30,9 +31,9 @@ class Effort:
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> Effort:
-        """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; 0.4 s for few, which are searched widely."""
-        if num_ranks <= SMALL:
-            return cls(0.4)
+        """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; more for few, which are searched widely."""
+        if num_ranks <= FEW:
+            return cls(0.4 if num_ranks <= SMALL else 0.7)
         return cls(0.3 * (num_ranks / 128) ** (0.33 if num_ranks < 128 else 0.85))
 
     def split(self, parts: int) -> Effort:

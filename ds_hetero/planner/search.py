@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.planner.descent import STEPS, descend, round_to_units
-from ds_hetero.planner.effort import SMALL, Effort
+from ds_hetero.planner.effort import FEW, SMALL, Effort
 from ds_hetero.planner.groupings import neighbours
 from ds_hetero.planner.problem import Assignment, Problem
 from ds_hetero.planner.shares import cap_shares
@@ -32,7 +32,7 @@ M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with.
 SLOWEST_START = 1.4
 STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
-FEW_RANKS_STAGES = ((2 * M2, 1.3, STEPS[:2]), (M2, 1.2, STEPS[1:4]), (M2 // 2, 1.1, STEPS))
+FEW_RANKS_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
@@ -47,7 +47,7 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
         effort: how much may be evaluated; left out, what suits the number of ranks.
     """
     effort = effort or Effort.for_ranks(problem.num_ranks)
-    stages = FEW_RANKS_STAGES if problem.num_ranks <= SMALL else STAGES
+    stages = FEW_RANKS_STAGES if problem.num_ranks <= FEW else STAGES
     best = _best(starts(problem, effort.split(3)), stages[0][0], SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
@@ -59,6 +59,7 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
+    best = [_reorder(problem, found, Effort.for_ranks(problem.num_ranks).split(M2)) for found in best]
     if problem.coarse and problem.num_ranks <= SMALL:
         best = _best([*best, *_from_whole_tokens(problem)], M2)
     return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
@@ -71,6 +72,12 @@ def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:
         rounded = round_to_units(problem, found)
         if rounded is not None:
             yield descend(problem, rounded, STEPS[3:], Effort.for_ranks(problem.num_ranks).split(M2))
+
+
+def _reorder(problem: Problem, found: Assignment, effort: Effort) -> Assignment:
+    """Another ring order where that has become better since stage II, and a descent from there."""
+    ordered = best_order(problem, found, effort, thorough=True)
+    return found if ordered is found else descend(problem, ordered, STEPS[2:], effort)
 
 
 def _trade(problem: Problem, found: Assignment) -> Assignment:
