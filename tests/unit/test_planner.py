@@ -15,7 +15,9 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import make_problem, plan, plan_workload
 from ds_hetero.planner.covering import best_levels, cover
+from ds_hetero.planner.effort import Effort
 from ds_hetero.planner.memory_fit import fit_memory
+from ds_hetero.planner.search import search
 from ds_hetero.planner.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
 
 MODEL = ModelSpec(
@@ -151,6 +153,28 @@ def test_more_bandwidth_or_memory_never_slows_the_plan(data, seq_len, cost_model
         better["devices"] = {name: {**kind, "memory_gib": kind["memory_gib"] * factor} for name, kind in KINDS.items()}
     before, after = make_plan(data, seq_len, cost_model), make_plan(better, seq_len, cost_model)
     assert after.prediction.block_s <= before.prediction.block_s * 1.01
+
+
+@pytest.mark.parametrize(
+    "nodes, network",
+    [
+        ((("mid big", 100), ("big slow mid", 100), ("slow big", 400), ("big", 25)), 1),
+        ((("slow slow", 100), ("slow mid mid big", 25), ("big", 100)), 1),
+        ((("mid slow", 25), ("slow", 25), ("slow big slow", 25), ("big", 100)), 10),
+    ],
+)
+def test_few_ranks_are_searched_widely(nodes, network):
+    """Slow links leave many sets of working ranks to try: ten times the effort does not find anything better."""
+    listed = [
+        {"name": f"n{i}", "devices": names.split(), "link": {"bandwidth_gb_per_s": inside, "latency_us": 5}}
+        for i, (names, inside) in enumerate(nodes)
+    ]
+    links = {"bandwidth_gb_per_s": network, "latency_us": 20}
+    cluster = cluster_from_dict({"nodes": listed, "network": links, "devices": KINDS})
+    problem, _ = make_problem(make_cost_model("published", cluster, MODEL, Workload(seq_len=8192)))
+    more = Effort.for_ranks(cluster.num_ranks)
+    more.left_s *= 10
+    assert search(problem)[0].time_s <= search(problem, more)[0].time_s * 1.01
 
 
 def test_devices_behind_slow_links_stay_idle_and_are_named():
