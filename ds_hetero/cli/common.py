@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,13 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel, Prediction, Workload
-from ds_hetero.errors import ScheduleError
+from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import STRATEGIES, strategy
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Job", "bytes_text", "print_json", "read_schedule", "terms_text", "time_text"]
+__all__ = ["Job", "bytes_text", "check_out", "print_json", "read_schedule", "terms_text", "time_text"]
 
 GIB = 2**30
 
@@ -78,6 +79,18 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
     if isinstance(data, Mapping) and "replicas" in data:
         raise ScheduleError(f"{source} holds several replicas. Give the schedule of one, and the cluster it runs on.")
     return Schedule.from_dict(data)
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that cannot be written, before anything is computed for it.
+
+    Raises:
+        PlanError: its folder does not exist or may not be written to, or it is a folder itself.
+    """
+    folder = out.resolve().parent
+    if out.is_dir() or not os.access(folder, os.W_OK):
+        reason = "it is a folder" if out.is_dir() else f"{folder} is no folder that may be written to"
+        raise PlanError(f"--out {out} cannot be written: {reason}.")
 
 
 def print_json(data: Mapping[str, Any]) -> None:

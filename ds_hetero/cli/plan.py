@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_hetero.cli.common import Job, bytes_text, print_json, terms_text, time_text
+from ds_hetero.cli.common import Job, bytes_text, check_out, print_json, terms_text, time_text
 from ds_hetero.planner.planning import Plan, plan_workload
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ __all__ = ["ranks_text", "run", "schedule_table"]
 
 def run(job: Job, layout: str | None, token_unit: int, out: Path | None, as_json: bool) -> None:
     """Search, print, and write the schedule file if asked to."""
+    if out is not None:
+        check_out(out)
     found = plan_workload(
         job.cluster, job.model, job.workload, cost_model=job.cost_model, layout=layout, token_unit=token_unit
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_hetero.cli.common import Job, print_json, time_text
+from ds_hetero.cli.common import Job, check_out, print_json, time_text
 from ds_hetero.planner.replicas import ReplicasPlan, plan_replicas
 from ds_hetero.replicas import replicas_to_dict
 
@@ -15,6 +15,8 @@ __all__ = ["run"]
 
 def run(jobs: Sequence[Job], global_batch: int, layout: str | None, out: Path | None, as_json: bool) -> None:
     """Plan, print, and write the file of replicas if asked to; ``jobs`` differ in their clusters only."""
+    if out is not None:
+        check_out(out)
     first = jobs[0]
     found = plan_replicas(
         [job.cluster for job in jobs],

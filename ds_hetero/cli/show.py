@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ds_hetero.cli.common import GIB, Job, print_json, read_schedule, terms_text, time_text
+from ds_hetero.cli.common import GIB, Job, check_out, print_json, read_schedule, terms_text, time_text
 from ds_hetero.cost.types import CostModel, Prediction, Span
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import describe
@@ -35,6 +35,7 @@ def run(job: Job, source: str, out: Path, as_json: bool) -> None:
     """Draw and write the picture."""
     if out.suffix not in FORMATS:
         raise PlanError(f"--out must end in one of {', '.join(FORMATS)}, got {str(out)!r}.")
+    check_out(out)
     cost = job.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)

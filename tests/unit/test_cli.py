@@ -116,6 +116,35 @@ def test_bad_input_exits_with_2_and_one_message(tmp_path):
     assert not run.stdout
 
 
+def test_impossible_options_and_links_exit_with_2_and_one_message(tmp_path):
+    link = {"bandwidth_gb_per_s": 1, "latency_us": 1}
+    node = {"name": "a", "device": "L40S", "count": 2, "link": link}
+    for i, (changes, says) in enumerate(
+        (
+            ({"links": [{"between": ["a", "nowhere"], "bandwidth_gb_per_s": 3}]}, "there is no node 'nowhere'"),
+            ({"network": {**link, "bandwidth_gb_per_s": 0}}, "bandwidth_gb_per_s must be greater than 0"),
+            ({"nodes": [{**node, "count": -2}]}, "count"),
+        )
+    ):
+        cluster = tmp_path / f"{i}.json"
+        cluster.write_text(json.dumps({"nodes": [node], "network": link, **changes}))
+        _assert_refused(["plan", "--cluster", cluster, "--model", "gpt-7b", "--seq-len", 4096], says)
+    job = ["--cluster", "hexiseq-setting-1", "--model", "gpt-7b"]
+    for command, options, says in (
+        ("plan", ["--seq-len", -5], "seq_len must be a whole number >= 1, got -5"),
+        ("plan", ["--seq-len", 4], "8 ranks cannot share a sequence of 4 tokens"),
+        ("plan", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.json"], "is no folder that may be written to"),
+        ("show", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.svg"], "is no folder that may be written to"),
+    ):
+        _assert_refused([command, *job, *options], says)
+
+
+def _assert_refused(arguments, says):
+    run = _run(*arguments)
+    assert run.returncode == 2 and not run.stdout
+    assert says in run.stderr and "Traceback" not in run.stderr and run.stderr.count("\n") == 1
+
+
 def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
     clusters = ["--cluster", "hexiseq-setting-1", "--cluster", "hexiseq-setting-2"]
     job = ["--model", "gpt-7b", "--seq-len", 32768, "--global-batch", 24, "--zero-stage", 1]
