@@ -34,6 +34,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import FOLDER, write
 from ds_hetero.runtime.all_to_all import Exchange, Member, gather_sequence, scatter_sequence
 from ds_hetero.runtime.blocks import visible_blocks
 from ds_hetero.runtime.kernels import AttentionKernel, Band, available, merge_, select
@@ -43,7 +44,7 @@ __all__ = ["Sizes", "main", "measure"]
 
 CAUSAL = Band(None, 0)
 RIGHT = 0.02  # largest error over the largest value, in bf16
-_RESULT = Path(__file__).parent / "results" / "gpu.json"
+_RESULT = FOLDER / "gpu.json"
 _REPEATS = 5
 _WARM_UPS = 2
 
@@ -90,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": round(time.perf_counter() - begin, 1),
         "tables": tables,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     if options.json:
         print(json.dumps(result))
     else:

@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.machine import describe_machine
 from benchmarks.network import emulate
+from benchmarks.outcome import FOLDER, write
 from benchmarks.ranks import Report, run
 from benchmarks.relay import DEVICE
 from benchmarks.statistics import compare
@@ -47,7 +48,7 @@ from ds_hetero.zero.chunks import ring_reduce_scatter_elements
 from ds_hetero.zero.lanes import local_tensor
 from ds_hetero.zero.tensor_parallel import tensor_parallel_layouts
 
-RESULT = Path(__file__).parent / "results" / "gradient_sync.json"
+RESULT = FOLDER / "gradient_sync.json"
 LINKS = {"1gbit": 1e9, "10gbit": 1e10}
 BUCKET_BYTES = 2 * 2**20
 _DELAY_S = 100e-6
@@ -85,8 +86,7 @@ def main() -> int:
         "settings": {name: getattr(args, name) for name in ("link", "hidden", "layers", "tokens", "pairs")},
         "jobs": jobs,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.output)
     if args.json:
         print(json.dumps(result))
     else:

@@ -35,9 +35,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders import CONTESTS, Layer, Shape, make_contender
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import FOLDER, write
 from benchmarks.ranks import LOOPBACK, Report, run
 
-RESULT = Path(__file__).parent / "results" / "memory.json"
+RESULT = FOLDER / "memory.json"
 _REPEATS = 5
 _RUN = "one run of the layer"
 _KINDS = ("bytes", "resident_bytes")
@@ -66,8 +67,7 @@ def main() -> int:
         "machine": describe_machine(),
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.output)
     if args.json:
         print(json.dumps(result))
     else:

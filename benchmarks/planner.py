@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import FOLDER, write
 from benchmarks.random_clusters import Case, random_cases
 from benchmarks.reproduce.hexiseq_algorithm import algorithm_1
 from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
@@ -37,7 +38,6 @@ from ds_hetero.planner import make_problem, plan_workload, solve_exact
 from ds_hetero.planner.effort import Effort
 from ds_hetero.planner.search import search
 
-_RESULTS = Path(__file__).parent / "results"
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _RANKS = (4, 5)
 TOKENS_PER_DEVICE = 4096
@@ -66,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome["summary"] = summary(outcome["cases"])
         outcome["failures"] = list(_exact_failures(outcome["summary"]))
         tables = [_exact_table(outcome["summary"])]
-    path = options.output or _RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(outcome, indent=1) + "\n")
+    path = options.output or FOLDER / f"{name}.json"
+    write(outcome, path)
     (_draw_growth if options.what == "growth" else _draw_exact)(outcome, path.with_suffix(".png"))
     if options.json:
         print(json.dumps(outcome))

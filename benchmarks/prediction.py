@@ -33,6 +33,7 @@ from rich.table import Table
 from benchmarks import ranks
 from benchmarks.machine import cpu_s_of, describe_machine, machine_busy_s
 from benchmarks.network import emulate
+from benchmarks.outcome import FOLDER, write
 from benchmarks.quota import SpeedLimits, speed_limits
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
@@ -53,7 +54,6 @@ _MODEL = {
 }
 _LINKS = {"loopback": None, "1gbit": (1e9, 100e-6), "200mbit": (2e8, 500e-6)}
 _PLAN = "plan"
-_RESULTS = Path(__file__).parent / "results"
 MEDIAN_ERROR, CLEAR = 0.10, 0.10
 DISTURBED = 0.05  # a turn counts if the machine computes as fast as when it was profiled, to within this
 
@@ -62,10 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if the targets are met."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
-    options.output = options.output or _RESULTS / f"prediction_{options.link}.json"
+    options.output = options.output or FOLDER / f"prediction_{options.link}.json"
     outcome = run(options, console)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(outcome, indent=1) + "\n")
+    write(outcome, options.output)
     if options.json:
         print(json.dumps(outcome))
     else:

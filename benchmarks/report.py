@@ -23,9 +23,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from benchmarks.outcome import FOLDER
+
 __all__ = ["main", "page"]
 
-_RESULTS = Path(__file__).parent / "results"
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.2em .6em;text-align:right}"
@@ -36,7 +37,7 @@ _STYLE = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the result files")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in that folder")
     options = parser.parse_args(arguments)
     out = options.out or options.results / "report.html"

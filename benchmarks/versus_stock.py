@@ -31,6 +31,7 @@ from benchmarks.comparison import LAYER, STEP, Plan, measure
 from benchmarks.contenders import CONTESTS, Shape
 from benchmarks.machine import describe_machine
 from benchmarks.network import EmulationError, Network, emulate
+from benchmarks.outcome import FOLDER, write
 from benchmarks.statistics import compare
 
 LINKS = ("loopback", "1gbit")
@@ -39,7 +40,6 @@ TARGETS = {1024: 1.05, 4096: 1.0, 8192: 1.0}
 """Ratio to reach, by tokens."""
 
 _BUSY_CORES = 0.2  # of others, above which a result is marked
-_RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,9 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(link, plan, result, partial(_advance, progress, task, what, done))
             done += len(plan.cases)
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    output = options.output or _RESULTS / f"versus_stock{'_quick' if options.quick else ''}.json"
-    output.parent.mkdir(exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    output = options.output or FOLDER / f"versus_stock{'_quick' if options.quick else ''}.json"
+    write(result, output)
     if options.json:
         print(json.dumps(result))
     else:

@@ -27,10 +27,11 @@ from rich.table import Table
 
 from benchmarks.alternation import alternate
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import FOLDER, write
 from benchmarks.ranks import LOOPBACK, Report, run
 from benchmarks.statistics import compare
 
-RESULT = Path(__file__).parent / "results" / "zero.json"
+RESULT = FOLDER / "zero.json"
 TARGET = 0.98
 EQUAL, UNEQUAL = "equal weights", "3 : 1"
 _TOKENS, _MIN_PAIRS = 256, 11
@@ -68,8 +69,7 @@ def main() -> int:
         "tokens": _TOKENS,
         "rows": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.output)
     if args.json:
         print(json.dumps(result))
     else:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.lab import results
 from benchmarks.lab.tables import TABLES
+from benchmarks.outcome import FOLDER, write
 
 __all__ = ["main"]
 
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with results.progress(console) as report:
         result |= table.run(options, report)
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    output = options.output or results.FOLDER / f"lab_{options.table}{'_quick' if options.quick else ''}.json"
-    results.write(result, output)
+    output = options.output or FOLDER / f"lab_{options.table}{'_quick' if options.quick else ''}.json"
+    write(result, output)
     if options.json:
         print(json.dumps(result))
     else:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Shape
 from benchmarks.lab.emulator import RankLab
+from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import ProfileTable
@@ -89,17 +90,8 @@ def model_of(shape: Shape, vocabulary: int = 512) -> ModelSpec:
 
 def cost_model(cluster: Cluster, shape: Shape, tokens: int) -> CostModel:
     """The calibrated cost model of a step as the lab runs it: fp32, ZeRO-1, no checkpointing."""
-    workload = Workload(
-        seq_len=tokens,
-        micro_batch=shape.batch_size,
-        zero_stage=1,
-        activation_checkpointing=False,
-        tiled_logits=False,
-        element_bytes=4,
-        gradient_bytes=4,
-        optimizer_bytes=12,
-    )
-    return make_cost_model("calibrated", cluster, model_of(shape), workload)
+    work = replace(workload(tokens), micro_batch=shape.batch_size)
+    return make_cost_model("calibrated", cluster, model_of(shape), work)
 
 
 def measure_table(lab: RankLab, shape: Shape, lengths: Sequence[int], fractions: Sequence[float]) -> ProfileTable:

@@ -1,12 +1,10 @@
-"""Result files, and where the commands say how far they are."""
+"""What every result begins with, and where the commands say how far they are."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.machine import describe_machine
 from benchmarks.ranks import Report
 
-__all__ = ["FOLDER", "header", "progress", "write"]
-
-FOLDER = Path(__file__).resolve().parents[1] / "results"
+__all__ = ["header", "progress"]
 
 
 def header(command: str) -> dict[str, Any]:
@@ -28,12 +24,6 @@ def header(command: str) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": describe_machine(),
     }
-
-
-def write(result: dict[str, Any], path: Path) -> None:
-    """As JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @contextmanager

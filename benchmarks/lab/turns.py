@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -30,10 +29,6 @@ class Turns:
 
     seconds: dict[str, list[float]]
     foreign_cores: float
-
-    def median_s(self, name: str) -> float:
-        """Of a contender."""
-        return median(self.seconds[name])
 
     def spread(self, name: str) -> float:
         """Largest over smallest, minus one."""

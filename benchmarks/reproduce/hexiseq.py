@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import FOLDER, write
 from benchmarks.reproduce import hexiseq_paper as paper
 from benchmarks.reproduce.hexiseq_paper import DATASHEET, Assumptions
 from benchmarks.reproduce.hexiseq_show import draw, show, summary
@@ -40,7 +41,6 @@ from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import Plan, plan
 from ds_hetero.schedule import ring, ulysses, usp_meshes
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")
 
 
@@ -63,11 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "table-3" in options.only:
         outcome["table_3"] = table_3()
     outcome["failures"] = failures(outcome)
-    output = options.output or _RESULTS / f"hexiseq{'_quick' if options.quick else ''}.json"
-    output.parent.mkdir(exist_ok=True)
+    output = options.output or FOLDER / f"hexiseq{'_quick' if options.quick else ''}.json"
     if output.is_file():
         outcome = {**json.loads(output.read_text()), **outcome}
-    output.write_text(json.dumps(outcome, indent=1) + "\n")
+    write(outcome, output)
     if "simulations" in options.only:
         draw(outcome["simulations"], output.with_suffix(".png"))
     if options.json:

@@ -31,9 +31,9 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
         tokens_BD: s, tokens of every rank.
         bytes_BD: w, bytes per token that every rank receives for its heads.
     """
-    cell, node = grouping.cell_of, grouping.cell_node
+    cell, node = grouping.cells.part_of, grouping.cell_node
     s_per_byte = grouping.cluster.node_all_to_all_s_per_byte
-    tokens_BC, bytes_BC = grouping.by_cell(np.add, tokens_BD), grouping.by_cell(np.add, bytes_BD)
+    tokens_BC, bytes_BC = grouping.cells.reduce(np.add, tokens_BD), grouping.cells.reduce(np.add, bytes_BD)
     sent_BD = tokens_BD * (bytes_BC[:, cell] - bytes_BD)
     received_BD = bytes_BD * (tokens_BC[:, cell] - tokens_BD)
     worst_BD = np.maximum(sent_BD, received_BD) * s_per_byte[node, node][cell]
@@ -42,7 +42,7 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
         np.maximum(worst_BD, bytes_BD * _elsewhere(grouping, tokens_BC)[:, cell], out=worst_BD)
     time_BK = grouping.by_group(np.maximum, worst_BD)
     if grouping.cluster.shares_ports:
-        same_BC = grouping.by_cell(np.add, tokens_BD * bytes_BD)
+        same_BC = grouping.cells.reduce(np.add, tokens_BD * bytes_BD)
         time_BK = np.maximum(time_BK, _shared_s(grouping, tokens_BC, bytes_BC, same_BC))
     return time_BK
 
@@ -51,13 +51,13 @@ def _elsewhere(grouping: Grouping, amount_BC: Floats) -> Floats:
     """What every cell's group has in other cells, each weighted with the seconds per byte to get there, ``[B, C]``."""
     source, destination, sender, receiver = grouping.region_pairs
     s_per_byte = grouping.cluster.node_all_to_all_s_per_byte[sender, receiver]
-    amount_BR = grouping.by_region(np.add, amount_BC)
+    amount_BR = grouping.regions.reduce(np.add, amount_BC)
     weighted_BR, own_s_R = np.zeros_like(amount_BR), np.zeros(amount_BR.shape[1])
     starts = np.flatnonzero(np.diff(source, prepend=-1))
     weighted_BR[:, source[starts]] = np.add.reduceat(amount_BR[:, destination] * s_per_byte, starts, axis=1)
     itself = source == destination
     own_s_R[source[itself]] = s_per_byte[itself]
-    return np.asarray(weighted_BR[:, grouping.region_of] - own_s_R[grouping.region_of] * amount_BC)
+    return np.asarray(weighted_BR[:, grouping.regions.part_of] - own_s_R[grouping.regions.part_of] * amount_BC)
 
 
 def _shared_s(grouping: Grouping, tokens_BC: Floats, bytes_BC: Floats, same_BC: Floats) -> Floats:
@@ -79,8 +79,8 @@ def _shared_s(grouping: Grouping, tokens_BC: Floats, bytes_BC: Floats, same_BC: 
 def exchange_latency_s(grouping: Grouping) -> Floats:
     """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
     node, latency_s = grouping.cell_node, grouping.cluster.node_all_to_all_latency_s
-    worst_C = np.where(grouping.cell_sizes > 1, latency_s[node, node], 0.0)
-    worst_R = grouping.by_region(np.maximum, worst_C)
+    worst_C = np.where(grouping.cells.sizes > 1, latency_s[node, node], 0.0)
+    worst_R = grouping.regions.reduce(np.maximum, worst_C)
     source, _, sender, receiver = grouping.region_pairs
     np.maximum.at(worst_R, source, latency_s[sender, receiver])
-    return np.asarray(np.maximum.reduceat(worst_R[grouping.region_of], grouping.group_starts))
+    return np.asarray(np.maximum.reduceat(worst_R[grouping.regions.part_of], grouping.group_starts))

@@ -3,8 +3,8 @@
 A search tries many assignments of tokens and heads over one partition, so what follows from the partition and
 the cluster alone is worked out once.
 
-Dimension key: D ranks, K groups in ring order, C cells, R regions. A cell is the part of one group that sits on one
-node, a region the cells of one group whose nodes have the same place in the network (`Cluster.place`).
+Dimension key: D ranks, K groups in ring order, C cells, R regions, I items, P parts. A cell is the part of one group
+that sits on one node, a region the cells of one group whose nodes have the same place in the network (`Cluster.place`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,48 @@ import numpy.typing as npt
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Grouping"]
+__all__ = ["Grouping", "Parts"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+class Parts:
+    """Items put together where two keys of theirs are equal; parts ascend by the first key, then by the second.
+
+    Args:
+        major, minor: keys of every item, ``[I]``.
+
+    Attributes:
+        order: items, part after part, ``[I]``.
+        starts: first place of every part in `order`, ``[P]``.
+    """
+
+    def __init__(self, major: Ints, minor: Ints) -> None:
+        self.order: Ints = np.lexsort((minor, major))
+        changes = (np.diff(major[self.order]) != 0) | (np.diff(minor[self.order]) != 0)
+        self.starts: Ints = np.flatnonzero(np.concatenate([[True], changes]))
+
+    @property
+    def first(self) -> Ints:
+        """An item of every part, ``[P]``."""
+        return self.order[self.starts]
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Items of every part, ``[P]``."""
+        return np.diff(np.append(self.starts, len(self.order)))
+
+    @cached_property
+    def part_of(self) -> Ints:
+        """Part of every item, ``[I]``."""
+        part_of = np.empty(len(self.order), dtype=np.int64)
+        part_of[self.order] = np.repeat(np.arange(len(self.starts)), self.sizes)
+        return part_of
+
+    def reduce(self, reduce: np.ufunc, values_I: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``reduce`` (such as ``np.maximum``) over the items of every part: ``[..., I]`` to ``[..., P]``."""
+        return np.asarray(reduce.reduceat(values_I[..., self.order], self.starts, axis=-1))
 
 
 class Grouping:
@@ -67,37 +105,19 @@ class Grouping:
     # --- cells --------------------------------------------------------------------------------------
 
     @cached_property
-    def cell_order(self) -> Ints:
-        """Ranks sorted by (group, node), ``[D]``."""
-        return np.lexsort((self.cluster.node_of_rank, self.group_of))
-
-    @cached_property
-    def cell_starts(self) -> Ints:
-        """First place of every cell in `cell_order`, ``[C]``."""
-        group, node = self.group_of[self.cell_order], self.cluster.node_of_rank[self.cell_order]
-        return np.flatnonzero(np.concatenate([[True], (np.diff(group) != 0) | (np.diff(node) != 0)]))
-
-    @cached_property
-    def cell_sizes(self) -> Ints:
-        """Ranks of every cell, ``[C]``."""
-        return np.diff(np.append(self.cell_starts, len(self.order)))
-
-    @cached_property
-    def cell_of(self) -> Ints:
-        """Cell of every rank, **indexed by rank**, ``[D]``."""
-        cell_of = np.empty(len(self.order), dtype=np.int64)
-        cell_of[self.cell_order] = np.repeat(np.arange(len(self.cell_starts)), self.cell_sizes)
-        return cell_of
+    def cells(self) -> Parts:
+        """Ranks by (group, node)."""
+        return Parts(self.group_of, self.cluster.node_of_rank)
 
     @cached_property
     def cell_group(self) -> Ints:
         """Group of every cell, ``[C]``, ascending."""
-        return self.group_of[self.cell_order[self.cell_starts]]
+        return self.group_of[self.cells.first]
 
     @cached_property
     def cell_node(self) -> Ints:
         """Node of every cell, ``[C]``."""
-        return self.cluster.node_of_rank[self.cell_order[self.cell_starts]]
+        return self.cluster.node_of_rank[self.cells.first]
 
     @cached_property
     def group_starts(self) -> Ints:
@@ -114,34 +134,12 @@ class Grouping:
         order, starts = self._cells_by_node
         return np.asarray(reduce.reduceat(values_C[..., order], starts, axis=-1))
 
-    def by_cell(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` over the ranks of every cell: ``[..., D]`` to ``[..., C]``."""
-        return np.asarray(reduce.reduceat(values_D[..., self.cell_order], self.cell_starts, axis=-1))
-
     # --- regions ------------------------------------------------------------------------------------
 
     @cached_property
-    def region_order(self) -> Ints:
-        """Cells sorted by (group, place in the network), ``[C]``."""
-        return np.lexsort((self.cluster.place[self.cell_node], self.cell_group))
-
-    @cached_property
-    def region_starts(self) -> Ints:
-        """First place of every region in `region_order`, ``[R]``."""
-        group, place = self.cell_group[self.region_order], self.cluster.place[self.cell_node[self.region_order]]
-        return np.flatnonzero(np.concatenate([[True], (np.diff(group) != 0) | (np.diff(place) != 0)]))
-
-    @cached_property
-    def region_sizes(self) -> Ints:
-        """Cells of every region, ``[R]``."""
-        return np.diff(np.append(self.region_starts, len(self.region_order)))
-
-    @cached_property
-    def region_of(self) -> Ints:
-        """Region of every cell, ``[C]``."""
-        region_of = np.empty(len(self.region_order), dtype=np.int64)
-        region_of[self.region_order] = np.repeat(np.arange(len(self.region_starts)), self.region_sizes)
-        return region_of
+    def regions(self) -> Parts:
+        """Cells by (group, place in the network)."""
+        return Parts(self.cell_group, self.cluster.place[self.cell_node])
 
     @cached_property
     def region_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -149,18 +147,14 @@ class Grouping:
 
         A region of several cells is a pair with itself, and the two nodes are different ones of its place.
         """
-        first_cell = self.region_order[self.region_starts]
+        first_cell = self.regions.first
         group, place = self.cell_group[first_cell], self.cluster.place[self.cell_node[first_cell]]
         first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
         per_region = np.repeat(counts, counts)
         source = np.repeat(np.arange(len(group)), per_region)
         within = np.arange(len(source)) - np.repeat(np.cumsum(per_region) - per_region, per_region)
         destination = np.repeat(np.repeat(first, counts), per_region) + within
-        exist = (source != destination) | (self.region_sizes[source] > 1)
+        exist = (source != destination) | (self.regions.sizes[source] > 1)
         source, destination = source[exist], destination[exist]
         sender, receiver = (nodes[place[source], place[destination]] for nodes in self.cluster.place_nodes)
         return source, destination, sender, receiver
-
-    def by_region(self, reduce: np.ufunc, values_C: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` over the cells of every region: ``[..., C]`` to ``[..., R]``."""
-        return np.asarray(reduce.reduceat(values_C[..., self.region_order], self.region_starts, axis=-1))

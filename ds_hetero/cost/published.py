@@ -17,15 +17,12 @@ Dimension key: B assignments, D ranks, K groups in ring order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.base import BaseCostModel
-from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.grouping import Grouping, Parts
 from ds_hetero.cost.heads import Edges, ring_edges
 from ds_hetero.cost.memory import static_bytes
 from ds_hetero.cost.types import Bottleneck, Span, Terms, Workload
@@ -103,16 +100,16 @@ class PublishedCostModel(BaseCostModel):
         if grouping.num_groups == len(grouping.order):
             return np.zeros(len(tokens_BD))
         node = grouping.cell_node
-        product_BC = _largest_product(grouping.by_cell, grouping.cell_of, tokens_BD, heads_BD)
+        product_BC = _largest_product(grouping.cells, tokens_BD, heads_BD)
         inside_BC = self.cluster.node_latency_s[node, node] + self._s_per_byte[node, node] * (
             self._a2a_bytes * product_BC
         )
-        worst_B = np.where(grouping.cell_sizes > 1, inside_BC, 0.0).max(axis=1)
+        worst_B = np.where(grouping.cells.sizes > 1, inside_BC, 0.0).max(axis=1)
         source, destination, *nodes = grouping.region_pairs
         if len(source):
-            tokens_BC, heads_BC = (grouping.by_cell(np.maximum, each) for each in (tokens_BD, heads_BD))
-            tokens_BR, heads_BR = (grouping.by_region(np.maximum, each) for each in (tokens_BC, heads_BC))
-            product_BR = _largest_product(grouping.by_region, grouping.region_of, tokens_BC, heads_BC)
+            tokens_BC, heads_BC = (grouping.cells.reduce(np.maximum, each) for each in (tokens_BD, heads_BD))
+            tokens_BR, heads_BR = (grouping.regions.reduce(np.maximum, each) for each in (tokens_BC, heads_BC))
+            product_BR = _largest_product(grouping.regions, tokens_BC, heads_BC)
             product_BX = np.where(
                 source == destination, product_BR[:, source], tokens_BR[:, source] * heads_BR[:, destination]
             )
@@ -247,17 +244,15 @@ class PublishedCostModel(BaseCostModel):
         return tuple(spans)
 
 
-def _largest_product(
-    reduce: Callable[[np.ufunc, Any], Any], part_of: Ints, tokens_BX: Floats, heads_BX: Ints
-) -> Floats:
+def _largest_product(parts: Parts, tokens_BI: Floats, heads_BI: Ints) -> Floats:
     """The largest ``tokens[d] * heads[j]`` of two different members of every part.
 
     Every member meets the most heads of its part, and who has them the second most. Parts of one member have no pair;
     theirs is not positive.
     """
-    most = reduce(np.maximum, heads_BX)
-    holds = heads_BX == most[:, part_of]
-    second = reduce(np.maximum, np.where(holds, -1, heads_BX))
-    second = np.where(reduce(np.add, holds.astype(np.int64)) > 1, most, second)
-    others = np.where(holds, second[:, part_of], most[:, part_of])
-    return np.asarray(reduce(np.maximum, tokens_BX * others))
+    most = parts.reduce(np.maximum, heads_BI)
+    holds = heads_BI == most[:, parts.part_of]
+    second = parts.reduce(np.maximum, np.where(holds, -1, heads_BI))
+    second = np.where(parts.reduce(np.add, holds.astype(np.int64)) > 1, most, second)
+    others = np.where(holds, second[:, parts.part_of], most[:, parts.part_of])
+    return parts.reduce(np.maximum, tokens_BI * others)

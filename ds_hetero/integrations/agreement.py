@@ -43,6 +43,7 @@ from ds_hetero.models import ModelSpec
 from ds_hetero.planner import Plan
 from ds_hetero.replicas import BatchSplit, read_replicas
 from ds_hetero.runtime.exchange import all_gather_bytes
+from ds_hetero.runtime.peers import message_device
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 
@@ -299,8 +300,7 @@ def agreed(compute: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         mine = error
         told = {"error": type(error).__name__, "message": str(error)}
-    device = torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())
-    _, payloads = all_gather_bytes([], json.dumps(told).encode(), None, device)
+    _, payloads = all_gather_bytes([], json.dumps(told).encode(), None, message_device())
     heard = [json.loads(payload) for payload in payloads]
     failed = {rank: outcome for rank, outcome in enumerate(heard) if "error" in outcome}
     if failed:

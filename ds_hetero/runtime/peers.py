@@ -1,15 +1,24 @@
-"""Turns a backend's broken connection or time-out into one message that names the place and the remedy."""
+"""How ranks speak of trouble: where small messages live, and a broken connection as one message with the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import PeerError
 
-__all__ = ["reporting_lost_peers"]
+__all__ = ["message_device", "reporting_lost_peers"]
+
+
+def message_device(group: ProcessGroup | None = None) -> torch.device:
+    """Where ``group``, or the whole job, wants small tensors that belong to no parameter."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @contextmanager

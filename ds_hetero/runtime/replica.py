@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.replicas import BatchSplit
+from ds_hetero.runtime.peers import message_device
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]
@@ -126,8 +127,8 @@ def make_replica(
 
 
 def _agree_on_schedules(schedules: Sequence[Schedule]) -> None:
-    device = torch.device("cpu") if "gloo" in dist.get_backend() else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor([hash(tuple(s.fingerprint for s in schedules))], dtype=torch.int64, device=device)
+    fingerprints = [hash(tuple(s.fingerprint for s in schedules))]
+    mine = torch.tensor(fingerprints, dtype=torch.int64, device=message_device())
     seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(seen, mine)
     prints = [int(x) for x in seen]

@@ -53,6 +53,45 @@ class _Said:
     labels: int = 0
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """What all ranks have said at the beginning of a round.
+
+    Args:
+        number: of the round in the epoch.
+        said: by rank.
+        payloads: what `Round._payload` gave, by rank.
+    """
+
+    number: int
+    said: Sequence[_Said]
+    payloads: Sequence[bytes]
+
+    def by_replica(self) -> dict[int, list[int]]:
+        """Ranks of every replica."""
+        ranks: dict[int, list[int]] = {}
+        for rank, said in enumerate(self.said):
+            ranks.setdefault(said.replica, []).append(rank)
+        return ranks
+
+    def expect_as_many(self, counts: dict[int, int]) -> None:
+        """All replicas have equally many batches, ``counts`` by replica.
+
+        Raises:
+            BatchError: they have not.
+        """
+        if len(set(counts.values())) > 1:
+            self.raise_uneven(counts)
+
+    def raise_uneven(self, counts: dict[int, int]) -> NoReturn:
+        """Tell which replicas have run out of batches, ``counts`` by replica."""
+        listed = ", ".join(f"replica {replica} has {count}" for replica, count in sorted(counts.items()))
+        raise BatchError(
+            f"the replicas run out of batches at different steps: for round {self.number} of the epoch, {listed}. "
+            "Give every replica equally many, as a sampler with drop_last or even batches does."
+        )
+
+
 class Round(ABC):
     """One way to get batches; made once per loader.
 
@@ -89,7 +128,7 @@ class Round(ABC):
         payload = failure(mine) if mine else self._payload(batches)
         rows, payloads = all_gather_bytes(numbers, payload, dist.group.WORLD, self._device)
         raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}, mine)
-        shards = self._shards(replica, batches, [_Said(*row[1:]) for row in rows], payloads, number)
+        shards = self._shards(replica, batches, _Heard(number, [_Said(*row[1:]) for row in rows], payloads))
         for shard in shards:
             mark_schedule(shard["position_ids"], replica.schedule.fingerprint)
         return shards
@@ -101,18 +140,11 @@ class Round(ABC):
         return b""
 
     @abstractmethod
-    def _shards(
-        self,
-        replica: Replica,
-        batches: Sequence[WholeBatch],
-        said: Sequence[_Said],
-        payloads: Sequence[bytes],
-        number: int,
-    ) -> list[dict[str, Any]]: ...
+    def _shards(self, replica: Replica, batches: Sequence[WholeBatch], heard: _Heard) -> list[dict[str, Any]]: ...
 
-    def _expect_same_in_replicas(self, batches: Sequence[WholeBatch], said: Sequence[_Said]) -> None:
-        for ranks in _by_replica(said).values():
-            if len({said[rank] for rank in ranks}) > 1:
+    def _expect_same_in_replicas(self, batches: Sequence[WholeBatch], heard: _Heard) -> None:
+        for ranks in heard.by_replica().values():
+            if len({heard.said[rank] for rank in ranks}) > 1:
                 self._raise_difference(batches, ranks)
 
     def _raise_difference(self, batches: Sequence[WholeBatch], ranks: Sequence[int]) -> NoReturn:
@@ -140,16 +172,9 @@ class Same(Round):
     def _say(self, replica: Replica, batches: Sequence[WholeBatch], number: int) -> _Said:
         return _Said(replica.replica_id, len(batches), checksum(batches))
 
-    def _shards(
-        self,
-        replica: Replica,
-        batches: Sequence[WholeBatch],
-        said: Sequence[_Said],
-        payloads: Sequence[bytes],
-        number: int,
-    ) -> list[dict[str, Any]]:
-        self._expect_same_in_replicas(batches, said)
-        _expect_as_many({s.replica: s.batches for s in said}, number)
+    def _shards(self, replica: Replica, batches: Sequence[WholeBatch], heard: _Heard) -> list[dict[str, Any]]:
+        self._expect_same_in_replicas(batches, heard)
+        heard.expect_as_many({said.replica: said.batches for said in heard.said})
         return [_shard(replica, batch) for batch in batches]
 
 
@@ -162,19 +187,12 @@ class Own(Round):
     def _payload(self, batches: Sequence[WholeBatch]) -> bytes:
         return b"".join(map(manifest, batches))
 
-    def _shards(
-        self,
-        replica: Replica,
-        batches: Sequence[WholeBatch],
-        said: Sequence[_Said],
-        payloads: Sequence[bytes],
-        number: int,
-    ) -> list[dict[str, Any]]:
-        counts = {replica: sum(said[rank].batches for rank in ranks) for replica, ranks in _by_replica(said).items()}
-        _expect_as_many(counts, number)
+    def _shards(self, replica: Replica, batches: Sequence[WholeBatch], heard: _Heard) -> list[dict[str, Any]]:
+        counts = {of: sum(heard.said[rank].batches for rank in ranks) for of, ranks in heard.by_replica().items()}
+        heard.expect_as_many(counts)
         if not any(counts.values()):
             return []
-        manifests = [payloads[rank] for rank in replica.ranks]
+        manifests = [heard.payloads[rank] for rank in replica.ranks]
         return exchange_shards(batches[0] if batches else None, manifests, replica, self._device)
 
 
@@ -205,34 +223,27 @@ class Dealt(Round):
         counted = -1 if None in labels else sum(count or 0 for count in labels)
         return _Said(replica.replica_id, len(batches), checksum(batches), samples, counted)
 
-    def _shards(
-        self,
-        replica: Replica,
-        batches: Sequence[WholeBatch],
-        said: Sequence[_Said],
-        payloads: Sequence[bytes],
-        number: int,
-    ) -> list[dict[str, Any]]:
-        if len({s.samples for s in said}) > 1:
+    def _shards(self, replica: Replica, batches: Sequence[WholeBatch], heard: _Heard) -> list[dict[str, Any]]:
+        if len({said.samples for said in heard.said}) > 1:
             raise BatchError(
-                f"the ranks do not draw the same samples: checksums of step {number} by rank are "
-                f"{[f'{s.samples:08x}' for s in said]}. Seed shuffling alike on all ranks."
+                f"the ranks do not draw the same samples: checksums of step {heard.number} by rank are "
+                f"{[f'{said.samples:08x}' for said in heard.said]}. Seed shuffling alike on all ranks."
             )
-        self._expect_same_in_replicas(batches, said)
-        by_replica = {s.replica: s for s in said}
-        counts = {replica: s.batches for replica, s in by_replica.items()}
+        self._expect_same_in_replicas(batches, heard)
+        by_replica = {said.replica: said for said in heard.said}
+        counts = {of: said.batches for of, said in by_replica.items()}
         if not any(counts.values()):
             self._short_step = None
             return []
-        if self._short_step is not None and number > self._short_step:
-            _raise_uneven(counts, number)
-        short = any(counts[replica] < count for replica, count in enumerate(self._split.micro_batches))
-        self._short_step = number if short else None
+        if self._short_step is not None and heard.number > self._short_step:
+            heard.raise_uneven(counts)
+        short = any(counts[of] < count for of, count in enumerate(self._split.micro_batches))
+        self._short_step = heard.number if short else None
         if batches:
             self._entries = without_weight(batches[-1], 1)
         fillers = [without_weight(self._entries, _fewest_tokens(replica))] * (self._split.micro_steps - len(batches))
         shards = [_shard(replica, batch) for batch in [*batches, *fillers]]
-        labels = [s.labels for s in by_replica.values()]
+        labels = [said.labels for said in by_replica.values()]
         num_items = None if -1 in labels else sum(labels)
         for i, shard in enumerate(shards):
             mark_step(shard["position_ids"], num_items, weightless=i >= len(batches))
@@ -250,23 +261,3 @@ def _shard(replica: Replica, batch: WholeBatch) -> dict[str, Any]:
 
 def _fewest_tokens(replica: Replica) -> int:
     return sum(1 for group in replica.schedule.groups for weight in group.tokens if weight)
-
-
-def _by_replica(said: Sequence[_Said]) -> dict[int, list[int]]:
-    ranks: dict[int, list[int]] = {}
-    for rank, s in enumerate(said):
-        ranks.setdefault(s.replica, []).append(rank)
-    return ranks
-
-
-def _expect_as_many(counts: dict[int, int], number: int) -> None:
-    if len(set(counts.values())) > 1:
-        _raise_uneven(counts, number)
-
-
-def _raise_uneven(counts: dict[int, int], number: int) -> NoReturn:
-    listed = ", ".join(f"replica {replica} has {count}" for replica, count in sorted(counts.items()))
-    raise BatchError(
-        f"the replicas run out of batches at different steps: for round {number} of the epoch, {listed}. "
-        "Give every replica equally many, as a sampler with drop_last or even batches does."
-    )

@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import SyncError
 from ds_hetero.runtime.exchange import all_gather_bytes
+from ds_hetero.runtime.peers import message_device
 from ds_hetero.zero.cuts import ParameterLayout
 from ds_hetero.zero.lanes import Shard, local_tensor
 
-__all__ = ["agree", "message_device", "replicas_of", "token_weights"]
+__all__ = ["agree", "replicas_of", "token_weights"]
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
@@ -131,10 +132,3 @@ def token_weights(by_rank: Sequence[int], replicas: Sequence[Sequence[int]]) -> 
             )
     total = max(sum(by_rank[ranks[0]] for ranks in replicas if ranks), 1)
     return {rank: by_rank[rank] / total for ranks in replicas for rank in ranks}
-
-
-def message_device(group: ProcessGroup) -> torch.device:
-    """Where ``group`` wants small tensors that belong to no parameter."""
-    return (
-        torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda", torch.cuda.current_device())
-    )

@@ -16,9 +16,9 @@ from benchmarks.lab import launch
 from benchmarks.lab.cluster import read_cluster
 from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
-from benchmarks.lab.results import FOLDER
 from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.lab.throttle import CountedTime
+from benchmarks.outcome import FOLDER
 from tests.support import ROOT
 
 CLUSTER = """
