@@ -35,9 +35,9 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.outcome import FOLDER, write
-from ds_hetero.runtime.all_to_all import Exchange, Member, gather_sequence, scatter_sequence
-from ds_hetero.runtime.blocks import visible_blocks
-from ds_hetero.runtime.kernels import AttentionKernel, Band, available, merge_, select
+from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
+from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, available, merge_, select
+from ds_hetero.runtime.attention.ring_table import visible_blocks
 from ds_hetero.schedule import ring
 
 __all__ = ["Sizes", "main", "measure"]

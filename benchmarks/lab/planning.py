@@ -22,7 +22,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import ProfileTable
-from ds_hetero.runtime.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import Band, select
 
 __all__ = ["cost_model", "measure_table", "model_of", "profile_ranks", "scaled"]
 

@@ -29,7 +29,7 @@ from benchmarks.lab.emulator import RankLab
 from benchmarks.lab.planning import cost_model, measure_table, profile_ranks, scaled
 from benchmarks.lab.turns import take_turns
 from ds_hetero.planner import strategy
-from ds_hetero.runtime.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import Band, select
 
 __all__ = ["PUBLISHED", "STRATEGIES", "RingCase", "RingPlan", "bound_action", "measure", "summarize"]
 

@@ -26,7 +26,7 @@ from ds_hetero.cost import Workload
 from ds_hetero.errors import HeteroError
 from ds_hetero.integrations.planning import Searcher, forecast, forecast_text, mixed_precision, workload_from
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.runtime.kernels import available
+from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Job", "examine", "show"]

@@ -148,7 +148,7 @@ class KernelProbe:
 
     Args:
         name: what the profile calls it.
-        kernel: a `ds_hetero.runtime.kernels.AttentionKernel`.
+        kernel: a `ds_hetero.runtime.attention.kernels.AttentionKernel`.
         full: its band of a block where everything is visible; causal: of a causal square.
     """
 

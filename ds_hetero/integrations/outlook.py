@@ -23,7 +23,7 @@ import torch
 
 from ds_hetero.errors import HeteroError
 from ds_hetero.integrations.planning import Forecast, forecast_text, time_text
-from ds_hetero.runtime.batch import BatchLayout
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Comparison", "Outlook", "Step", "announce"]

@@ -8,7 +8,7 @@ import torch
 
 from ds_hetero.cluster.probes import KernelProbe, head_dim_on
 from ds_hetero.cluster.profile import default_device, default_dtype, measure, measure_cached
-from ds_hetero.runtime.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import Band, select
 
 __all__ = ["kernel_probe", "profile", "profile_cached"]
 

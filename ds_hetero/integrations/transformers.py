@@ -29,10 +29,10 @@ from ds_hetero.cluster.profile import default_device
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.runtime.attention import attention
-from ds_hetero.runtime.batch import BatchLayout, agree_on_batch
+from ds_hetero.runtime.attention.attention import attention
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
+from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.clock import IDLE, StepClock
-from ds_hetero.runtime.kernels import select
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.shards import PACKING, is_weightless, marked_schedule
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.batch import control_device
+from ds_hetero.runtime.attention.batch_layout import control_device
 from ds_hetero.runtime.exchange import all_gather_bytes, failure, raise_failures
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.rounds import Dealt, Own, Round, Same, checksum

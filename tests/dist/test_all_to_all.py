@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ds_hetero.runtime.all_to_all import (
+from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,
     make_exchange,

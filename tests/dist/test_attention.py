@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
-from ds_hetero.runtime import channel as channel_module
-from ds_hetero.runtime.attention import attention
-from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.attention.attention import channel as channel_module
+from ds_hetero.runtime.attention.attention import attention
+from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.clock import StepClock
-from ds_hetero.runtime.kernels import select
-from ds_hetero.runtime.reference import dense_attention
+from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule, ring, usp
 from tests.dist.cases import Case, random_case

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.batch import agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks

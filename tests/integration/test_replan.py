@@ -41,7 +41,7 @@ class EmulatedDevice:
     """Makes a rank's attention and MLP take as long as on a device of ``speed``, which may change."""
 
     def __init__(self, model: Any, cv: float, seed: int) -> None:
-        from ds_hetero.runtime.kernels import torch_native
+        from ds_hetero.runtime.attention.kernels import torch_native
 
         self.speed, self._cv, self._random = 1.0, cv, random.Random(seed)
         for name, factor in (("forward", 1.0), ("backward", 2.5)):

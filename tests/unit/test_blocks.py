@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hetero.runtime.blocks import Block, RingTable, Rows, visible_blocks
+from ds_hetero.runtime.attention.ring_table import Block, RingTable, Rows, visible_blocks
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 
 

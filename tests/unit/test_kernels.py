@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.kernels import Band, available, flash_attn, merge_, select, torch_cuda
-from ds_hetero.runtime.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.kernels.tiles import CAUSAL, FULL, decompose
-from ds_hetero.runtime.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.reference import dense_attention, dense_lse
+from ds_hetero.runtime.attention.kernels import Band, available, flash_attn, merge_, select, torch_cuda
+from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, decompose
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
+from ds_hetero.runtime.attention.reference import dense_attention, dense_lse
 
 CPU = torch.device("cpu")
 

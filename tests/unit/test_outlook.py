@@ -12,8 +12,8 @@ from ds_hetero.cost import Workload
 from ds_hetero.integrations.outlook import Comparison, Outlook, announce
 from ds_hetero.integrations.planning import forecast
 from ds_hetero.models import ModelSpec
-from ds_hetero.runtime.batch import batch_layout
-from ds_hetero.runtime.blocks import Rows
+from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.ring_table import Rows
 from ds_hetero.schedule import ring, ulysses
 
 MODEL = ModelSpec(

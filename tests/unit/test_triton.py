@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hetero.runtime.kernels import available
-from ds_hetero.runtime.kernels.triton_native import block_sizes
+from ds_hetero.runtime.attention.kernels import available
+from ds_hetero.runtime.attention.kernels.triton_native import block_sizes
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def test_compiles_for_ampere_within_shared_memory(name, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    kernel = getattr(importlib.import_module("ds_hetero.runtime.kernels.triton_kernels"), f"{name}_kernel")
+    kernel = getattr(importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels"), f"{name}_kernel")
     blocks = getattr(block_sizes(64, True), name)
     constants = {"HEAD_DIM": 64, "BLOCK_Q": blocks.queries, "BLOCK_K": blocks.keys, "BLOCK_D": 64, "SOFTCAP": True}
 

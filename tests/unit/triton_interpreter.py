@@ -6,9 +6,9 @@ By hand: TRITON_INTERPRET=1 python -m pytest tests/unit/triton_interpreter.py
 import pytest
 import torch
 
-from ds_hetero.runtime.kernels import Band
-from ds_hetero.runtime.kernels.tiles import CAUSAL, FULL
-from ds_hetero.runtime.kernels.triton_native import TritonKernel
+from ds_hetero.runtime.attention.kernels import Band
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 from tests.unit.test_kernels import assert_close, check, in_parts, reference, strided, tensors
 
 KERNEL = TritonKernel()

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.interface import Band
-from ds_hetero.runtime.kernels.merge import merge_
+from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.merge import merge_
 
 __all__ = ["band_mask", "plain_backward", "plain_forward"]
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.plain import band_mask
-from ds_hetero.runtime.kernels.tiled import backward_by_tiles, forward_by_tiles
-from ds_hetero.runtime.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
+from ds_hetero.runtime.attention.kernels.plain import band_mask
+from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
 
 __all__ = ["cpu_backward", "cpu_forward"]
 

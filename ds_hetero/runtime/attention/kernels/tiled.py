@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.merge import merge_
-from ds_hetero.runtime.kernels.tiles import Band, Tile
+from ds_hetero.runtime.attention.kernels.merge import merge_
+from ds_hetero.runtime.attention.kernels.tiles import Band, Tile
 
 __all__ = ["backward_by_tiles", "forward_by_tiles"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.kernels.flash_attn import FlashAttnKernel
-from ds_hetero.runtime.kernels.interface import AttentionKernel
-from ds_hetero.runtime.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.kernels.triton_native import TritonKernel
+from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel
+from ds_hetero.runtime.attention.kernels.interface import AttentionKernel
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 
 __all__ = ["available", "select"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band
 
 __all__ = ["FlashAttnKernel"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band
 
 __all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes"]
 
@@ -158,7 +158,7 @@ def _interpreted() -> bool:
 
 def _kernels() -> Any:
     """Imported at the first launch: what TRITON_INTERPRET says then holds for the process."""
-    return importlib.import_module("ds_hetero.runtime.kernels.triton_kernels")
+    return importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels")
 
 
 def _dense_rows(x: Tensor) -> Tensor:

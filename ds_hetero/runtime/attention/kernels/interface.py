@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.tiles import Band
+from ds_hetero.runtime.attention.kernels.tiles import Band
 
 __all__ = ["AttentionKernel", "Band"]
 

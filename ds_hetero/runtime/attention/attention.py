@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.all_to_all import (
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.attention.head_exchange import (
     Exchange,
     Member,
     gather_output_heads,
@@ -24,11 +25,10 @@ from ds_hetero.runtime.all_to_all import (
     scatter_output,
     scatter_sequence,
 )
-from ds_hetero.runtime.batch import BatchLayout
+from ds_hetero.runtime.attention.kernels import AttentionKernel
+from ds_hetero.runtime.attention.ring import Ring, make_ring, ring_backward, ring_forward
 from ds_hetero.runtime.clock import ALL_TO_ALL, UNTIMED, Clock
-from ds_hetero.runtime.kernels import AttentionKernel
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.ring import Ring, make_ring, ring_backward, ring_forward
 
 __all__ = ["attention"]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.runtime.blocks import RingTable, Rows
+from ds_hetero.runtime.attention.ring_table import RingTable, Rows
 from ds_hetero.runtime.peers import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule

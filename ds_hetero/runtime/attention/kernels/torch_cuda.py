@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.interface import Band
-from ds_hetero.runtime.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.kernels.tiled import backward_by_tiles, forward_by_tiles
-from ds_hetero.runtime.kernels.tiles import CAUSAL, FULL, Tile, decompose
+from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
+from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, Tile, decompose
 
 __all__ = [
     "efficient_backward",

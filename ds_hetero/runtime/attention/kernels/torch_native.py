@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.kernels.interface import Band
-from ds_hetero.runtime.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.kernels.torch_cpu import cpu_backward, cpu_forward
-from ds_hetero.runtime.kernels.torch_cuda import (
+from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
+from ds_hetero.runtime.attention.kernels.torch_cpu import cpu_backward, cpu_forward
+from ds_hetero.runtime.attention.kernels.torch_cuda import (
     efficient_backward,
     efficient_forward,
     efficient_refusal,
