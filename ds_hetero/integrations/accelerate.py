@@ -27,8 +27,8 @@ from torch.utils.data import IterableDataset
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle, enabled
-from ds_hetero.runtime.data import ShardedLoader
-from ds_hetero.runtime.samples import own_samples
+from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.sampling import own_samples
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "asks_for_engine", "install", "loaders_over_replicas", "skip_first_batches"]
 

@@ -21,9 +21,9 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.watch import Change, Watch
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.clock import IDLE
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
-from ds_hetero.runtime.shards import IGNORE_INDEX, marked_items
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Handle", "enabled"]
@@ -120,7 +120,7 @@ class Handle:
         device: torch.device | str | None = None,
         batches: Literal["same", "own"] | None = None,
     ) -> Iterable[Any]:
-        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.ShardedLoader`.
+        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.loader.ShardedLoader`.
 
         For a model that was prepared without a "heterogeneity" section, batches are only moved to its device.
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_hetero.integrations.transformers import ShardedModel
-from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
 
 __all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
 

@@ -20,8 +20,8 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.transformers import ShardedModel
 from ds_hetero.runtime.attention.batch_layout import control_device
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items, marked_labels
 from ds_hetero.runtime.loss import is_scaled, rescaled_loss
-from ds_hetero.runtime.shards import IGNORE_INDEX, marked_items, marked_labels
 
 __all__ = ["LossScaling"]
 

@@ -37,7 +37,7 @@ from ds_hetero.integrations.times import (
 )
 from ds_hetero.integrations.transformers import ShardedModel
 from ds_hetero.models import ModelSpec
-from ds_hetero.runtime.exchange import all_gather_bytes
+from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Change", "Watch"]

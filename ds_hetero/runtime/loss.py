@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import IGNORE_INDEX
 
 __all__ = ["CONVENTIONS", "count_items", "cross_entropy_sum", "is_scaled", "rescaled_loss", "sequence_parallel_loss"]
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ds_hetero.errors import BatchError, PeerError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.data import ShardedLoader
+from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.runtime.shards import is_weightless, marked_items
+from ds_hetero.runtime.data.shards import is_weightless, marked_items
 from ds_hetero.schedule import Group, Schedule, schedules_for_world
 from tests.support import run_ranks
 
@@ -174,7 +174,7 @@ def _check_replicas(rank):
     logs = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("ds_hetero.runtime.data")
+    logger = logging.getLogger("ds_hetero.runtime.data.loader")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     replica = make_replica(schedules_for_world(PAIR, 4))

@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.runtime.shards import read_batch
+from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.shards import read_batch
+from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.schedule import Group, Schedule
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.sources import Source, decide, describe
+from ds_hetero.runtime.data.batch_mode import Source, decide, describe
 
 
 class Numbers(Dataset):

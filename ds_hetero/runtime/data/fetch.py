@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from ds_hetero.errors import BatchError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
+from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream
+from ds_hetero.runtime.data.shard_exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
+from ds_hetero.runtime.data.shards import WholeBatch, mark_schedule, mark_step, without_weight
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.samples import OwnSampler, OwnStream
-from ds_hetero.runtime.shards import WholeBatch, mark_schedule, mark_step, without_weight
 
 __all__ = ["Dealt", "Own", "Round", "Same", "checksum"]
 
@@ -115,7 +115,7 @@ class Round(ABC):
         Caller: every rank of the world.
 
         Raises:
-            BatchError, PeerError: see `ds_hetero.runtime.data.ShardedLoader`; on every rank.
+            BatchError, PeerError: see `ds_hetero.runtime.data.loader.ShardedLoader`; on every rank.
         """
         batches: list[WholeBatch] = []
         mine: Exception | None = None

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.attention.batch_layout import control_device
-from ds_hetero.runtime.exchange import all_gather_bytes, failure, raise_failures
+from ds_hetero.runtime.data.batch_mode import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
+from ds_hetero.runtime.data.fetch import Dealt, Own, Round, Same, checksum
+from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.shard_exchange import all_gather_bytes, failure, raise_failures
+from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.rounds import Dealt, Own, Round, Same, checksum
-from ds_hetero.runtime.samples import all_samples, own_samples, reader_of, steps_in_epoch
-from ds_hetero.runtime.shards import WholeBatch, read_batch
-from ds_hetero.runtime.sources import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
 
 __all__ = ["ShardedLoader"]
 

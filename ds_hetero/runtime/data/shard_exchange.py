@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import BatchError, HeteroError, PeerError
+from ds_hetero.runtime.data.shards import WholeBatch, cut
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.shards import WholeBatch, cut
 
 __all__ = ["all_gather_bytes", "exchange_shards", "failure", "manifest", "raise_failures"]
 

@@ -1,0 +1,1 @@
+"""From a loader of whole batches to the shards of one rank."""
