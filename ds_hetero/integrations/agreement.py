@@ -42,8 +42,8 @@ from ds_hetero.integrations.profiling import kernel_probe, profile_cached
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import Plan
 from ds_hetero.replicas import BatchSplit, read_replicas
+from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
-from ds_hetero.runtime.peers import message_device
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 

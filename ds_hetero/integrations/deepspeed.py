@@ -41,9 +41,9 @@ from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.losses import LossScaling
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.clock import IDLE, running_clock
-from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import IDLE, running_clock
 from ds_hetero.zero import stage3, stage3_shards, stage12
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "SequenceParallelState", "install"]

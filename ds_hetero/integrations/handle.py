@@ -20,10 +20,10 @@ from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.watch import Change, Watch
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.clock import IDLE
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Handle", "enabled"]

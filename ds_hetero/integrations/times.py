@@ -20,8 +20,8 @@ from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.pace import Pace
 from ds_hetero.planner.rebalance import Look
-from ds_hetero.runtime.clock import StepTimes
-from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.step_clock import StepTimes
 
 __all__ = [
     "SHARES",

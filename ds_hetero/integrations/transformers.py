@@ -32,9 +32,9 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.runtime.attention.attention import attention
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
-from ds_hetero.runtime.clock import IDLE, StepClock
 from ds_hetero.runtime.data.shards import PACKING, is_weightless, marked_schedule
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import IDLE, StepClock
 
 __all__ = ["NAME", "PRIVATE_NAMES", "WORKS", "ShardedMask", "ShardedModel", "install", "sharding"]
 

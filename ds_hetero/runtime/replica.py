@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.peers import message_device
+from ds_hetero.runtime.collectives import message_device
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
-from ds_hetero.runtime.peers import message_device, reporting_lost_peers
+from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.zero.bucketer_checks import agree, replicas_of, token_weights
 from ds_hetero.zero.chunks import Bucket, Chunk, chunks_of, fuse
 from ds_hetero.zero.cuts import ParameterLayout

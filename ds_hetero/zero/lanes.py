@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.zero.chunks import Box, Bucket, Chunk, box_size
 from ds_hetero.zero.cuts import Cut, ParameterLayout
 

@@ -16,7 +16,7 @@ from ds_hetero.errors import PeerError
 from ds_hetero.runtime.attention.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
-from ds_hetero.runtime.clock import StepClock
+from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_hetero.runtime import clock as clock_module
-from ds_hetero.runtime.clock import ALL_TO_ALL, ATTENTION, IDLE, RING_WAIT, UNTIMED, StepClock
+from ds_hetero.runtime import step_clock as clock_module
+from ds_hetero.runtime.step_clock import ALL_TO_ALL, ATTENTION, IDLE, RING_WAIT, UNTIMED, StepClock
 
 
 class Times:

@@ -14,7 +14,7 @@ from ds_hetero.integrations.times import SHARES, Paces, RankTimes, events, look_
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.rebalance import Look
-from ds_hetero.runtime.clock import StepTimes
+from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.schedule import Schedule
 
 STEP = StepTimes(

@@ -27,8 +27,8 @@ from ds_hetero.runtime.attention.head_exchange import (
 )
 from ds_hetero.runtime.attention.kernels import AttentionKernel
 from ds_hetero.runtime.attention.ring import Ring, make_ring, ring_backward, ring_forward
-from ds_hetero.runtime.clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
 __all__ = ["attention"]
 

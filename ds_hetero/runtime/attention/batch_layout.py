@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.runtime.attention.ring_table import RingTable, Rows
-from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.runtime.peers import reporting_lost_peers
+from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 
 __all__ = [

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.runtime.attention.channel import Channel, Message, Round
 from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, merge_
 from ds_hetero.runtime.attention.ring_table import RingTable, Transfer
-from ds_hetero.runtime.clock import ATTENTION, RING_WAIT, UNTIMED, Clock
+from ds_hetero.runtime.step_clock import ATTENTION, RING_WAIT, UNTIMED, Clock
 
 __all__ = ["Call", "Ring", "SubRing", "make_ring", "ring_backward", "ring_forward"]
 
