@@ -43,10 +43,10 @@ from benchmarks.ranks import Report, run
 from benchmarks.relay import DEVICE
 from benchmarks.statistics import compare
 from benchmarks.traffic import Traffic
-from ds_hetero.zero.bucketer import AsymmetricGradientSync
-from ds_hetero.zero.chunks import ring_reduce_scatter_elements
-from ds_hetero.zero.lanes import local_tensor
-from ds_hetero.zero.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements
+from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
+from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync.transfers import local_tensor
 
 RESULT = FOLDER / "gradient_sync.json"
 LINKS = {"1gbit": 1e9, "10gbit": 1e10}

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import corpus
+from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
+from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
 from ds_hetero.splits import share
-from ds_hetero.zero.bucketer import AsymmetricGradientSync
-from ds_hetero.zero.tensor_parallel import tensor_parallel_layouts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="of tensor parallelism, by replica")

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.splits import share
-from ds_hetero.zero.bucketer import AsymmetricGradientSync
-from ds_hetero.zero.chunks import ring_reduce_scatter_elements
-from ds_hetero.zero.cuts import Cut, ParameterLayout
-from ds_hetero.zero.lanes import Shard
-from ds_hetero.zero.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
+from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements
+from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.gradient_sync.transfers import Shard
+from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
 from tests.support import run_ranks
 
 WORLD = 5

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.errors import SyncError
-from ds_hetero.zero.chunks import (
+from ds_hetero.gradient_sync.chunks import (
     Chunk,
     chunks_of,
     fit_owner_weights,
@@ -19,7 +19,7 @@ from ds_hetero.zero.chunks import (
     reduced_elements,
     ring_reduce_scatter_elements,
 )
-from ds_hetero.zero.cuts import Cut, ParameterLayout
+from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 
 ONE_TWO_FOUR = ((0,), (1, 2), (3, 4, 5, 6))
 

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from ds_hetero.gradient_sync.chunks import Box, Bucket, Chunk, box_size
+from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.runtime.collectives import reporting_lost_peers
-from ds_hetero.zero.chunks import Box, Bucket, Chunk, box_size
-from ds_hetero.zero.cuts import Cut, ParameterLayout
 
 __all__ = ["Kind", "Lane", "Shard", "local_tensor"]
 

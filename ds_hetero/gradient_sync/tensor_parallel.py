@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
-from ds_hetero.zero.cuts import Cut, ParameterLayout
 
 __all__ = ["tensor_parallel_layouts"]
 

@@ -1,6 +1,6 @@
 """Asymmetric gradient synchronization: replicas that cut their parameters differently train as one model.
 
-`ds_hetero.zero.chunks` says which ranks sum, own and hold what; here it moves. Both directions are all-to-alls between
+`ds_hetero.gradient_sync.chunks` says which ranks sum, own and hold what; here it moves. Both directions are all-to-alls between
 the members of a bucket: every contributor sends every owner its chunks, and every owner sends every holder their new
 values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be uneven, an owner
 need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at every hop, and
@@ -24,11 +24,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
+from ds_hetero.gradient_sync.chunks import Bucket, Chunk, chunks_of, fuse
+from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
+from ds_hetero.gradient_sync.transfers import Kind, Lane, Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
-from ds_hetero.zero.bucketer_checks import agree, replicas_of, token_weights
-from ds_hetero.zero.chunks import Bucket, Chunk, chunks_of, fuse
-from ds_hetero.zero.cuts import ParameterLayout
-from ds_hetero.zero.lanes import Kind, Lane, Shard, local_tensor
 from ds_hetero.zero.layout import ALIGNMENT
 
 __all__ = ["AsymmetricGradientSync"]
@@ -56,8 +56,8 @@ class AsymmetricGradientSync:
         group: a group of all ranks of the job; None for the default one.
         bucket_bytes: a bucket leaves once a contributor has so much for it.
         communication_dtype: what gradients travel in; None for each parameter's own dtype.
-        owner_weights: see `ds_hetero.zero.chunks.chunks_of`; the same on every rank.
-        alignment: see `ds_hetero.zero.chunks.chunks_of`.
+        owner_weights: see `ds_hetero.gradient_sync.chunks.chunks_of`; the same on every rank.
+        alignment: see `ds_hetero.gradient_sync.chunks.chunks_of`.
 
     Attributes:
         owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
@@ -152,7 +152,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the last backward of a step.
         Collectives: an all_to_all_single for every bucket that could not leave earlier.
-        Sends: in all buckets of a step, `ds_hetero.zero.chunks.reduced_elements` of the communication dtype.
+        Sends: in all buckets of a step, `ds_hetero.gradient_sync.chunks.reduced_elements` of the communication dtype.
 
         Raises:
             SyncError: on every rank, when ranks of one replica were given different tokens.
@@ -175,7 +175,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
-        Sends: `ds_hetero.zero.chunks.gathered_elements` of the parameters' dtype.
+        Sends: `ds_hetero.gradient_sync.chunks.gathered_elements` of the parameters' dtype.
 
         Raises:
             PeerError: another rank failed.

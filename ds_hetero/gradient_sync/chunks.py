@@ -18,8 +18,8 @@ from itertools import chain, groupby, product
 from math import prod
 
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.splits import Split, refine, share_in_units
-from ds_hetero.zero.cuts import ParameterLayout
 from ds_hetero.zero.layout import ALIGNMENT, alignment_of
 
 __all__ = [

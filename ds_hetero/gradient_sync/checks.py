@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
+from ds_hetero.gradient_sync.transfers import Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
-from ds_hetero.zero.cuts import ParameterLayout
-from ds_hetero.zero.lanes import Shard, local_tensor
 
 __all__ = ["agree", "replicas_of", "token_weights"]
 

@@ -1,0 +1,1 @@
+"""Data parallelism over replicas that cut their parameters differently. Importing this package imports no torch."""
