@@ -10,7 +10,7 @@ import deepspeed
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import accelerate, trainer, transformers
-from ds_hetero.integrations import deepspeed as ours_in_deepspeed
+from ds_hetero.integrations.deepspeed.engine import engine as ours_in_deepspeed
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
 

@@ -24,10 +24,17 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.zero3_checkpoint import equal_shards
+from ds_hetero.integrations.deepspeed.zero3_saved import read_file
+from ds_hetero.integrations.deepspeed.zero3_shards import (
+    all_gather_shards,
+    cut_of,
+    is_weighted,
+    own_shard,
+    recut,
+    reduce_to_owners,
+)
 from ds_hetero.zero.layout import cut_as_deepspeed, is_even
-from ds_hetero.zero.stage3_checkpoint import equal_shards
-from ds_hetero.zero.stage3_saved import read_file
-from ds_hetero.zero.stage3_shards import all_gather_shards, cut_of, is_weighted, own_shard, recut, reduce_to_owners
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer3", "check_stage3", "make_stage3_optimizer"]
 

@@ -27,11 +27,11 @@ from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.agreement import Agreement, agreed
+from ds_hetero.integrations.deepspeed.zero3 import check_stage3, make_stage3_optimizer
+from ds_hetero.integrations.deepspeed.zero3_checkpoint import install_checkpoints
+from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.zero.layout import check_weights, is_even
-from ds_hetero.zero.stage3 import check_stage3, make_stage3_optimizer
-from ds_hetero.zero.stage3_checkpoint import install_checkpoints
-from ds_hetero.zero.stage12 import WeightedZeroOptimizer
 
 __all__ = [
     "OPTIMIZERS",

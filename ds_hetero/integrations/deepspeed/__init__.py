@@ -1,0 +1,1 @@
+"""DeepSpeed's private names, and nothing else: its engine, its ZeRO optimizers, its checkpoints."""
