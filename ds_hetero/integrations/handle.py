@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.integrations import agreement, transformers
+from ds_hetero.integrations import agreement
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
+from ds_hetero.integrations.transformers.sharded_model import sharded_model
 from ds_hetero.integrations.watch import Change, Watch
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
@@ -58,12 +59,12 @@ class Handle:
     def __init__(self, ds_config: Mapping[str, Any] | None) -> None:
         self.ds_config = ds_config
         self.patches = Patches()
-        self._models: list[transformers.ShardedModel] = []
+        self._models: list[sharded_model.ShardedModel] = []
         self._whole_model: nn.Module | None = None  # prepared last, without a section
         self._replicas: dict[tuple[tuple[Schedule, ...], BatchSplit | None], Replica] = {}
         self._groups = ProcessGroups()
-        self._watches: dict[transformers.ShardedModel, Watch] = {}
-        self._agreements: dict[transformers.ShardedModel, agreement.Agreement] = {}
+        self._watches: dict[sharded_model.ShardedModel, Watch] = {}
+        self._agreements: dict[sharded_model.ShardedModel, agreement.Agreement] = {}
         self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
     def undo(self) -> None:
@@ -103,7 +104,7 @@ class Handle:
         return tuple(self._watches[self._model].changes) if self._model in self._watches else ()
 
     @property
-    def _model(self) -> transformers.ShardedModel:
+    def _model(self) -> sharded_model.ShardedModel:
         if not self._models:
             raise ConfigError(
                 f'no model has been prepared with a "{SECTION}" section yet. Call deepspeed.initialize or '
@@ -170,13 +171,13 @@ class Handle:
     @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:
         """Have forwards inside take shards although the model is in evaluation, as for prefill over all ranks."""
-        with transformers.sharding(True):
+        with sharded_model.sharding(True):
             yield
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
         """Have forwards inside take whole batches although the model is training."""
-        with transformers.sharding(False):
+        with sharded_model.sharding(False):
             yield
 
     # --- for the integrations ----------------------------------------------------------------------
@@ -185,11 +186,11 @@ class Handle:
         """Take note of a model without a section: a loop written with this handle is to run all the same."""
         self._whole_model = model
 
-    def find(self, model: nn.Module) -> transformers.ShardedModel | None:
+    def find(self, model: nn.Module) -> sharded_model.ShardedModel | None:
         """The conversion of ``model``, if it was converted."""
         return next((known for known in self._models if known.model is model), None)
 
-    def model_of_group(self, ranks: Sequence[int]) -> transformers.ShardedModel | None:
+    def model_of_group(self, ranks: Sequence[int]) -> sharded_model.ShardedModel | None:
         """The latest converted model whose replica consists of ``ranks``."""
         return next((known for known in reversed(self._models) if known.replica.ranks == tuple(sorted(ranks))), None)
 
@@ -204,7 +205,7 @@ class Handle:
 
     def convert(
         self, model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]
-    ) -> transformers.ShardedModel:
+    ) -> sharded_model.ShardedModel:
         """Agree on the schedules with all ranks and switch ``model`` to this rank's replica; again, if it was before.
 
         Caller: every rank of the world.
@@ -219,7 +220,7 @@ class Handle:
                 known.restore()
                 self._models.remove(known)
                 del self._agreements[known]
-            known = transformers.ShardedModel(model, replica, agreed.section.attention)
+            known = sharded_model.ShardedModel(model, replica, agreed.section.attention)
             self._models.append(known)
         if agreed is not before:
             self._agreements[known] = agreed
@@ -231,7 +232,7 @@ class Handle:
                 logger.info("%d replica(s) of this schedule: %s", count, schedule.to_json())
         return known
 
-    def agreement_on(self, model: transformers.ShardedModel) -> agreement.Agreement:
+    def agreement_on(self, model: sharded_model.ShardedModel) -> agreement.Agreement:
         """What the ranks have agreed on for a converted model."""
         return self._agreements[model]
 
@@ -242,7 +243,7 @@ class Handle:
             self._replicas[key] = make_replica(schedules, self._groups, batch_split)
         return self._replicas[key]
 
-    def watch(self, engine: Any, model: transformers.ShardedModel) -> None:
+    def watch(self, engine: Any, model: sharded_model.ShardedModel) -> None:
         """Take the times of an engine's steps from now on, and change the schedule if that is asked for.
 
         Caller: every rank of the world, when the engine has been built.
@@ -255,7 +256,7 @@ class Handle:
         self._watches[model] = Watch(engine.steps_per_print(), model, self._agreements[model], change)
         self._watches[model].attach(engine)
 
-    def outlook(self, model: transformers.ShardedModel) -> Outlook:
+    def outlook(self, model: sharded_model.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
         return self._agreements[model].outlook
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
 from ds_hetero.runtime.replica import Replica

@@ -9,10 +9,11 @@ from typing import Any
 import deepspeed
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations import accelerate, trainer, transformers
+from ds_hetero.integrations import accelerate
 from ds_hetero.integrations.deepspeed.engine import engine as ours_in_deepspeed
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
+from ds_hetero.integrations.transformers.sharded_model import sharded_model, trainer
 
 __all__ = ["register"]
 
@@ -41,10 +42,10 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         return _active
     expect_package("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
-    expect_package("transformers", transformers.WORKS, (*transformers.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    expect_package("transformers", sharded_model.WORKS, (*sharded_model.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
     handle = Handle(ds_config)
     handle.patches.on_undo(_forget)
-    transformers.install(handle.patches)
+    sharded_model.install(handle.patches)
     ours_in_deepspeed.install(handle)
     accelerate.install(handle)
     trainer.install(handle)

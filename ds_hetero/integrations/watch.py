@@ -35,7 +35,7 @@ from ds_hetero.integrations.times import (
     possible_growth,
     table,
 )
-from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.models import ModelSpec
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule

@@ -215,7 +215,7 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     import transformers
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.model_checks import check_model
+    from ds_hetero.integrations.transformers.model_checks import check_model
 
     config, model, changes, says = REFUSED[name]
     settings = getattr(transformers, config)(**{**_SIZES, "attn_implementation": "sdpa", **changes})
@@ -228,7 +228,7 @@ def test_prompt_tuning_is_refused() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.model_checks import check_model
+    from ds_hetero.integrations.transformers.model_checks import check_model
 
     tuned = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ModelError, match="puts virtual tokens before the sequence"):
@@ -239,7 +239,7 @@ def test_masks_are_read_from_the_parts_that_transformers_made_them_of() -> None:
     from transformers import masking_utils
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.transformers import _read_mask_function
+    from ds_hetero.integrations.transformers.sharded_model import _read_mask_function
 
     causal, full = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     assert _read_mask_function(causal) == (True, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.integrations.transformers import ShardedModel
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.attention.batch_layout import control_device
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items, marked_labels
 from ds_hetero.runtime.loss import is_scaled, rescaled_loss

@@ -1,0 +1,1 @@
+"""Transformers' private names, and nothing else: models, their attention, the Trainer."""
