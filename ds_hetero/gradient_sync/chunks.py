@@ -20,7 +20,7 @@ from math import prod
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.splits import Split, refine, share_in_units
-from ds_hetero.zero.layout import ALIGNMENT, alignment_of
+from ds_hetero.zero.partition import ALIGNMENT, alignment_of
 
 __all__ = [
     "Box",
@@ -82,7 +82,7 @@ def chunks_of(
         name: of the parameter.
         layout: who holds what.
         alignment: elements of which the boundaries between owners and between equal copies are multiples, within what
-            the same ranks hold; smaller for what is too small (`ds_hetero.zero.layout.alignment_of`).
+            the same ranks hold; smaller for what is too small (`ds_hetero.zero.partition.alignment_of`).
         owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these
             proportions. None shares them evenly: then no rank sends more than if all replicas were cut as its own.
 

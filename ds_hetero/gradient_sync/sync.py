@@ -29,7 +29,7 @@ from ds_hetero.gradient_sync.chunks import Bucket, Chunk, chunks_of, fuse
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import Kind, Lane, Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
-from ds_hetero.zero.layout import ALIGNMENT
+from ds_hetero.zero.partition import ALIGNMENT
 
 __all__ = ["AsymmetricGradientSync"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.zero.layout import alignment_of
+from ds_hetero.zero.partition import alignment_of
 from tests.integration.tiny import LR, batches, ds_config, llama, needs_weights
 from tests.support import run_deepspeed
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hetero.zero.layout import alignment_of, cut_flat_group
+from ds_hetero.zero.partition import alignment_of, cut_flat_group
 from tests.integration.tiny import LR, batches, ds_config, llama, needs_weights
 from tests.support import run_deepspeed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.zero.layout import alignment_of, cut_parameter
+from ds_hetero.zero.partition import alignment_of, cut_parameter
 from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama, needs_weights
 from tests.support import run_deepspeed
 

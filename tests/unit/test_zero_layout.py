@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.splits import Split
-from ds_hetero.zero.layout import (
+from ds_hetero.zero.partition import (
     ALIGNMENT,
     FlatGroup,
     Fragment,

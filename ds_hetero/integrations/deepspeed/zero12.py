@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_hetero.integrations.deepspeed.engine import zero12_checkpoint
 from ds_hetero.integrations.deepspeed.zero12_checkpoint import RestoredGroup
-from ds_hetero.zero.layout import FlatGroup, Fragment, cut_flat_group
+from ds_hetero.zero.partition import FlatGroup, Fragment, cut_flat_group
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer", "gather_partitions"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.splits import Split
-from ds_hetero.zero.layout import FlatGroup, moves, round_robin_order
+from ds_hetero.zero.partition import FlatGroup, moves, round_robin_order
 
 __all__ = ["LAYOUT", "RestoredGroup", "SavedGroup", "layout_to_save", "read_groups", "read_shard"]
 

@@ -34,7 +34,7 @@ from ds_hetero.integrations.deepspeed.zero3_shards import (
     recut,
     reduce_to_owners,
 )
-from ds_hetero.zero.layout import cut_as_deepspeed, is_even
+from ds_hetero.zero.partition import cut_as_deepspeed, is_even
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer3", "check_stage3", "make_stage3_optimizer"]
 

@@ -28,7 +28,7 @@ from ds_hetero.integrations.deepspeed.zero3_saved import (
     own_state,
 )
 from ds_hetero.integrations.deepspeed.zero3_shards import cut_of, is_weighted, parameter_moves
-from ds_hetero.zero.layout import cut_as_deepspeed
+from ds_hetero.zero.partition import cut_as_deepspeed
 
 __all__ = ["equal_shards", "install_checkpoints"]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.zero3_shards import cut_of, parameter_moves
-from ds_hetero.zero.layout import Move, cut_as_deepspeed
+from ds_hetero.zero.partition import Move, cut_as_deepspeed
 
 __all__ = ["Saved", "examine", "expect_same_parameters", "own_frozen_shards", "own_state", "read_file"]
 

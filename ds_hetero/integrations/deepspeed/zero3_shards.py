@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.splits import Split
-from ds_hetero.zero.layout import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves
+from ds_hetero.zero.partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves
 
 __all__ = [
     "Gathering",

@@ -31,7 +31,7 @@ from ds_hetero.integrations.deepspeed.zero3 import check_stage3, make_stage3_opt
 from ds_hetero.integrations.deepspeed.zero3_checkpoint import install_checkpoints
 from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.zero.layout import check_weights, is_even
+from ds_hetero.zero.partition import check_weights, is_even
 
 __all__ = [
     "OPTIMIZERS",
