@@ -3,7 +3,7 @@
     python -m benchmarks.prediction [--cores 0.6 0.45 0.3 0.15] [--tokens 4096] [--rounds 3] [--link 1gbit] [--json]
 
 Gloo ranks on this machine, slowed down to the given shares of a core (`benchmarks.quota`), are profiled with
-`ds_hetero.cluster.profile`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
+`ds_hetero.profiler.measure`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
 Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
 measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
 
@@ -246,7 +246,7 @@ def measure(
     num_steps: int,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Profile all ranks, then train with all schedules by turns; the cluster file, and the turns of every schedule."""
-    from ds_hetero.integrations.profiling import profile
+    from ds_hetero.profiler.kernel_probe import profile
 
     limited = limits.limit(rank, cores[rank]) or "not limited"
     say = report if rank == 0 else lambda done, now: None
@@ -272,7 +272,7 @@ def _speed() -> float:
     import torch
     import torch.distributed as dist
 
-    from ds_hetero.cluster.probes import Timer, matmul_probe
+    from ds_hetero.profiler.device_probes import Timer, matmul_probe
 
     dist.barrier()
     return matmul_probe(Timer(torch.device("cpu"), 0.5), torch.float32)

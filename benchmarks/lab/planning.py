@@ -32,7 +32,7 @@ _TABLE_S = 0.3  # of one entry of the table
 
 def profile_ranks(lab: RankLab) -> Cluster:
     """Profile the live ranks at one speed for all; speeds are as before afterwards. Caller: every rank."""
-    from ds_hetero.integrations.profiling import profile
+    from ds_hetero.profiler.kernel_probe import profile
 
     count = dist.get_world_size()
     lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))

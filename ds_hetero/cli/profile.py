@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from ds_hetero.errors import ClusterError
-from ds_hetero.integrations.profiling import profile
+from ds_hetero.profiler.kernel_probe import profile
 
 __all__ = ["run"]
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from ds_hetero import __version__, errors
 from ds_hetero.cluster import Cluster
-from ds_hetero.cluster.profile import cache_folder, default_device
 from ds_hetero.config import (
     SECTION,
     HeterogeneitySection,
@@ -37,10 +36,11 @@ from ds_hetero.cost import Workload
 from ds_hetero.errors import ConfigError, HeteroError, ModelError, PeerError, PlanError, ScheduleError
 from ds_hetero.integrations.outlook import Outlook, announce
 from ds_hetero.integrations.planning import Searcher, forecast, model_of, training_dtype, workload_of
-from ds_hetero.integrations.profiling import kernel_probe, profile_cached
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import Plan
+from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
+from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.replicas import BatchSplit, read_replicas
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
@@ -87,7 +87,7 @@ def agree_on_schedules(
 
     Caller: every rank of the world, once or twice per model.
     Collectives: two rounds of `all_gather_bytes`; between them, where the live ranks are to be measured, those of
-        `ds_hetero.cluster.profile.measure_cached`.
+        `ds_hetero.profiler.measure.measure_cached`.
 
     Raises:
         HeteroError: the same one on every rank.

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ds_hetero.cluster.profile import default_device
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.agreement import Agreement
 from ds_hetero.integrations.outlook import announce
@@ -37,6 +36,7 @@ from ds_hetero.integrations.times import (
 )
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.models import ModelSpec
+from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule
 

@@ -28,7 +28,7 @@ def test_measures_live_ranks_and_caches(tmp_path):
 
 
 def _measure_twice(rank, folder):
-    from ds_hetero.cluster.profile import measure_cached
+    from ds_hetero.profiler.measure import measure_cached
 
     first = measure_cached(folder=folder, window_s=0.001, show_progress=False)
     return *first, *measure_cached(folder=folder, window_s=0.001, show_progress=False)
@@ -36,23 +36,23 @@ def _measure_twice(rank, folder):
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"profile": {"version": 1, "fingerprint": "other"}}', "\x80"])
 def test_a_damaged_cache_is_not_trusted(tmp_path, caplog, damage, monkeypatch):
-    from ds_hetero.cluster import profile
+    from ds_hetero.profiler import measure
 
     measured = {"nodes": [{"name": "a", "device": "CPU"}], "profile": {"version": 1}}
     monkeypatch.setattr(profile, "measure", lambda **_: measured)
     monkeypatch.delenv("RANK", raising=False)
-    profile.measure_cached(folder=tmp_path)
+    measure.measure_cached(folder=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage.encode("latin1"))
     with caplog.at_level(logging.WARNING):
-        content, fresh = profile.measure_cached(folder=tmp_path)
+        content, fresh = measure.measure_cached(folder=tmp_path)
     assert fresh and content == measured
     assert "ignoring the damaged profile" in caplog.text and "measuring anew" in caplog.text
     assert json.loads(path.read_text()) == measured
 
 
 def test_one_process_without_a_launcher(monkeypatch, tmp_path):
-    from ds_hetero.cluster.profile import measure
+    from ds_hetero.profiler.measure import measure
 
     monkeypatch.delenv("RANK", raising=False)
     content = measure(window_s=0.002, show_progress=False)
@@ -67,8 +67,8 @@ def test_a_rank_that_cannot_be_measured_is_named_on_every_rank():
 
 
 def _measure_with_a_broken_rank(rank):
-    from ds_hetero.cluster.probes import SdpaProbe
-    from ds_hetero.cluster.profile import measure
+    from ds_hetero.profiler.device_probes import SdpaProbe
+    from ds_hetero.profiler.measure import measure
     from ds_hetero.errors import ClusterError
 
     class Broken(SdpaProbe):

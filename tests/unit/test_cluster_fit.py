@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cluster.assemble import RankFacts, calibrate, cluster_content, fingerprint, nodes_of
 from ds_hetero.cluster.catalogue import catalogue_name
-from ds_hetero.cluster.fit import (
+from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.cluster_file import RankFacts, calibrate, cluster_content, fingerprint, nodes_of
+from ds_hetero.profiler.fit import (
     AttentionSample,
     LayerSample,
     TransferSample,
     fit_efficiency,
     fit_transfer,
 )
-from ds_hetero.cluster.rounds import rounds_between, rounds_inside
-from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
 
 PEAK, MEMORY = 1e12, 100e9
 

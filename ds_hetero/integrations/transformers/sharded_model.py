@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hetero.cluster.profile import default_device
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
+from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.attention.attention import attention
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.kernels import select

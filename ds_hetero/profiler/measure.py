@@ -4,7 +4,7 @@
     file, fresh = measure_cached()        the same, from a cache if these very ranks have been measured before
 
 Devices run layers, attention blocks and copies, all ranks at once; then pairs of ranks exchange messages inside nodes
-and between them, alone and all at once, and groups exchange ragged all-to-alls. `ds_hetero.cluster.fit` turns timings
+and between them, alone and all at once, and groups exchange ragged all-to-alls. `ds_hetero.profiler.fit` turns timings
 into numbers. The raw timings stay in the file under ``profile``, with the errors of the fits.
 
 This module and its probes are the only part of the planning half that imports torch.
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hetero.cluster.assemble import VERSION, RankFacts, cluster_content, fingerprint, nodes_of
 from ds_hetero.cluster.catalogue import catalogue_name
 from ds_hetero.cluster.files import cluster_from_dict
-from ds_hetero.cluster.link_probes import all_to_all_round, pair_round
-from ds_hetero.cluster.probes import (
+from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint, nodes_of
+from ds_hetero.profiler.device_probes import (
     AttentionProbe,
     SdpaProbe,
     Timer,
@@ -41,8 +41,8 @@ from ds_hetero.cluster.probes import (
     matmul_probe,
     memory_probe,
 )
-from ds_hetero.cluster.rounds import rounds_between, rounds_inside
-from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.link_probes import all_to_all_round, pair_round
+from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
 
 __all__ = ["cache_folder", "default_device", "default_dtype", "measure", "measure_cached"]
 

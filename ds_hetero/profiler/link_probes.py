@@ -1,6 +1,6 @@
 """What ranks can time together: transfers inside nodes and between them, alone and all at once, and all-to-alls.
 
-Every rank takes part in every round of `ds_hetero.cluster.rounds`, if only to wait for its end.
+Every rank takes part in every round of `ds_hetero.profiler.link_rounds`, if only to wait for its end.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hetero.cluster.fit import TransferSample
-from ds_hetero.cluster.rounds import Pairs
+from ds_hetero.profiler.fit import TransferSample
+from ds_hetero.profiler.link_rounds import Pairs
 
 __all__ = ["all_to_all_round", "pair_round"]
 

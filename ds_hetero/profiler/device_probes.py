@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hetero.cluster.fit import AttentionSample, LayerSample
+from ds_hetero.profiler.fit import AttentionSample, LayerSample
 
 __all__ = [
     "AttentionProbe",

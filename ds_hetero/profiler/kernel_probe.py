@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from ds_hetero.cluster.probes import KernelProbe, head_dim_on
-from ds_hetero.cluster.profile import default_device, default_dtype, measure, measure_cached
+from ds_hetero.profiler.device_probes import KernelProbe, head_dim_on
+from ds_hetero.profiler.measure import default_device, default_dtype, measure, measure_cached
 from ds_hetero.runtime.attention.kernels import Band, select
 
 __all__ = ["kernel_probe", "profile", "profile_cached"]
 
 
 def profile(dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Any]:
-    """`ds_hetero.cluster.profile.measure` with the runtime's best kernel; every rank.
+    """`ds_hetero.profiler.measure.measure` with the runtime's best kernel; every rank.
 
     Args:
         dtype, settings: as for `profile_cached`.
@@ -25,12 +25,12 @@ def profile(dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Any]
 def profile_cached(
     dtype: torch.dtype | None = None, kernel: str | None = None, **settings: Any
 ) -> tuple[dict[str, Any], bool]:
-    """`ds_hetero.cluster.profile.measure_cached` with a kernel of the runtime; every rank.
+    """`ds_hetero.profiler.measure.measure_cached` with a kernel of the runtime; every rank.
 
     Args:
         dtype: in which layers will be computed; left out, what is usual on the device.
         kernel: its name; left out, the best on the device.
-        settings: see `ds_hetero.cluster.profile.measure`.
+        settings: see `ds_hetero.profiler.measure.measure`.
     """
     found = measure_cached(attention=kernel_probe(dtype, kernel), dtype=dtype, **settings)
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """From what the ranks have timed to a cluster file: kinds of devices, links, shared ports, and the errors of the fits.
 
 Samples are plain data, one mapping per rank: ``peak_flops_per_s``, ``memory_bytes_per_s``, ``layers``, ``attention``
-(tuples of `ds_hetero.cluster.fit`) and ``links`` by the name of the round. Nothing here imports torch.
+(tuples of `ds_hetero.profiler.fit`) and ``links`` by the name of the round. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.cluster.fit import (
+from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.fit import (
     AttentionSample,
     FitError,
     LayerSample,
@@ -23,8 +24,7 @@ from ds_hetero.cluster.fit import (
     fit_efficiency,
     fit_transfer,
 )
-from ds_hetero.cluster.rounds import rounds_between
-from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.link_rounds import rounds_between
 
 __all__ = ["VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
 
