@@ -24,7 +24,7 @@ from ds_hetero.config import (
 )
 from ds_hetero.cost import Workload
 from ds_hetero.errors import HeteroError
-from ds_hetero.integrations.planning import Searcher, forecast, forecast_text, mixed_precision, workload_from
+from ds_hetero.job.forecast import Searcher, forecast, forecast_text, mixed_precision, workload_from
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle, enabled
+from ds_hetero.job.start import Dealing, agree_on_dealing
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import own_samples
 
@@ -81,7 +81,7 @@ def loaders_over_replicas(sp_size: int, dealing: Dealing | None) -> Iterator[Non
 
     Args:
         sp_size: ranks that share a batch.
-        dealing: of replicas that take different batches; see `ds_hetero.integrations.agreement.agree_on_dealing`.
+        dealing: of replicas that take different batches; see `ds_hetero.job.start.agree_on_dealing`.
     """
     token = _sharding.set(_Sharding(sp_size, dealing))
     try:

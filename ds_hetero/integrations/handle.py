@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.integrations import agreement
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
-from ds_hetero.integrations.outlook import Outlook
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.sharded_model import sharded_model
-from ds_hetero.integrations.watch import Change, Watch
+from ds_hetero.job import start
+from ds_hetero.job.monitor import Change, Watch
+from ds_hetero.job.prediction_check import Outlook
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
@@ -64,7 +64,7 @@ class Handle:
         self._replicas: dict[tuple[tuple[Schedule, ...], BatchSplit | None], Replica] = {}
         self._groups = ProcessGroups()
         self._watches: dict[sharded_model.ShardedModel, Watch] = {}
-        self._agreements: dict[sharded_model.ShardedModel, agreement.Agreement] = {}
+        self._agreements: dict[sharded_model.ShardedModel, start.Agreement] = {}
         self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
 
     def undo(self) -> None:
@@ -212,8 +212,8 @@ class Handle:
         """
         known = self.find(model)
         before = None if known is None else self._agreements[known]
-        agreed = agreement.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
-        dealing = agreement.agree_on_dealing(ds_config)
+        agreed = start.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
+        dealing = start.agree_on_dealing(ds_config)
         replica = self._replica_of(agreed.schedules, None if dealing is None else dealing.split)
         if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
             if known is not None:
@@ -232,7 +232,7 @@ class Handle:
                 logger.info("%d replica(s) of this schedule: %s", count, schedule.to_json())
         return known
 
-    def agreement_on(self, model: sharded_model.ShardedModel) -> agreement.Agreement:
+    def agreement_on(self, model: sharded_model.ShardedModel) -> start.Agreement:
         """What the ranks have agreed on for a converted model."""
         return self._agreements[model]
 

@@ -18,7 +18,7 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
-from ds_hetero.integrations.planning import Forecast, time_text
+from ds_hetero.job.forecast import Forecast, time_text
 from ds_hetero.planner.planning import plan_workload
 from ds_hetero.planner.rebalance import Decision, Fit, Look, Policy, ProportionalFit
 from ds_hetero.schedule import Schedule

@@ -81,7 +81,7 @@ def _train_planned(rank: int) -> Any:
 
     import ds_hetero
     from ds_hetero.config import read_section
-    from ds_hetero.integrations.planning import workload_of
+    from ds_hetero.job.forecast import workload_of
 
     handle = ds_hetero.register()
     whole = batches(3)

@@ -23,7 +23,7 @@ from ds_hetero.config import (
 )
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
-from ds_hetero.integrations.planning import Searcher, forecast, forecast_text
+from ds_hetero.job.forecast import Searcher, forecast, forecast_text
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
 from ds_hetero.schedule import ring, ulysses

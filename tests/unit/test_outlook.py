@@ -9,8 +9,8 @@ import torch
 
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
-from ds_hetero.integrations.outlook import Comparison, Outlook, announce
-from ds_hetero.integrations.planning import forecast
+from ds_hetero.job.forecast import forecast
+from ds_hetero.job.prediction_check import Comparison, Outlook, announce
 from ds_hetero.models import ModelSpec
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.ring_table import Rows

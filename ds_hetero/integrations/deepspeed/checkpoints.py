@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.integrations.agreement import agreed
 from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.deepspeed.zero12_checkpoint import read_shard
+from ds_hetero.job.start import agreed
 
 __all__ = ["PRIVATE_NAMES", "guard_checkpoints"]
 

@@ -26,11 +26,11 @@ from deepspeed.moe.layer import MoE
 from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.agreement import Agreement, agreed
 from ds_hetero.integrations.deepspeed.zero3 import check_stage3, make_stage3_optimizer
 from ds_hetero.integrations.deepspeed.zero3_checkpoint import install_checkpoints
 from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
+from ds_hetero.job.start import Agreement, agreed
 from ds_hetero.zero.partition import check_weights, is_even
 
 __all__ = [

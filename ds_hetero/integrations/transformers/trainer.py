@@ -17,10 +17,10 @@ from transformers import Trainer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
-from ds_hetero.integrations.agreement import Dealing, agree_on_dealing
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers.sharded_model import sharding
+from ds_hetero.job.start import Dealing, agree_on_dealing
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss

@@ -34,9 +34,9 @@ from ds_hetero.config import (
 )
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ConfigError, HeteroError, ModelError, PeerError, PlanError, ScheduleError
-from ds_hetero.integrations.outlook import Outlook, announce
-from ds_hetero.integrations.planning import Searcher, forecast, model_of, training_dtype, workload_of
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.job.forecast import Searcher, forecast, model_of, training_dtype, workload_of
+from ds_hetero.job.prediction_check import Outlook, announce
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import Plan
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ds_hetero.errors import HeteroError
-from ds_hetero.integrations.planning import Forecast, forecast_text, time_text
+from ds_hetero.job.forecast import Forecast, forecast_text, time_text
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import Schedule
 
