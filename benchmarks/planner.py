@@ -35,8 +35,8 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import make_problem, plan_workload, solve_exact
-from ds_hetero.planner.effort import Effort
-from ds_hetero.planner.search import search
+from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.search import search
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _RANKS = (4, 5)

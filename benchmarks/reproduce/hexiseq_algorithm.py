@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.problem import Assignment, Problem
-from ds_hetero.planner.shares import apportion
+from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.shares import apportion
 
 __all__ = ["algorithm_1"]
 

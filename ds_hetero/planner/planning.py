@@ -18,10 +18,10 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel, Prediction, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.memory_fit import longest_sequence
-from ds_hetero.planner.problem import Assignment, Ints, Problem, canonical
-from ds_hetero.planner.search import search
-from ds_hetero.planner.shares import whole_shares
+from ds_hetero.planner.search.memory_fit import longest_sequence
+from ds_hetero.planner.search.problem import Assignment, Ints, Problem, canonical
+from ds_hetero.planner.search.search import search
+from ds_hetero.planner.search.shares import whole_shares
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, ring, ulysses, usp
 
 __all__ = [

@@ -26,7 +26,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.types import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import baselines, make_problem, schedule_of
-from ds_hetero.planner.search import search
+from ds_hetero.planner.search.search import search
 from ds_hetero.schedule import Schedule, even, proportional
 
 __all__ = ["STRATEGIES", "Formula", "ProfileTable", "fit_formula", "lut_tokens", "profile_table", "strategy"]

@@ -11,7 +11,7 @@ from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import make_problem, solve_exact
-from ds_hetero.planner.search import search
+from ds_hetero.planner.search.search import search
 
 MODEL = ModelSpec(
     name="tiny",

@@ -14,11 +14,11 @@ from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import make_problem, plan, plan_workload
-from ds_hetero.planner.covering import best_levels, cover
-from ds_hetero.planner.effort import Effort
-from ds_hetero.planner.memory_fit import fit_memory
-from ds_hetero.planner.search import search
-from ds_hetero.planner.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
+from ds_hetero.planner.search.bin_covers import best_levels, cover
+from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.memory_fit import fit_memory
+from ds_hetero.planner.search.search import search
+from ds_hetero.planner.search.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
 
 MODEL = ModelSpec(
     name="small",

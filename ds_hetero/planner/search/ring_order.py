@@ -13,7 +13,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.problem import Problem
+from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["ring_orders"]
 

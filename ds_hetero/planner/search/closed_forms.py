@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.planner.effort import SMALL, Effort
-from ds_hetero.planner.groupings import M1, active_sets, groupings, with_idle
-from ds_hetero.planner.memory_fit import fit_memory
-from ds_hetero.planner.problem import Assignment, Problem
-from ds_hetero.planner.ring_order import ring_orders
-from ds_hetero.planner.shares import apportion, fill_groups, fill_ranks
+from ds_hetero.planner.search.budget import SMALL, Effort
+from ds_hetero.planner.search.memory_fit import fit_memory
+from ds_hetero.planner.search.partitions import M1, active_sets, groupings, with_idle
+from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.ring_order import ring_orders
+from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
 
 __all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
 

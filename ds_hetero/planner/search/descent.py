@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.planner.effort import Effort
-from ds_hetero.planner.problem import Assignment, Problem
+from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.problem import Assignment, Problem
 
 __all__ = ["IMAX", "STEPS", "descend", "round_to_units"]
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.groupings import distinct_partitions
-from ds_hetero.planner.problem import Assignment, Problem
+from ds_hetero.planner.search.partitions import distinct_partitions
+from ds_hetero.planner.search.problem import Assignment, Problem
 
 __all__ = ["MAX_RANKS", "Exact", "compositions", "solve_exact"]
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.descent import STEPS, descend, round_to_units
-from ds_hetero.planner.effort import FEW, SMALL, Effort
-from ds_hetero.planner.groupings import neighbours
-from ds_hetero.planner.problem import Assignment, Problem
-from ds_hetero.planner.shares import cap_shares
-from ds_hetero.planner.starts import best_assignment, best_order, starts
+from ds_hetero.planner.search.budget import FEW, SMALL, Effort
+from ds_hetero.planner.search.closed_forms import best_assignment, best_order, starts
+from ds_hetero.planner.search.descent import STEPS, descend, round_to_units
+from ds_hetero.planner.search.partitions import neighbours
+from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.shares import cap_shares
 
 __all__ = ["search"]
 

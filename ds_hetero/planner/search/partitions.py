@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hetero.planner.covering import best_levels
-from ds_hetero.planner.effort import SMALL
-from ds_hetero.planner.problem import Problem
+from ds_hetero.planner.search.bin_covers import best_levels
+from ds_hetero.planner.search.budget import SMALL
+from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["M1", "active_sets", "distinct_partitions", "groupings", "neighbours", "with_idle"]
 
