@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_hetero.cli.common import Job, check_out, print_json, time_text
-from ds_hetero.planner.replicas import ReplicasPlan, plan_replicas
+from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.replicas import replicas_to_dict
 
 __all__ = ["run"]

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.replanning import Replanner
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.forecast import model_of
 from ds_hetero.job.prediction_check import announce
@@ -36,6 +35,7 @@ from ds_hetero.job.rank_times import (
 )
 from ds_hetero.job.start import Agreement
 from ds_hetero.models import ModelSpec
+from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
 from ds_hetero.schedule import Schedule

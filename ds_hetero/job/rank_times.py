@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.pace import Pace
-from ds_hetero.planner.rebalance import Look
+from ds_hetero.planner.replan.policy import Look
+from ds_hetero.planner.replan.unit_cost import Pace
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.step_clock import StepTimes
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hetero.planner.pace import Pace
-from ds_hetero.planner.rebalance import Decision, Look, Policy, ProportionalFit, attention_shares, mean_look
+from ds_hetero.planner.replan.policy import Decision, Look, Policy, ProportionalFit, attention_shares, mean_look
+from ds_hetero.planner.replan.unit_cost import Pace
 from ds_hetero.schedule import Group, Schedule, ring, ulysses, usp
 
 LENGTH = 16384

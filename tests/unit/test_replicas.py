@@ -14,7 +14,7 @@ from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
-from ds_hetero.planner.replicas import plan_replicas, split_batch
+from ds_hetero.planner.micro_batches import plan_replicas, split_batch
 from ds_hetero.replicas import BatchSplit, holds_replicas, read_replicas, replicas_to_dict
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
 from ds_hetero.schedule import ring

@@ -9,11 +9,11 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.integrations.replanning import PlannedFits
 from ds_hetero.job.rank_times import SHARES, Paces, RankTimes, events, look_of, table
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
-from ds_hetero.planner.rebalance import Look
+from ds_hetero.planner.replan.planned import PlannedFits
+from ds_hetero.planner.replan.policy import Look
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.schedule import Schedule
 

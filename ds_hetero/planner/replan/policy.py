@@ -10,7 +10,7 @@ the best of many always looks better than it is on the numbers that chose it. It
 recent change doubles the gain that the next one must promise, so that not even a wrong model changes for ever.
 
 `ProportionalFit` knows nothing but the look. Where the cluster is known, the planner searches instead
-(`ds_hetero.integrations.replanning`).
+(`ds_hetero.planner.replan.planned`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Another schedule for a job that is running: the planner on devices as fast as they turned out to be.
 
-Rank 0 decides for all replicas, since it alone has read the cluster; see `ds_hetero.planner.rebalance` for when a
+Rank 0 decides for all replicas, since it alone has read the cluster; see `ds_hetero.planner.replan.policy` for when a
 schedule changes. Where the cluster or the model has no cost model, shares follow the measured costs alone.
 """
 
@@ -20,7 +20,7 @@ from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.forecast import Forecast, time_text
 from ds_hetero.planner.planning import plan_workload
-from ds_hetero.planner.rebalance import Decision, Fit, Look, Policy, ProportionalFit
+from ds_hetero.planner.replan.policy import Decision, Fit, Look, Policy, ProportionalFit
 from ds_hetero.schedule import Schedule
 
 __all__ = ["PlannedFit", "PlannedFits", "Replanner"]

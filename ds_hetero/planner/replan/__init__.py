@@ -1,0 +1,1 @@
+"""Re-planning while a job runs: when a new schedule is worth it, and which."""
