@@ -28,7 +28,7 @@ from benchmarks.lab.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.ring import bound_action
 from benchmarks.lab.turns import take_turns
-from ds_hetero.cost.types import CostModel
+from ds_hetero.cost.workload import CostModel
 from ds_hetero.planner import strategy
 from ds_hetero.schedule import Group, Schedule, ring, usp
 

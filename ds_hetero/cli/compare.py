@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_hetero.cli.common import Job, print_json, time_text
-from ds_hetero.cost.types import Prediction
+from ds_hetero.cost.workload import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import make_problem, plan_workload, schedule_of
 from ds_hetero.planner.search.exact import solve_exact

@@ -4,7 +4,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.published import PublishedCostModel
-from ds_hetero.cost.types import Bottleneck, CostModel, Prediction, Span, Terms, Workload
+from ds_hetero.cost.workload import Bottleneck, CostModel, Prediction, Span, Terms, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 

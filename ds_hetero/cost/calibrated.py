@@ -30,14 +30,14 @@ import numpy.typing as npt
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import flops
-from ds_hetero.cost.base import BaseCostModel
 from ds_hetero.cost.exchange_time import exchange_latency_s, exchange_s
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.heads import kv_heads_of_ranks, ring_edges
 from ds_hetero.cost.memory import memory_parts
+from ds_hetero.cost.model import BaseCostModel
 from ds_hetero.cost.ring_time import RingCoefficients, ring_finish_s, ring_schedule
 from ds_hetero.cost.transfer_time import ring_transfers_s
-from ds_hetero.cost.types import Bottleneck, Span, Terms, Workload
+from ds_hetero.cost.workload import Bottleneck, Span, Terms, Workload
 from ds_hetero.cost.zero_time import Collective
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule

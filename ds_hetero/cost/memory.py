@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.heads import kv_heads_of_ranks
-from ds_hetero.cost.types import Workload
+from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
 __all__ = ["memory_parts", "partitioned_bytes", "static_bytes"]

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.base import BaseCostModel
 from ds_hetero.cost.grouping import Grouping, Parts
 from ds_hetero.cost.heads import Edges, ring_edges
 from ds_hetero.cost.memory import static_bytes
-from ds_hetero.cost.types import Bottleneck, Span, Terms, Workload
+from ds_hetero.cost.model import BaseCostModel
+from ds_hetero.cost.workload import Bottleneck, Span, Terms, Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 

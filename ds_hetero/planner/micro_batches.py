@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.types import Workload
+from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.planning import Plan, plan_workload

@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.types import CostModel, Prediction, Workload
+from ds_hetero.cost.workload import CostModel, Prediction, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.search.memory_fit import longest_sequence

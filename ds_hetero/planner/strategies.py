@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.types import CostModel
+from ds_hetero.cost.workload import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import baselines, make_problem, schedule_of
 from ds_hetero.planner.search.search import search

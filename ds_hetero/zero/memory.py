@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_hetero.cost.memory import partitioned_bytes
-from ds_hetero.cost.types import CostModel, Prediction
+from ds_hetero.cost.workload import CostModel, Prediction
 from ds_hetero.errors import PlanError
 
 __all__ = ["weights_by_memory", "weights_by_room"]

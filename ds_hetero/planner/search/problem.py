@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ds_hetero.cluster.topology import Cluster, Node
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.types import CostModel, Workload
+from ds_hetero.cost.workload import CostModel, Workload
 from ds_hetero.planner.search.shares import whole_shares
 
 __all__ = ["Assignment", "Problem", "canonical"]

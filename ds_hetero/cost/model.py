@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.types import Bottleneck, Prediction, Span, Terms, Workload
+from ds_hetero.cost.workload import Bottleneck, Prediction, Span, Terms, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
