@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.runtime.attention.attention import attention, kernels
+from ds_hetero.runtime.attention import kernels
+from ds_hetero.runtime.attention.attention import attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import STRATEGIES, Schedule

@@ -1,10 +1,10 @@
 """Asymmetric gradient synchronization: replicas that cut their parameters differently train as one model.
 
-`ds_hetero.gradient_sync.chunks` says which ranks sum, own and hold what; here it moves. Both directions are all-to-alls between
-the members of a bucket: every contributor sends every owner its chunks, and every owner sends every holder their new
-values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be uneven, an owner
-need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at every hop, and
-weights are applied there.
+`ds_hetero.gradient_sync.chunks` says which ranks sum, own and hold what; here it moves. Both directions are
+all-to-alls between the members of a bucket: every contributor sends every owner its chunks, and every owner sends every
+holder their new values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be
+uneven, an owner need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at
+every hop, and weights are applied there.
 
 Buckets start in one order on every rank, so that communicators which share ranks cannot wait for each other.
 """

@@ -16,7 +16,7 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.integrations.transformers.sharded_model import sharded_model
+from ds_hetero.integrations.transformers import sharded_model
 from ds_hetero.job import start
 from ds_hetero.job.monitor import Change, Watch
 from ds_hetero.job.prediction_check import Outlook

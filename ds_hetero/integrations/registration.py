@@ -10,10 +10,10 @@ import deepspeed
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import accelerate
-from ds_hetero.integrations.deepspeed.engine import engine as ours_in_deepspeed
+from ds_hetero.integrations.deepspeed import engine as ours_in_deepspeed
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
-from ds_hetero.integrations.transformers.sharded_model import sharded_model, trainer
+from ds_hetero.integrations.transformers import sharded_model, trainer
 
 __all__ = ["register"]
 

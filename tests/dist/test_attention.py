@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
-from ds_hetero.runtime.attention.attention import channel as channel_module
+from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.step_clock import StepClock

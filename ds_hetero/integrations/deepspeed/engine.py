@@ -35,8 +35,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hetero.config import sp_size_of
 from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.integrations.deepspeed import checkpoints, zero3, zero3_shards, zero12, zero_weights
 from ds_hetero.integrations.deepspeed.checkpoints import guard_checkpoints
-from ds_hetero.integrations.deepspeed.engine import checkpoints, zero3, zero3_shards, zero12, zero_weights
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
 from torch import Tensor
 
-from ds_hetero.integrations.deepspeed.engine import zero12_checkpoint
+from ds_hetero.integrations.deepspeed import zero12_checkpoint
 from ds_hetero.integrations.deepspeed.zero12_checkpoint import RestoredGroup
 from ds_hetero.zero.partition import FlatGroup, Fragment, cut_flat_group
 
