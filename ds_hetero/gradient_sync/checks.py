@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import Shard, local_tensor
-from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
+from ds_hetero.runtime.collectives import all_gather_bytes
 
 __all__ = ["agree", "replicas_of", "token_weights"]
 
@@ -68,7 +67,7 @@ def agree(
     }
     text = repr((list(layouts.items()), settings))
     fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    rows, texts = all_gather_bytes([fingerprint], json.dumps(told).encode(), group, message_device(group))
+    rows, texts = all_gather_bytes([fingerprint], json.dumps(told).encode(), group)
     everybody = [json.loads(text) for text in texts]
     problems = dict.fromkeys(told["problem"] for told in everybody if told["problem"])
     if problems:

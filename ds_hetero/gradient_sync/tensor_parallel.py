@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
+from ds_hetero.runtime.collectives import all_gather_bytes
 
 __all__ = ["tensor_parallel_layouts"]
 
@@ -52,7 +51,7 @@ def tensor_parallel_layouts(
         "replica": sorted(replica),
         "held": {name: _describe(parameter) for name, parameter in parameters.items() if parameter.requires_grad},
     }
-    _, texts = all_gather_bytes([], json.dumps(told).encode(), group, message_device(group))
+    _, texts = all_gather_bytes([], json.dumps(told).encode(), group)
     ranks = dist.get_process_group_ranks(group)
     everybody = dict(zip(ranks, map(json.loads, texts), strict=True))
     replicas = sorted({tuple(told["replica"]) for told in everybody.values()})

@@ -37,7 +37,7 @@ from ds_hetero.job.start import Agreement
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.profiler.measure import default_device
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
+from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Change", "Watch"]
@@ -92,12 +92,12 @@ class Watch:
         self._paces = Paces()
         self._device = default_device()
         self._peak = peak_flops_per_s(self._device)
-        self._control_device = torch.device("cpu") if "gloo" in dist.get_backend() else self._device
+        self._control_device = message_device()
         replan = agreed.section.replan
         self._replans = replan.enabled and any(schedule.sp_size > 1 for schedule in self._schedules)
         printed = int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
         interval = replan.interval_steps if self._replans else printed
-        (of_rank_0, *_), _ = all_gather_bytes([interval], b"", None, self._control_device)
+        (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
         self._interval = of_rank_0[0]
         self._steps, self._skip = 0, WARM_UP
         self._totals: list[RankTimes] = []
@@ -199,7 +199,7 @@ class Watch:
                 self._replanner, decisions = None, []
             told = {i: [d.schedule.to_dict(), d.gain] for i, d in enumerate(decisions) if d is not None}
             payload = json.dumps(told).encode() if told else b""
-        _, payloads = all_gather_bytes([], payload, None, self._control_device)
+        _, payloads = all_gather_bytes([], payload)
         if not payloads[0]:
             return
         schedules = list(self._schedules)

@@ -42,8 +42,7 @@ from ds_hetero.planner import Plan
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.replicas import BatchSplit, read_replicas
-from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes
+from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 
@@ -300,7 +299,7 @@ def agreed(compute: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         mine = error
         told = {"error": type(error).__name__, "message": str(error)}
-    _, payloads = all_gather_bytes([], json.dumps(told).encode(), None, message_device())
+    _, payloads = all_gather_bytes([], json.dumps(told).encode())
     heard = [json.loads(payload) for payload in payloads]
     failed = {rank: outcome for rank, outcome in enumerate(heard) if "error" in outcome}
     if failed:

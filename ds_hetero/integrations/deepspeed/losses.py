@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.runtime.attention.batch_layout import control_device
+from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items, marked_labels
 from ds_hetero.runtime.loss import is_scaled, rescaled_loss
 
@@ -93,7 +93,7 @@ class LossScaling:
     def _expect(self, convention: str, loss: Tensor) -> bool:
         """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""
         replica = self._model.replica
-        device = control_device(replica, loss.device)
+        device = message_device()
         mine = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
         seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(seen, mine)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.runtime.attention.ring_table import RingTable, Rows
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 
-__all__ = ["BatchLayout", "agree_on_batch", "batch_layout", "control_device"]
+__all__ = ["BatchLayout", "agree_on_batch", "batch_layout"]
 
 Documents = tuple[tuple[int, int], ...]
 
@@ -118,11 +118,6 @@ def agree_on_batch(
     return _layout(schedule, length, documents)
 
 
-def control_device(replica: Replica, device: torch.device) -> torch.device:
-    """Where small tensors must live to be exchanged by the replica's process group."""
-    return torch.device("cpu") if "gloo" in dist.get_backend(replica.sp_group) else device
-
-
 # --- the header ------------------------------------------------------------------------------------
 
 
@@ -149,7 +144,7 @@ def _header(
 
 
 def _gather_headers(replica: Replica, header: list[int], device: torch.device) -> list[dict[str, int]]:
-    mine = torch.tensor(header, dtype=torch.int64, device=control_device(replica, device))
+    mine = torch.tensor(header, dtype=torch.int64, device=message_device(replica.sp_group))
     return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in _all_gather(replica, mine)]
 
 
@@ -255,7 +250,7 @@ def _gather_shards(
     """Rows of a whole [B, length] integer tensor from the shards of all ranks."""
     tokens = schedule.tokens(length)
     widest = max(tokens.values())
-    padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=control_device(replica, device))
+    padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=message_device(replica.sp_group))
     padded[:, : shard.shape[1]] = shard
     whole = padded.new_empty(shard.shape[0], length)
     for part, rank in zip(_all_gather(replica, padded), replica.ranks, strict=True):

@@ -20,12 +20,12 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ds_hetero.errors import BatchError
 from ds_hetero.replicas import BatchSplit
+from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes, exchange_shards, failure, manifest, raise_failures
+from ds_hetero.runtime.data.shard_exchange import exchange_shards, failure, manifest, raise_failures
 from ds_hetero.runtime.data.shards import WholeBatch, mark_schedule, mark_step, without_weight
 from ds_hetero.runtime.replica import Replica
 
@@ -126,7 +126,7 @@ class Round(ABC):
         said = _Said(replica.replica_id, 0) if mine else self._say(replica, batches, number)
         numbers = [_ERROR if mine else _OK, *vars(said).values()]
         payload = failure(mine) if mine else self._payload(batches)
-        rows, payloads = all_gather_bytes(numbers, payload, dist.group.WORLD, self._device)
+        rows, payloads = all_gather_bytes(numbers, payload)
         raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}, mine)
         shards = self._shards(replica, batches, _Heard(number, [_Said(*row[1:]) for row in rows], payloads))
         for shard in shards:
@@ -155,7 +155,7 @@ class Round(ABC):
             mine |= {f"{prefix}{name}": text for name, text in batch.fingerprints().items()}
         if self.batches_per_round == 1:
             mine["epoch"] = "goes on" if mine.pop("batches").startswith("1") else "over"
-        _, payloads = all_gather_bytes([], json.dumps(mine).encode(), dist.group.WORLD, self._device)
+        _, payloads = all_gather_bytes([], json.dumps(mine).encode())
         seen = [json.loads(payloads[rank]) for rank in ranks]
         names = sorted({name for entries in seen for name in entries})
         by_rank = {name: [entries.get(name, "absent") for entries in seen] for name in names}

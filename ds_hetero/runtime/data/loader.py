@@ -19,16 +19,15 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.attention.batch_layout import control_device
+from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.data.batch_mode import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
 from ds_hetero.runtime.data.fetch import Dealt, Own, Round, Same, checksum
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
-from ds_hetero.runtime.data.shard_exchange import all_gather_bytes, failure, raise_failures
+from ds_hetero.runtime.data.shard_exchange import failure, raise_failures
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.replica import Replica
 
@@ -95,7 +94,7 @@ class ShardedLoader:
         self._replica = replica
         self._keep_labels = keep_labels
         self._reader = reader_of(dataloader)
-        self._device = control_device(replica, device)
+        self._device = message_device(replica.sp_group)
         self._opened: Iterator[WholeBatch] | None = None  # an epoch begun to look at its first batch
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
         self._epoch: int | None = None
@@ -343,7 +342,7 @@ class ShardedLoader:
     def _gather(self, source: Source, error: Exception | None = None) -> list[Source]:
         """What all ranks say; or, on every rank, what went wrong on one."""
         status, payload = (_OK, source.to_json()) if error is None else (_ERROR, failure(error))
-        rows, payloads = all_gather_bytes([status], payload, dist.group.WORLD, self._device)
+        rows, payloads = all_gather_bytes([status], payload)
         raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row == [_ERROR]}, error)
         return [Source.from_json(payload) for payload in payloads]
 

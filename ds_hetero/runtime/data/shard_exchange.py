@@ -1,4 +1,4 @@
-"""How batches travel: a small all-gather of bytes, and one uneven all-to-all of everybody's shards.
+"""How batches travel: one uneven all-to-all of everybody's shards.
 
 A rank that has a batch announces it by a manifest (names, dtypes and shapes), so that every rank can tell how many
 bytes it will receive from whom. Then all shards move at once, packed as bytes in the order of the manifest.
@@ -16,34 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import BatchError, HeteroError, PeerError
 from ds_hetero.runtime.data.shards import WholeBatch, cut
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["all_gather_bytes", "exchange_shards", "failure", "manifest", "raise_failures"]
-
-
-def all_gather_bytes(
-    numbers: Sequence[int], payload: bytes, group: ProcessGroup | None, device: torch.device
-) -> tuple[list[list[int]], list[bytes]]:
-    """Some integers, as many on every rank, and some bytes, of any length, from every rank to every rank.
-
-    Collectives: one all_gather of ``len(numbers) + 1`` integers; one more of the longest payload, if there is any.
-    """
-    mine = torch.tensor([*numbers, len(payload)], dtype=torch.int64, device=device)
-    table = mine.new_empty(dist.get_world_size(group), mine.numel())
-    dist.all_gather(list(table.unbind()), mine, group=group)
-    rows = table.tolist()
-    sizes = [row.pop() for row in rows]
-    if not any(sizes):
-        return rows, [b""] * len(rows)
-    padded = torch.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(device)
-    gathered = padded.new_empty(len(rows), max(sizes))
-    dist.all_gather(list(gathered.unbind()), padded, group=group)
-    texts = gathered.cpu().numpy()
-    return rows, [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
+__all__ = ["exchange_shards", "failure", "manifest", "raise_failures"]
 
 
 def failure(error: Exception) -> bytes:
