@@ -29,11 +29,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, to
 
 
 @pytest.mark.parametrize(("world_size", "num_cases"), [(1, 40), (2, 100), (3, 100), (4, 100)])
-def test_parity_of_random_schedules_models_and_masks(world_size, num_cases):
+def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
 
 
-def test_parity_in_half_precision():
+def test_half_precision_equals_one_process():
     run_ranks(_check_cases, 3, 15, (torch.bfloat16, torch.float16))
 
 
@@ -128,7 +128,7 @@ def _check_checkpointing(rank, use_reentrant):
 # --- what travels ------------------------------------------------------------------------------------
 
 
-def test_bytes_of_the_ring():
+def test_a_ring_sends_the_bytes_of_its_table():
     """Four ranks, 2 KV heads of size 4, 64 tokens: a KV block is 2 x 2 heads x 16 tokens x 4 in fp32 = 1024 bytes."""
     block = 2 * 2 * 16 * 4 * 4
     full = run_ranks(_count_bytes, 4, ring(4, 8, 2), False, None)

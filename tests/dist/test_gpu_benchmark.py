@@ -9,7 +9,7 @@ import torch
 from benchmarks import gpu
 
 
-def test_tables_at_tiny_sizes():
+def test_every_table_has_its_rows_and_right_results():
     sizes = gpu.Sizes(
         tokens=(256,),
         heads=((4, 4), (4, 2)),
@@ -28,14 +28,14 @@ def test_tables_at_tiny_sizes():
     assert all(row["gather_of_copy"] > 0 for row in tables["packing"])
 
 
-def test_no_time_left_is_said():
+def test_measurements_left_out_for_lack_of_time_are_named():
     sizes = gpu.Sizes(tokens=(8,), heads=((2, 2),), head_dims=(16,), ring_tokens=(), ring_sizes=(), packing_tokens=8)
     sizes = gpu.Sizes(**{**vars(sizes), "packing_ranks": 2, "checked_tokens": 9})
     tables = gpu.measure(torch.device("cpu"), torch.float32, sizes, time.perf_counter() - 1)
     assert [row["what"] for row in tables["kernels"]] == ["left out: no time left"]
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_the_benchmark_exits_with_a_message(capsys):
     if torch.cuda.is_available():
         return
     assert gpu.main([]) == 0

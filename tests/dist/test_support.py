@@ -75,7 +75,7 @@ def _hang_on_rank_1(rank):
         time.sleep(1000)
 
 
-def test_the_environment_of_a_launcher():
+def test_ranks_get_the_environment_of_a_launcher():
     rank_0, rank_1 = run_deepspeed(_launcher_environment, 2)
     assert rank_0[:4] == ("0", "0", "2", "cpu")
     assert rank_1[:4] == ("1", "1", "2", "cpu")

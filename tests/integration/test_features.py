@@ -53,7 +53,7 @@ def train(handle: Any, engine: Any, whole: list[dict[str, Tensor]], **arguments:
     return losses
 
 
-def test_features_on_two_ranks(tmp_path: Path) -> None:
+def test_features_equal_one_process(tmp_path: Path) -> None:
     run_deepspeed(_all_on_two_ranks, 2)
 
 

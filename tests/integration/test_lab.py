@@ -46,7 +46,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_cluster_file():
+def test_speeds_of_a_cluster_file_become_shares_of_a_core():
     cluster = read_cluster({"nodes": [{"speeds": [4, 2], "memory_mib": [2, None]}, {"speeds": [1]}]})
     assert cluster.cores == pytest.approx((0.6, 0.3, 0.15))
     assert cluster.memory_bytes == (2 * 2**20, None, None)
@@ -63,7 +63,7 @@ def test_a_cluster_file():
         ({"nodes": [{"speeds": [1, 2], "memory_mib": [1]}]}, "each of 2 ranks"),
     ],
 )
-def test_a_cluster_that_makes_no_sense(content, message):
+def test_a_contradictory_cluster_file_is_refused(content, message):
     with pytest.raises(ValueError, match=message):
         read_cluster(content)
 
@@ -79,7 +79,7 @@ def test_counted_time_takes_as_long_as_the_emulated_device():
     assert wall_s > cpu_s / 0.25 - 0.021
 
 
-def test_ranks_of_a_command(tmp_path):
+def test_every_rank_of_a_command_gets_its_node_and_speed(tmp_path):
     run = _launch(tmp_path, seconds=0)
     assert run.wait(timeout=90) == 0
     found = [(tmp_path / f"rank{rank}").read_text().split(maxsplit=2) for rank in range(3)]
@@ -90,14 +90,14 @@ def test_ranks_of_a_command(tmp_path):
         assert where[0] == where[1] != where[2]
 
 
-def test_one_command_per_node(tmp_path):
+def test_a_command_runs_once_per_node_and_knows_its_ranks(tmp_path):
     (tmp_path / "cluster.yaml").write_text("nodes: [{speeds: [4, 3]}, {speeds: [1]}]")
     note = ["sh", "-c", f'echo "rank=$RANK" > {tmp_path}/{{ranks}}']
     assert launch.main([str(tmp_path / "cluster.yaml"), "--", *note]) == 0
     assert [(tmp_path / count).read_text() for count in "21"] == ["rank=\n", "rank=\n"]
 
 
-def test_the_page_of_all_results(tmp_path):
+def test_the_report_has_every_result(tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.report import page
 
@@ -108,7 +108,7 @@ def test_the_page_of_all_results(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind(tmp_path, number):
+def test_no_process_or_network_outlives_the_launcher(tmp_path, number):
     run = _launch(tmp_path, seconds=600)
     _wait_until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(3)), 90)
     pids = [int((tmp_path / f"rank{rank}").read_text().split()[0]) for rank in range(3)]
@@ -119,7 +119,7 @@ def test_nothing_is_left_behind(tmp_path, number):
     _wait_until(lambda: not any(map(_alive, (*pids, *helpers))) and not group.exists(), 30)
 
 
-def test_rows_of_the_ring():
+def test_ring_results_become_rows():
     seconds = {name: [2.0, 2.2, 1.8] for name in STRATEGIES} | {"plan": [0.5], "one rank alone": [0.55]}
     equal = {name: [1.0] for name in STRATEGIES} | {"one rank alone": [1.9]}
     cases = [_ring_case(0.1, seconds), _ring_case(1.0, equal)]
@@ -129,7 +129,7 @@ def test_rows_of_the_ring():
     assert planned["efficiency_against_bound"] == pytest.approx(1.0)  # 0.55 / 1.1 s
 
 
-def test_rows_of_the_mesh():
+def test_mesh_results_become_rows():
     case = {
         "contenders": ("stock", "ring", "plan"),
         "scope": "attention",

@@ -39,7 +39,7 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("schedule", [UNEVEN_2, REPLICAS], ids=["one replica", "replicas of 3 and 1"])
-def test_every_convention_on_every_stage(schedule: Any) -> None:
+def test_every_loss_convention_on_every_stage_equals_one_process(schedule: Any) -> None:
     expected = llama()
     optimizer = sgd(expected)
     norms = []

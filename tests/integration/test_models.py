@@ -113,7 +113,7 @@ def whole_batch(kind: str) -> dict[str, Tensor]:
     return batch
 
 
-def test_gradients_of_every_architecture() -> None:
+def test_gradients_equal_those_of_the_undivided_model() -> None:
     cases = [(name, "plain", UNEVEN_2) for name in MODELS]
     cases += [(name, kind, UNEVEN_2) for name in ("llama", "gpt-oss sinks") for kind in ("left", "right", "packed")]
     cases += [("llama", "packed", ONE_GROUP_2), ("gemma3", "packed", ONE_GROUP_2), ("bert", "right", ONE_GROUP_2)]
@@ -235,7 +235,7 @@ def test_prompt_tuning_is_refused() -> None:
         check_model(tuned)
 
 
-def test_masks_are_read_from_the_parts_that_transformers_made_them_of() -> None:
+def test_a_mask_is_read_from_the_parts_that_made_it() -> None:
     from transformers import masking_utils
 
     from ds_hetero.errors import ModelError

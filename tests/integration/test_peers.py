@@ -32,7 +32,7 @@ def _loader() -> DataLoader[Any]:
     return DataLoader(_samples(), batch_size=1)  # type: ignore[arg-type]
 
 
-def test_deepspeed_test_ulysses_sp_hf(tmp_path: Path) -> None:
+def test_deepspeeds_own_test_of_ulysses_holds(tmp_path: Path) -> None:
     llama(vocab_size=64).save_pretrained(tmp_path)
     run_deepspeed(_deepspeed_cases, 2, str(tmp_path))
 
@@ -140,7 +140,7 @@ def _check_without_a_section(folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_test_ds_alst_ulysses_sp(stage: int, tmp_path: Path) -> None:
+def test_accelerates_own_test_of_ulysses_holds(stage: int, tmp_path: Path) -> None:
     llama(vocab_size=256, max_position_embeddings=256).save_pretrained(tmp_path)
     env = {
         "ACCELERATE_USE_CPU": "false",

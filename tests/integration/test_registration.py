@@ -121,7 +121,7 @@ def _stock_runs(rank: int) -> None:
         deepspeed.initialize(model=three, config=ds_config(2, None), mpu=mpu)
 
 
-def test_every_rank_is_told_what_one_rank_found() -> None:
+def test_an_error_of_one_rank_is_raised_on_every_rank() -> None:
     found = run_deepspeed(_provoke, 2)
     assert found[0] == found[1]
     kinds = [kind for kind, _ in found[0]]

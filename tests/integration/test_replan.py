@@ -171,7 +171,7 @@ def _check_monitor(folder: Path) -> None:
     assert max(column("imbalance")) > 1.2
 
 
-def test_noise_changes_nothing() -> None:
+def test_noise_changes_no_schedule() -> None:
     """Every piece of work takes 10 % more or less by chance, and a gain of 2 % would be enough."""
     config = _replanning(ds_config(2, EVEN), interval_steps=3, min_gain=0.02)
     whole = batches(20, batch_size=1, length=LENGTH)

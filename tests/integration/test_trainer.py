@@ -199,7 +199,7 @@ def _train_sft(rank: int, schedule: Any) -> Any:
     return logged(trainer), parameters(trainer.model, 0 if ds is None else 2)
 
 
-def test_ranks_that_accelerate_counts_itself() -> None:
+def test_ranks_counted_by_accelerate_train_as_one_process() -> None:
     """As on GPUs, where accelerate would give every rank batches of its own."""
     options = {"num_samples": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
     expected = one_process(_train, [None], UNEVEN_2, options)[0]

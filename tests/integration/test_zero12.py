@@ -166,11 +166,11 @@ def assert_owned_by_weight(of_rank: Sequence[Sequence[int]], weights: Sequence[f
             assert abs(part - sum(parts) * weight / sum(weights)) <= unit
 
 
-def test_parameters_aligned_for_kernels() -> None:
+def test_parameters_stay_aligned_for_kernels() -> None:
     run_deepspeed(_compare, 2, [([3, 1], 2, {"zero": {"parameter_alignment": True, "round_robin_gradients": True}})])
 
 
-def test_combinations_that_cannot_be_are_refused() -> None:
+def test_impossible_combinations_are_refused() -> None:
     run_deepspeed(_refuse_combinations, 1)
 
 

@@ -155,7 +155,7 @@ def _move_shards(rank: int) -> None:
             torch.testing.assert_close(mine, shard * 2)  # the mean of once, twice and three times
 
 
-def test_made_under_zero_init_and_written_to() -> None:
+def test_parameters_made_under_zero_init_are_written_and_trained() -> None:
     run_deepspeed(_use_parameters, 2)
 
 

@@ -30,7 +30,7 @@ def small(**changes):
     return data | changes
 
 
-def test_file_of_the_contract_in_si_units(tmp_path):
+def test_a_cluster_file_is_read_in_si_units(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(CONTRACT)
     cluster = load_cluster(path)
@@ -89,7 +89,7 @@ def test_measured_values_override_the_catalogue():
     assert device.efficiency.attention_forward == known.efficiency.attention_forward
 
 
-def test_written_out_and_read_back():
+def test_a_cluster_survives_its_file():
     for name in ("lab", "hexiscale-setting-3"):
         cluster = load_cluster(name)
         again = load_cluster(json.loads(json.dumps(cluster_to_dict(cluster))))
@@ -99,7 +99,7 @@ def test_written_out_and_read_back():
         assert again.nic_bytes_per_s.tolist() == cluster.nic_bytes_per_s.tolist()
 
 
-def test_files_of_the_papers():
+def test_cluster_files_of_the_papers_have_their_devices_and_links():
     kinds = {name: {} for name in cluster_names()}
     for name in cluster_names():
         for device in load_cluster(name).devices:
@@ -194,7 +194,7 @@ def test_catalogue_has_what_people_own_with_sources():
         ({"nets": {}}, "cluster: unknown key 'nets'"),
     ],
 )
-def test_what_is_wrong_is_said_in_the_files_words(changes, message):
+def test_a_mistake_in_a_cluster_file_is_named_by_its_key(changes, message):
     with pytest.raises(ClusterError, match=message):
         cluster_from_dict(small(**changes))
 
@@ -206,7 +206,7 @@ def test_several_nodes_need_a_network():
         cluster_from_dict(data)
 
 
-def test_unreadable_files(tmp_path):
+def test_files_that_are_missing_or_no_mapping_are_refused_by_name(tmp_path):
     with pytest.raises(ClusterError, match="did you mean 'hexiseq-setting-1'"):
         load_cluster("hexiseq-seting-1")
     (tmp_path / "c.yaml").write_text("nodes: [")

@@ -101,7 +101,7 @@ def test_a_mistake_is_named_with_what_would_be_accepted(section: dict[str, Any],
         read(**section)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_named_in_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
         read(layout="zig", enabled=1, nodes=2)
     assert [line.split('"')[1] for line in str(caught.value).splitlines()] == [
@@ -262,7 +262,9 @@ def test_one_rank_needs_neither_devices_nor_a_search() -> None:
         ({"cluster": CLUSTER}, False, True),
     ],
 )
-def test_what_is_measured_and_searched(section: dict[str, Any], measures: bool, searches: bool) -> None:
+def test_only_what_is_not_given_is_measured_and_searched(
+    section: dict[str, Any], measures: bool, searches: bool
+) -> None:
     assert (needs_measuring(read(**section)), needs_planner(read(**section))) == (measures, searches)
 
 
@@ -274,7 +276,7 @@ def test_what_fits_nowhere_names_the_key_to_change() -> None:
         searched({"cluster": {**CLUSTER, "devices": small}})
 
 
-def test_a_forecast_tells_replicas_that_are_alike_once() -> None:
+def test_a_forecast_lists_equal_replicas_once() -> None:
     (schedule,), searcher = searched({"cluster": CLUSTER})
     cluster = cluster_from_dict(CLUSTER)
     found = forecast([schedule, schedule.shifted(2)], [cluster, cluster], MODEL, WORKLOAD, searcher.plans)

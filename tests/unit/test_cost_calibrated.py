@@ -143,7 +143,7 @@ def test_exchange_adds_up_bytes_at_every_port():
     assert exchange_s(grouping, weights, tokens).item() == pytest.approx(30 / 1e9)
 
 
-def test_exchange_of_two_groups_on_one_nic():
+def test_two_groups_on_one_nic_share_its_bandwidth():
     # Groups {0, 2} and {1, 3} over two nodes: each rank sends 1 x 1 byte out; the NIC carries two of them.
     one = cluster(2, 2, between=1.0, nics=1.0)
     found = exchange_s(Grouping(one, [[0, 2], [1, 3]]), np.ones((1, 4)), np.ones((1, 4)))
@@ -202,7 +202,7 @@ def test_causal_work_is_what_the_chunks_see():
                 assert pairs == pytest.approx(share * lengths[p] * lengths[s], abs=max(lengths))
 
 
-def test_zero_collectives():
+def test_a_zero_collective_takes_the_slowest_link_of_a_ring_by_hand():
     # Four ranks on two nodes of two: a ring of 4 ranks sends 3/4 of the tensor through every link; the two ranks of a
     # node have a port each, 1 GB/s, or share a NIC of 0.5 GB/s.
     assert Collective.over(cluster(2, 2, inside=10, between=1))(1e9) == pytest.approx(0.75 * 0.5)
@@ -240,7 +240,7 @@ def parts(model, cluster, schedule, **work):
     return bound.memory_parts(*bound.arrays(schedule))
 
 
-def test_model_states_by_stage():
+def test_each_zero_stage_partitions_its_model_states():
     count, two = MODEL.num_parameters, cluster(1, 1)
     for stage, per_parameter in ((0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)):
         found = parts(MODEL, two, ring(2, 8, 4), zero_stage=stage)["model_states"]
@@ -265,7 +265,7 @@ def test_activations_count_once_per_layer():
     assert kept["ring_buffers"].item() == 0
 
 
-def test_logits_of_a_tile_or_of_all_tokens():
+def test_logits_take_the_memory_of_a_tile_or_of_all_tokens():
     one = cluster(1)
     assert parts(MODEL, one, ulysses(1, 8, 4))["logits"].item() == 1024 * 1000 * 10
     assert parts(MODEL, one, ulysses(1, 8, 4), tiled_logits=False)["logits"].item() == 4096 * 1000 * 10

@@ -35,7 +35,7 @@ LLAMA = {
         ("qwen3-30b-a3b", 48, 2048, 32, 30.53),
     ],
 )
-def test_presets(name, layers, hidden, heads, billions):
+def test_a_preset_has_the_shape_and_parameters_of_its_paper(name, layers, hidden, heads, billions):
     model = load_model(name)
     assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, hidden, heads)
     assert model.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)

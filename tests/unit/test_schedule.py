@@ -71,7 +71,7 @@ lengths = st.integers(6, 400)
 # --- worked by hand ---------------------------------------------------------------------------------
 
 
-def test_the_example():
+def test_tokens_chunks_and_positions_of_the_example_by_hand():
     schedule = Schedule.from_dict(EXAMPLE)
     assert schedule.sp_size == 4
     assert schedule.ranks == (0, 1, 2, 3)
@@ -173,7 +173,7 @@ def test_usp_takes_the_largest_group_that_divides_ranks_and_kv_heads(num_ranks, 
     assert [len(group.ranks) for group in schedule.groups] == [ulysses_size] * (num_ranks // ulysses_size)
 
 
-def test_usp_of_a_given_size():
+def test_usp_makes_groups_of_a_given_size():
     schedule = usp(6, 6, 2, ulysses_size=3)
     assert [group.ranks for group in schedule.groups] == [(0, 1, 2), (3, 4, 5)]
     assert [group.heads for group in schedule.groups] == [(2, 2, 2), (2, 2, 2)]
@@ -214,7 +214,7 @@ def test_a_schedule_is_repeated_over_blocks_of_ranks():
     assert third.shifted(0) == first
 
 
-def test_a_world_that_the_schedule_does_not_fill():
+def test_a_world_that_the_schedule_does_not_fill_is_refused():
     with pytest.raises(ScheduleError, match=r"has 4 ranks, the job has 6, .* multiple of 4 processes or plan for 6"):
         schedules_for_world(ring(4, 8, 8), 6)
     with pytest.raises(ScheduleError, match=r"ranks \(1, 2\) must begin at 0"):
@@ -224,7 +224,7 @@ def test_a_world_that_the_schedule_does_not_fill():
 # --- the file ---------------------------------------------------------------------------------------
 
 
-def test_the_file_of_the_example():
+def test_the_example_is_written_as_its_file():
     assert Schedule.from_dict(EXAMPLE).to_dict() == EXAMPLE
     assert Schedule.from_dict(json.loads(Schedule.from_dict(EXAMPLE).to_json())) == Schedule.from_dict(EXAMPLE)
 
@@ -309,17 +309,17 @@ def _one_group(**changes):
         (_one_group(tokens=[0, 0, 0, 0.0]), r"all token weights are zero; at least one rank must hold"),
     ],
 )
-def test_files_that_are_refused(data, message):
+def test_a_faulty_schedule_file_is_refused_with_the_reason(data, message):
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_dict(data)
 
 
-def test_a_sequence_shorter_than_the_ranks():
+def test_a_sequence_shorter_than_the_ranks_is_refused():
     with pytest.raises(ScheduleError, match="a sequence of 2 tokens is shorter than the 3 ranks that are to hold some"):
         ring(3, 4, 4).tokens(2)
 
 
-def test_a_rank_that_is_not_there():
+def test_a_rank_outside_the_schedule_is_refused():
     with pytest.raises(ScheduleError, match=r"rank 7 is not in the schedule, whose ranks are \(0, 1\)"):
         ring(2, 4, 4).ring_position(7)
     with pytest.raises(ScheduleError, match=r"rank 7 is not in the schedule, whose ranks are \(0, 1\)"):

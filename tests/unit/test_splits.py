@@ -49,7 +49,7 @@ def test_sizes_are_whole_and_not_negative(bad):
 
 
 @pytest.mark.parametrize("unit", [-1, 5, 100])
-def test_owner_of_a_unit_outside(unit):
+def test_a_unit_outside_the_axis_has_no_owner(unit):
     with pytest.raises(IndexError, match=f"unit {unit} lies outside a split of 5 units"):
         Split((3, 0, 2)).owner(unit)
 
@@ -178,7 +178,7 @@ def test_shares_do_not_depend_on_the_rounding_of_floats():
 
 
 @pytest.mark.parametrize("bad", [(), (0, 0), (1, -1), (1, float("nan")), (1, float("inf"))])
-def test_weights_that_cannot_be_shared_by(bad):
+def test_weights_without_a_share_are_refused(bad):
     with pytest.raises(ValueError, match="weights must be finite, >= 0 and not all zero, got "):
         share(5, bad)
 

@@ -15,7 +15,7 @@ from ds_hetero.runtime.attention.kernels.triton_native import block_sizes
 pytest.importorskip("triton")
 
 
-def test_results_in_the_interpreter():
+def test_triton_equals_the_reference_in_the_interpreter():
     """Triton decides at its first import whether it interprets, and other tests have imported it: a fresh process."""
     file = Path(__file__).with_name("triton_interpreter.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]

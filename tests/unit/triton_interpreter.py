@@ -26,15 +26,15 @@ KERNEL = TritonKernel()
         ((3, 5, FULL), None, {"heads": 4, "kv_heads": 2, "batch_size": 2, "head_dim": 1}),
     ],
 )
-def test_on_bands(block, softcap, shape):
+def test_triton_equals_the_reference_on_any_band(block, softcap, shape):
     check(KERNEL, block, softcap=softcap, **shape)
 
 
-def test_in_float16():
+def test_triton_equals_the_reference_in_float16():
     check(KERNEL, (40, 40, CAUSAL), torch.float16, heads=2, head_dim=16)
 
 
-def test_reads_any_strides():
+def test_triton_reads_any_strides():
     block = (20, 20, CAUSAL)
     check(KERNEL, block, inputs=strided(*tensors(block, batch_size=2, heads=2)))
 

@@ -101,7 +101,7 @@ def test_parts_of_one_rank_and_alignment():
         (lambda: _layout(Cut.whole((4, 6), 0), owners=Cut.whole((4, 6), 0, 1)), "every element has one owner"),
     ],
 )
-def test_layouts_that_do_not_fit(make, says):
+def test_layouts_that_do_not_fit_together_are_refused(make, says):
     with pytest.raises(SyncError, match=says):
         make()
 

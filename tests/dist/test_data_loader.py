@@ -142,7 +142,7 @@ def _check_shards(rank):
         assert_shards(own, range(9), replica)
 
 
-def test_little_travels():
+def test_a_batch_costs_one_collective():
     run_ranks(_count_traffic, 3)
 
 
@@ -159,7 +159,7 @@ def _count_traffic(rank):
     assert comms.get_total_counts() == 3
 
 
-def test_two_replicas_read_different_data_and_how_it_was_found_out_is_logged():
+def test_two_replicas_read_different_data_and_the_reason_is_logged():
     logs = run_ranks(_check_replicas, 4)
     assert logs[1:] == [[], [], []]
     info, warning, asked = logs[0]
@@ -193,7 +193,7 @@ def _check_replicas(rank):
 # --- resuming --------------------------------------------------------------------------------------
 
 
-def test_resuming_in_the_middle_of_an_epoch():
+def test_a_resumed_loader_goes_on_in_the_middle_of_an_epoch():
     run_ranks(_check_resume, 3)
 
 
@@ -338,7 +338,7 @@ SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(1, 3))
 TWO_AND_ONE = [PAIR, make_schedule([((2,), (1,))], "contiguous")]
 
 
-def test_samples_are_dealt_to_replicas_that_differ():
+def test_unequal_replicas_get_every_sample_once():
     logs = run_ranks(_check_dealing, 3)
     assert logs[0] == logs[1] == logs[2]
     for case, parts in DEALT_WRONG.items():

@@ -106,7 +106,7 @@ def test_rounds_pair_every_two_nodes_once():
         ("NVIDIA GeForce GTX 1080", 8, None),
     ],
 )
-def test_drivers_names(driver, gib, name):
+def test_names_of_drivers_become_names_of_the_catalogue(driver, gib, name):
     assert catalogue_name(driver, int(gib * 2**30)) == name
 
 

@@ -90,7 +90,7 @@ SCHEDULES = (ring(4, 32, 8), usp(4, 32, 8, 2), ulysses(4, 32, 32))
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SCHEDULES), st.floats(0, 0.08), st.integers(0, 10**6), st.sampled_from((0.0, 0.02, 0.05, 0.2)))
-def test_noise_changes_nothing(schedule, cv, seed, min_gain):
+def test_noise_changes_no_schedule(schedule, cv, seed, min_gain):
     cluster = Cluster(schedule, [1.0] * 4, cv=cv, min_gain=min_gain, seed=seed)
     cluster.train(300)
     assert not cluster.changes
@@ -144,7 +144,7 @@ def test_a_wrong_model_does_not_change_for_ever(seed, bias):
     assert len([gap for gap in gaps if gap < 20 * STEPS]) <= 5
 
 
-def test_a_small_gain_is_taken_when_it_has_been_seen_often_enough():
+def test_a_small_gain_is_taken_after_enough_steps():
     """8 %, where one look is off by 2 %: not at once, but soon."""
     cluster = Cluster(ring(2, 8, 8), [1.0, 0.84], cv=0.03, seed=3)
     cluster.train(2 * STEPS)
@@ -164,7 +164,7 @@ def test_less_than_min_gain_is_left_alone():
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_groups_end_together(layout):
+def test_corrected_groups_end_together(layout):
     """Contiguous causal groups later in the sequence see more keys; tokens make up for it."""
     schedule = Schedule(num_heads=32, num_kv_heads=8, groups=ring(4, 32, 8).groups, layout=layout)
     cluster = Cluster(schedule, [1.0, 0.5, 0.25, 0.75])
@@ -176,7 +176,7 @@ def test_groups_end_together(layout):
         assert tokens == pytest.approx([0.4, 0.2, 0.1, 0.3], rel=1e-3)
 
 
-def test_heads_go_to_who_is_done_first():
+def test_heads_move_to_the_rank_that_is_done_first():
     """Speeds 4:3:2:1 in one group, 10 heads: 4, 3, 2 and 1 of them end together."""
     cluster = Cluster(ulysses(4, 10, 10), [0.4, 0.3, 0.2, 0.1])
     best = ProportionalFit(cluster.schedule, cluster.exact_look()).best()
@@ -221,7 +221,7 @@ def test_memory_limits_what_a_rank_takes_over():
     assert ProportionalFit(cluster.schedule, full).best() is None
 
 
-def test_looks_are_averaged():
+def test_observations_are_averaged():
     cluster = Cluster(ring(2, 8, 8), [1.0, 0.5])
     first = cluster.exact_look()
     cluster.speeds = [1.0, 0.25]
@@ -245,7 +245,7 @@ def test_a_change_of_speed_is_no_noise():
     assert before < after  # of fewer steps
 
 
-def test_a_pace_forgets_and_skips_what_says_nothing():
+def test_a_unit_cost_forgets_the_past_and_skips_empty_observations():
     pace = Pace()
     pace.add(1.0, 0)
     pace.add(0.0, 5)

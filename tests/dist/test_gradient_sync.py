@@ -281,7 +281,7 @@ def _count_bytes(rank):
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_is_said_on_every_rank():
+def test_a_faulty_layout_is_refused_on_every_rank():
     for messages in zip(*run_ranks(_provoke, 3), strict=True):
         assert len(set(messages)) == 1, messages
 

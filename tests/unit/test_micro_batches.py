@@ -31,7 +31,7 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
-def test_a_step_by_hand() -> None:
+def test_samples_of_a_step_are_shared_out_by_hand() -> None:
     assert (SPLIT.samples, SPLIT.micro_steps, SPLIT.samples_of) == (8, 3, (6, 2))
     assert SPLIT.micro_batches_of(0, 8) == [(0, 2), (2, 4), (4, 6)]
     assert SPLIT.micro_batches_of(1, 8) == [(6, 7), (7, 8)]
@@ -110,7 +110,7 @@ def test_loaders_that_cannot_be_dealt_are_refused() -> None:
 # --- the file -----------------------------------------------------------------------------------------
 
 
-def test_the_file_of_replicas() -> None:
+def test_a_file_of_replicas_is_written_and_read_back() -> None:
     schedules = (ring(3, 4, 2), ring(1, 4, 2).shifted(3))
     written = replicas_to_dict(schedules, SPLIT)
     assert holds_replicas(written) and not holds_replicas(schedules[0].to_dict())

@@ -18,7 +18,7 @@ SCHEDULE = Schedule(
 LENGTH = 25
 
 
-def test_layouts():
+def test_ranks_agree_on_the_rows_that_their_masks_and_positions_describe():
     for found in run_ranks(_layouts, 3):
         assert found == {
             "plain": [(0, 2, ((0, 25),))],
@@ -79,7 +79,7 @@ def _layouts(rank):
         ("too short", "shorter than the 3 ranks"),
     ],
 )
-def test_faults_are_refused_on_every_rank(fault, words):
+def test_a_faulty_batch_is_refused_on_every_rank(fault, words):
     messages = run_ranks(_fault, 3, fault)
     assert len(set(messages)) == 1
     assert words in messages[0]
@@ -115,7 +115,7 @@ def _fault(rank, fault):
     return "accepted"
 
 
-def test_shards_from_before_a_change_of_schedule():
+def test_shards_cut_by_a_former_schedule_are_refused():
     run_ranks(_before_a_change, 2)
 
 

@@ -82,7 +82,7 @@ def test_forwards_without_gradients_are_no_part_of_a_step():
     assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(SCHEDULE, 1024, 1, 1))
 
 
-def test_the_comparison_is_told_once(capsys):
+def test_the_comparison_is_announced_once(capsys):
     found = outlook()
     for now_s in range(4):
         step(found, float(now_s), 512)
@@ -92,7 +92,7 @@ def test_the_comparison_is_told_once(capsys):
     assert told.count("ds_hetero: per step, median of 2: predicted ") == 1 and "measured 1 s" in told
 
 
-def test_nothing_is_told_where_nothing_is_known(capsys):
+def test_nothing_is_announced_without_a_prediction(capsys):
     empty = Outlook(())
     empty.introduce()
     step(empty, 0.0, 64)

@@ -87,7 +87,7 @@ def test_weights_that_cannot_be_are_refused(weights, world_size, stage, said):
         check_weights(weights, world_size, zero_stage=stage)
 
 
-def test_fragments_of_a_part():
+def test_a_part_is_mapped_to_the_parameters_it_cuts():
     group = FlatGroup(starts=(0, 30, 40), sizes=(25, 10, 60), cut=Split((32, 0, 68)))  # five elements of padding
     assert group.fragments(0) == (Fragment(0, 0, 0, 25), Fragment(1, 0, 30, 2))
     assert group.fragments(1) == ()

@@ -11,7 +11,7 @@ from ds_hetero.cluster import cluster_from_dict
 from tests.support import run_ranks
 
 
-def test_measures_live_ranks_and_caches(tmp_path):
+def test_live_ranks_are_measured_once_and_cached(tmp_path):
     results = run_ranks(_measure_twice, 2, tmp_path)
     assert results[0] == results[1]
     content, fresh, again, fresh_again = results[0]
@@ -51,7 +51,7 @@ def test_a_damaged_cache_is_not_trusted(tmp_path, caplog, damage, monkeypatch):
     assert json.loads(path.read_text()) == measured
 
 
-def test_one_process_without_a_launcher(monkeypatch, tmp_path):
+def test_one_process_is_measured_without_a_launcher(monkeypatch, tmp_path):
     from ds_hetero.profiler.measure import measure
 
     monkeypatch.delenv("RANK", raising=False)

@@ -115,7 +115,7 @@ def _train_planned(rank: int) -> Any:
     return found
 
 
-def test_a_script_that_just_ends_is_told_how_the_prediction_did(
+def test_a_script_that_just_ends_gets_the_comparison_with_the_prediction(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """accelerate, with a schedule file and a cluster."""
@@ -138,7 +138,7 @@ def _run_script_to_its_end(rank: int, config: str) -> None:
     atexit._run_exitfuncs()  # the ranks of these tests end without
 
 
-def test_what_cannot_be_planned_is_told_on_every_rank_alike() -> None:
+def test_what_cannot_be_planned_is_refused_alike_on_every_rank() -> None:
     told = run_deepspeed(_collect_errors, 2)
     assert told[0] == told[1]
     memory, window, mismatch, unknown = told[0]

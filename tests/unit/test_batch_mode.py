@@ -66,7 +66,7 @@ def test_a_resumed_accelerate_loader_still_shows_its_shard():
     assert decide(sources_of(lambda *shard: accelerate_loader(*shard, skip=1), OVER_RANKS, 2))[0] == "own"
 
 
-def test_what_accelerate_leaves_whole_is_the_same_everywhere():
+def test_a_loader_that_accelerate_does_not_split_gives_all_ranks_the_same():
     mode, why = decide(sources_of(accelerate_loader, [(1, 0)] * 4, 4))
     assert mode == "same"
     assert "accelerate" in why
@@ -99,12 +99,12 @@ def test_without_a_sampler_that_shards_first_batches_decide(make):
         assert decide([replace(s, first=first) for s, first in zip(sources, firsts, strict=True)])[0] == mode
 
 
-def test_what_was_asked_for_is_not_questioned():
+def test_a_batch_mode_given_by_the_user_is_kept():
     sources = [replace(source, asked="same") for source in sources_of(torch_loader, OVER_RANKS, 2)]
     assert decide(sources) == ("same", "it was asked for")
 
 
-def test_a_source_survives_the_wire():
+def test_a_source_survives_being_sent():
     for source in sources_of(accelerate_loader, OVER_RANKS, 2):
         assert Source.from_json(source.to_json()) == source
     assert describe(DataLoader(Stream()), 0).length is None

@@ -76,7 +76,7 @@ def test_events_and_table_name_every_rank():
     assert "60.0%" in drawn
 
 
-def test_a_look_is_per_step_and_knows_what_has_not_been_measured():
+def test_an_observation_is_per_step_and_leaves_out_what_was_not_measured():
     idle = replace(STEP, attention_s=0.0, attention_flops=0, attention_backward_flops=0)
     look = look_of([rank_times(STEP, STEP), rank_times(idle, idle)])
     assert look.attention_flops == (1400, 0)
