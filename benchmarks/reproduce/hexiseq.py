@@ -38,7 +38,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.files import CLUSTERS
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner import Plan, plan
+from ds_hetero.planner import PlannedSchedule, plan
 from ds_hetero.schedule import ring, ulysses, usp_meshes
 
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")
@@ -121,7 +121,7 @@ def workload(context: int, each: Assumptions) -> Workload:
     return Workload(seq_len=context, micro_batches=paper.GLOBAL_BATCH, causal=each.causal, zero_stage=stage)
 
 
-def search(cluster: Cluster, model: ModelSpec, context: int, each: Assumptions) -> Plan:
+def search(cluster: Cluster, model: ModelSpec, context: int, each: Assumptions) -> PlannedSchedule:
     """Our plan for `workload`."""
     work = workload(context, each)
     return plan(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.cli.common import Job, bytes_text, check_out, print_json, terms_text, time_text
-from ds_hetero.planner.planning import Plan, plan_workload
+from ds_hetero.planner.planning import PlannedSchedule, plan_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def run(job: Job, layout: str | None, token_unit: int, out: Path | None, as_json
         print(f"written to {out}")
 
 
-def _print(console: Console, job: Job, found: Plan) -> None:
+def _print(console: Console, job: Job, found: PlannedSchedule) -> None:
     work, prediction = job.workload, found.prediction
     console.print(schedule_table(job, found))
     lines = [
@@ -55,7 +55,7 @@ def _print(console: Console, job: Job, found: Plan) -> None:
         console.print(f"not {rejected.name}: {rejected.reason}", markup=False, highlight=False, soft_wrap=True)
 
 
-def schedule_table(job: Job, found: Plan) -> Table:
+def schedule_table(job: Job, found: PlannedSchedule) -> Table:
     """Ranks that do the same in one row: group, device, tokens, heads, memory."""
     from rich.table import Table
 
@@ -84,11 +84,11 @@ def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _layout(found: Plan) -> str:
+def _layout(found: PlannedSchedule) -> str:
     return f"{found.schedule.layout}, ring order from top to bottom"
 
 
-def _baseline_table(found: Plan) -> Table:
+def _baseline_table(found: PlannedSchedule) -> Table:
     from rich.table import Table
 
     table = Table("baseline", "block", "tokens/s", "plan is faster by", title="Against uniform schedules")

@@ -23,7 +23,7 @@ from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.cost import CostModel, Prediction, Workload, make_cost_model
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import ModelSpec, model_from_config
-from ds_hetero.planner import Plan, strategy
+from ds_hetero.planner import PlannedSchedule, strategy
 from ds_hetero.planner.planning import check_workload, describe, plan_workload
 from ds_hetero.schedule import Schedule
 
@@ -196,7 +196,7 @@ class Searcher:
 
     def __init__(self, model: ModelSpec, workload: Workload, layout: str | None) -> None:
         self._model, self._workload, self._layout = model, workload, layout
-        self.plans: dict[Cluster, Plan] = {}
+        self.plans: dict[Cluster, PlannedSchedule] = {}
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
         """The schedule that the strategy ``name`` makes for one replica on ``cluster``.
@@ -235,7 +235,7 @@ class Forecast:
     schedule: Schedule
     cost: CostModel
     prediction: Prediction
-    plan: Plan | None
+    plan: PlannedSchedule | None
 
     def iteration_s(self, schedule: Schedule, seq_len: int, micro_batch: int, micro_batches: int) -> float:
         """Predicted time of an optimizer step of other batches, under any schedule of the same ranks."""
@@ -249,7 +249,7 @@ def forecast(
     clusters: Sequence[Cluster],
     model: ModelSpec,
     workload: Workload,
-    plans: Mapping[Cluster, Plan],
+    plans: Mapping[Cluster, PlannedSchedule],
 ) -> tuple[Forecast, ...]:
     """A forecast per replica.
 
@@ -331,7 +331,7 @@ def _replica_text(found: Forecast, which: str) -> str:
     return text.rstrip() + "\n" + "\n".join(lines)
 
 
-def _against_baselines(plan: Plan) -> str:
+def _against_baselines(plan: PlannedSchedule) -> str:
     parts = []
     for kind, prediction in plan.baselines.items():
         if prediction is None:

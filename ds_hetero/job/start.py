@@ -38,7 +38,7 @@ from ds_hetero.integrations.transformers.model_checks import check_model, head_c
 from ds_hetero.job.forecast import Searcher, forecast, model_of, training_dtype, workload_of
 from ds_hetero.job.prediction_check import Outlook, announce
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner import Plan
+from ds_hetero.planner import PlannedSchedule
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.replicas import BatchSplit, read_replicas
@@ -260,7 +260,7 @@ def _outlook(
     schedules: Sequence[Schedule],
     training: _Training,
     measured: Mapping[str, Any] | None,
-    plans: Mapping[Cluster, Plan],
+    plans: Mapping[Cluster, PlannedSchedule],
 ) -> Outlook:
     """Forecasts, wherever the devices are known; a model that no cost model describes is trained without one."""
     if section.cluster == "measure" and measured is None:

@@ -4,7 +4,7 @@
 small cases. Imports neither torch nor DeepSpeed.
 """
 
-from ds_hetero.planner.planning import Plan, Rejected, make_problem, plan, plan_workload, schedule_of
+from ds_hetero.planner.planning import PlannedSchedule, Rejected, make_problem, plan, plan_workload, schedule_of
 from ds_hetero.planner.search.exact import Exact, solve_exact
 from ds_hetero.planner.strategies import STRATEGIES, Formula, ProfileTable, fit_formula, profile_table, strategy
 
@@ -12,7 +12,7 @@ __all__ = [
     "STRATEGIES",
     "Exact",
     "Formula",
-    "Plan",
+    "PlannedSchedule",
     "ProfileTable",
     "Rejected",
     "fit_formula",

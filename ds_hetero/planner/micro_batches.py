@@ -21,7 +21,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.planning import Plan, plan_workload
+from ds_hetero.planner.planning import PlannedSchedule, plan_workload
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.schedule import Schedule
 
@@ -41,7 +41,7 @@ class ReplicasPlan:
         even_s: with the same micro-batches on every replica instead; None if the global batch cannot be cut so.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[PlannedSchedule, ...]
     schedules: tuple[Schedule, ...]
     split: BatchSplit
     step_s: float

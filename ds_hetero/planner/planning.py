@@ -25,7 +25,7 @@ from ds_hetero.planner.search.shares import whole_shares
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, ring, ulysses, usp
 
 __all__ = [
-    "Plan",
+    "PlannedSchedule",
     "Rejected",
     "baselines",
     "check_workload",
@@ -57,7 +57,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class PlannedSchedule:
     """The chosen schedule, how long it takes, and how that compares.
 
     Args:
@@ -124,7 +124,7 @@ def plan(
     layout: str | None = None,
     token_unit: int = 1,
     **training: Any,
-) -> Plan:
+) -> PlannedSchedule:
     """Search the best schedule for one replica on a cluster.
 
     Args:
@@ -154,7 +154,7 @@ def plan_workload(
     cost_model: str = "calibrated",
     layout: str | None = None,
     token_unit: int = 1,
-) -> Plan:
+) -> PlannedSchedule:
     """The same for a `Workload`; see `plan`."""
     started = time.perf_counter()
     check_workload(cluster, workload)
@@ -172,7 +172,7 @@ def plan_workload(
         raise PlanError(_does_not_fit(cost, [p for _, p in (*searched, *named.values())]))
     schedule, prediction = best
     best_of = {kind: _best_of(kind, named) for kind in ("ulysses", "ring", "usp")}
-    return Plan(
+    return PlannedSchedule(
         schedule=schedule,
         prediction=prediction,
         name=describe(schedule, cluster),
