@@ -19,9 +19,7 @@ from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import STRATEGIES, strategy
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Job", "bytes_text", "check_out", "print_json", "read_schedule", "terms_text", "time_text"]
-
-GIB = 2**30
+__all__ = ["Job", "check_out", "print_json", "read_schedule", "terms_text"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,20 +94,6 @@ def check_out(out: Path) -> None:
 def print_json(data: Mapping[str, Any]) -> None:
     """One JSON object on stdout."""
     print(json.dumps(data, allow_nan=False))
-
-
-def time_text(seconds: float) -> str:
-    """``12.3 ms``, ``4.56 s``, ``7.8 min``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
-
-
-def bytes_text(count: float) -> str:
-    """``12.3`` GiB."""
-    return f"{count / GIB:.1f}"
 
 
 def terms_text(prediction: Prediction) -> str:

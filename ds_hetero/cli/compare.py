@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_hetero.cli.common import Job, print_json, time_text
+from ds_hetero.cli.common import Job, print_json
 from ds_hetero.cost.workload import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import make_problem, plan_workload, schedule_of
 from ds_hetero.planner.search.exact import solve_exact
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import STRATEGIES, fit_formula, profile_table, strategy
+from ds_hetero.text import time_text
 
 __all__ = ["run"]
 

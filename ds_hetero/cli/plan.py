@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_hetero.cli.common import Job, bytes_text, check_out, print_json, terms_text, time_text
+from ds_hetero.cli.common import Job, check_out, print_json, terms_text
 from ds_hetero.planner.planning import PlannedSchedule, plan_workload
+from ds_hetero.text import bytes_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console

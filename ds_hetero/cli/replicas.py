@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_hetero.cli.common import Job, check_out, print_json, time_text
+from ds_hetero.cli.common import Job, check_out, print_json
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.replicas import replicas_to_dict
+from ds_hetero.text import time_text
 
 __all__ = ["run"]
 

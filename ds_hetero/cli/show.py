@@ -17,11 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ds_hetero.cli.common import GIB, Job, check_out, print_json, read_schedule, terms_text, time_text
+from ds_hetero.cli.common import Job, check_out, print_json, read_schedule, terms_text
 from ds_hetero.cost.workload import CostModel, Prediction, Span
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import describe
 from ds_hetero.schedule import Schedule
+from ds_hetero.text import GIB, time_text
 
 __all__ = ["run"]
 

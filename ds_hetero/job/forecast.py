@@ -26,6 +26,7 @@ from ds_hetero.models import ModelSpec, model_from_config
 from ds_hetero.planner import PlannedSchedule, strategy
 from ds_hetero.planner.planning import check_workload, describe, plan_workload
 from ds_hetero.schedule import Schedule
+from ds_hetero.text import time_text
 
 __all__ = [
     "Forecast",
@@ -34,7 +35,6 @@ __all__ = [
     "forecast_text",
     "mixed_precision",
     "model_of",
-    "time_text",
     "training_dtype",
     "workload_from",
     "workload_of",
@@ -340,8 +340,3 @@ def _against_baselines(plan: PlannedSchedule) -> str:
             gain = plan.prediction.tokens_per_s / prediction.tokens_per_s
             parts.append(f"{gain:.2f} x {plan.baseline_names[kind]}")
     return ", ".join(parts)
-
-
-def time_text(seconds: float) -> str:
-    """``12.3 ms``, ``4.56 s``."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

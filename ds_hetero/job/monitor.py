@@ -121,7 +121,11 @@ class Watch:
         if self._replans:
             causal = any(getattr(module, "is_causal", False) for module in self._model.pretrained.modules())
             self._replanner = Replanner(
-                len(self._schedules), forecasts, section.replan.min_gain, section.layout, causal
+                len(self._schedules),
+                [forecast.cost for forecast in forecasts],
+                section.replan.min_gain,
+                section.layout,
+                causal,
             )
         atexit.register(self.conclude)
 

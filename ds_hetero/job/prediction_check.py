@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.forecast import Forecast, forecast_text, time_text
+from ds_hetero.job.forecast import Forecast, forecast_text
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import Schedule
+from ds_hetero.text import time_text
 
 __all__ = ["Comparison", "Outlook", "Step", "announce"]
 

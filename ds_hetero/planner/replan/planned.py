@@ -18,10 +18,10 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.forecast import Forecast, time_text
 from ds_hetero.planner.planning import plan_workload
 from ds_hetero.planner.replan.policy import Decision, Fit, Look, Policy, ProportionalFit
 from ds_hetero.schedule import Schedule
+from ds_hetero.text import time_text
 
 __all__ = ["PlannedFit", "PlannedFits", "Replanner"]
 
@@ -35,16 +35,16 @@ class Replanner:
 
     Args:
         num_replicas: replicas of the job.
-        forecasts: of every replica; none where the cluster is not known.
+        costs: the cost model of every replica; none where the cluster is not known.
         min_gain: the section's.
         layout: the section's, None for the planner's choice.
         causal: attention is causal.
     """
 
     def __init__(
-        self, num_replicas: int, forecasts: Sequence[Forecast], min_gain: float, layout: str | None, causal: bool
+        self, num_replicas: int, costs: Sequence[CostModel], min_gain: float, layout: str | None, causal: bool
     ) -> None:
-        fits: list[Callable[[Schedule, Look], Fit]] = [PlannedFits(forecast.cost, layout) for forecast in forecasts]
+        fits: list[Callable[[Schedule, Look], Fit]] = [PlannedFits(cost, layout) for cost in costs]
         fits = fits or [partial(ProportionalFit, causal=causal)] * num_replicas
         self._policies = [Policy(fit, min_gain) for fit in fits]
 

@@ -1,0 +1,37 @@
+"""Numbers and words for people, as the command line, log lines and error messages write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["GIB", "bytes_text", "nearest", "time_text"]
+
+GIB = 2**30
+
+
+def time_text(seconds: float) -> str:
+    """``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """GiB with one decimal, without the unit: ``12.3``."""
+    return f"{num_bytes / GIB:.1f}"
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that ``word`` is probably a misspelling of, upper and lower case aside; None if none is close.
+
+    Args:
+        word: what the user wrote.
+        known: words that would be accepted.
+        cutoff: least similarity, from 0 (anything) to 1 (equal).
+    """
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
