@@ -13,77 +13,15 @@ Plain integers; nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.errors import ScheduleError
+from ds_hetero.plan import BatchSplit
 from ds_hetero.schedule import VERSION, Schedule
-from ds_hetero.splits import Split, share
 
 __all__ = ["BatchSplit", "holds_replicas", "read_replicas", "replicas_to_dict"]
 
 _BATCH_KEYS = ("micro_batch_size", "micro_batches")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSplit:
-    """How the samples of an optimizer step are shared by the replicas.
-
-    Args:
-        micro_batch_sizes: samples of a micro-batch, by replica.
-        micro_batches: micro-batches per optimizer step, by replica.
-
-    Raises:
-        ScheduleError: not one whole number >= 1 of each per replica.
-    """
-
-    micro_batch_sizes: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.micro_batch_sizes) != len(self.micro_batches):
-            raise ScheduleError(
-                f"micro_batch_sizes {self.micro_batch_sizes} and micro_batches {self.micro_batches} need one entry per "
-                "replica."
-            )
-        for name, values in (("micro_batch_size", self.micro_batch_sizes), ("micro_batches", self.micro_batches)):
-            for i, value in enumerate(values):
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ScheduleError(f"replicas[{i}].{name} must be a whole number >= 1, got {value!r}.")
-
-    @property
-    def samples_of(self) -> tuple[int, ...]:
-        """Samples per optimizer step, by replica."""
-        return tuple(size * count for size, count in zip(self.micro_batch_sizes, self.micro_batches, strict=True))
-
-    @property
-    def samples(self) -> int:
-        """The global batch: samples per optimizer step of all replicas."""
-        return sum(self.samples_of)
-
-    @property
-    def micro_steps(self) -> int:
-        """Forwards and backwards per optimizer step on every rank.
-
-        That of the replica with the most micro-batches. The others fill up with micro-batches without weight, since
-        ZeRO-2 and 3 communicate over all ranks in each.
-        """
-        return max(self.micro_batches)
-
-    def micro_batches_of(self, replica: int, samples: int) -> list[tuple[int, int]]:
-        """The replica's micro-batches ``[start, stop)`` among the first ``samples`` samples of a step.
-
-        Args:
-            replica: its index.
-            samples: how many the step has, at most `samples`.
-        """
-        start, stop = Split(share(samples, self.samples_of)).ranges[replica]
-        size = self.micro_batch_sizes[replica]
-        return [(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-    def __str__(self) -> str:
-        parts = [f"{size} x {count}" for size, count in zip(self.micro_batch_sizes, self.micro_batches, strict=True)]
-        return f"{' + '.join(parts)} = {self.samples} samples"
 
 
 def holds_replicas(data: Any) -> bool:
