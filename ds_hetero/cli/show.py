@@ -1,7 +1,7 @@
 """``ds-hetero show``: a schedule as a picture.
 
 Ranks are columns: their tokens, the heads they compute and their memory against its capacity, coloured by group. Below,
-the timeline of one block: what some ranks compute and what they transfer meanwhile.
+the timeline of one block: what a rank of every kind computes and what it transfers meanwhile.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import html
 import io
 import textwrap
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -27,9 +27,12 @@ from ds_hetero.text import GIB, time_text
 __all__ = ["run"]
 
 FORMATS = (".svg", ".png", ".html")
-MAX_TIMELINE_RANKS = 16  # drawn; one of each kind of work first
+MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
+MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
 MAX_SPANS = 200_000  # computed; larger timelines take longer than anybody waits
 KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
+GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+GREY = "#666666"
 
 
 def run(job: Job, source: str, out: Path, as_json: bool) -> None:
@@ -54,30 +57,38 @@ def run(job: Job, source: str, out: Path, as_json: bool) -> None:
 def _draw(job: Job, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
     spans = _spans(cost, schedule)
     ranks = _drawn_ranks(job, schedule) if spans else []
-    heights = [2.0, 2.0, 2.0] + ([0.8 + 0.34 * len(ranks)] if ranks else [])
-    width = min(6.0 + 0.22 * schedule.sp_size, 24.0)
-    figure = Figure(figsize=(width, 1.0 + sum(heights)), layout="constrained")
+    heights = [1.6, 1.6, 1.6] + ([0.9 + 0.4 * len(ranks)] if ranks else [])
+    width = min(max(9.0, 4.0 + 0.5 * schedule.sp_size), 24.0)
+    figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    palette = matplotlib.colormaps["tab20"]
     colour_of = {
-        rank: palette(position % 20) for position, group in enumerate(schedule.ring_groups) for rank in group.ranks
+        rank: GROUP_COLOURS[position % len(GROUP_COLOURS)]
+        for position, group in enumerate(schedule.ring_groups)
+        for rank in group.ranks
     }
     _draw_tokens(axes[0], job, schedule, colour_of)
     _draw_heads(axes[1], schedule, colour_of)
     _draw_memory(axes[2], cost, schedule, prediction, colour_of)
+    _label_devices(axes[2], job, schedule)
     if ranks:
         _draw_timeline(axes[3], job, [span for span in spans if span.rank in ranks], ranks)
-    for each in axes[:3]:
-        each.set_xlim(-0.6, schedule.sp_size - 0.4)
+    for rank_axes in axes[:3]:
+        rank_axes.set_xlim(-0.6, schedule.sp_size - 0.4)
+    for any_axes in axes:
+        any_axes.spines[["top", "right"]].set_visible(False)
     text = [describe(schedule, job.cluster), *_summary(job, prediction).split("; ")]
     lines = [line for part in text for line in textwrap.wrap(part, int(width * 12))]
-    figure.suptitle("\n".join(lines), fontsize=9)
+    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left", linespacing=1.5)
     return figure
 
 
 def _draw_tokens(axes: Axes, job: Job, schedule: Schedule, colour_of: dict[int, Any]) -> None:
     tokens = schedule.tokens(job.workload.seq_len)
-    axes.bar(list(tokens), list(tokens.values()), color=[colour_of[rank] for rank in tokens])
+    bars = axes.bar(list(tokens), list(tokens.values()), color=[colour_of[rank] for rank in tokens])
+    if schedule.sp_size <= MAX_LABELLED_RANKS:
+        axes.bar_label(bars, labels=[f"{count:,}" for count in tokens.values()], fontsize=8, color=GREY)
+    axes.margins(y=0.15)
+    axes.set_yticks([])
     axes.set_ylabel("tokens")
     axes.set_xticks([])
 
@@ -87,7 +98,9 @@ def _draw_heads(axes: Axes, schedule: Schedule, colour_of: dict[int, Any]) -> No
     for group in schedule.ring_groups:
         for rank in group.ranks:
             start, stop = group.head_range(rank)
-            axes.bar(rank, stop - start, bottom=start, color=colour_of[rank])
+            bars = axes.bar(rank, stop - start, bottom=start, color=colour_of[rank])
+            if stop > start and schedule.sp_size <= MAX_LABELLED_RANKS:
+                axes.bar_label(bars, labels=[str(stop - start)], label_type="center", fontsize=8, color="white")
     axes.set_ylim(schedule.num_heads, 0)
     axes.set_ylabel("query heads")
     axes.set_xticks([])
@@ -102,8 +115,24 @@ def _draw_memory(
     full = [used > has for used, has in zip(need, capacity, strict=True)]
     edges = ["red" if over else "none" for over in full]
     axes.bar(schedule.ranks, need, color=[colour_of[rank] for rank in schedule.ranks], edgecolor=edges, width=0.6)
-    axes.set_ylabel("memory GiB\n(grey: capacity)")
-    axes.set_xlabel("rank")
+    axes.set_ylabel("memory, GiB\n(grey: capacity)")
+
+
+def _label_devices(axes: Axes, job: Job, schedule: Schedule) -> None:
+    """Rank numbers as ticks; below them, once for neighbours of one kind, the name of the device."""
+    if schedule.sp_size > MAX_LABELLED_RANKS:
+        axes.set_xlabel("rank")
+        return
+    names = [job.cluster.devices[rank].name for rank in range(schedule.sp_size)]
+    axes.set_xticks(range(schedule.sp_size))
+    first = 0
+    for name, run in groupby(names):
+        count = len(list(run))
+        middle, below = first + (count - 1) / 2, axes.get_xaxis_transform()
+        text = f"{count} x {name}" if count > 1 else name
+        axes.text(middle, -0.24, text, transform=below, ha="center", va="top", fontsize=9, color=GREY)
+        first += count
+    axes.set_xlabel("rank", x=0, ha="right", labelpad=-9)
 
 
 def _draw_timeline(axes: Axes, job: Job, spans: list[Span], ranks: list[int]) -> None:
@@ -112,12 +141,13 @@ def _draw_timeline(axes: Axes, job: Job, spans: list[Span], ranks: list[int]) ->
         row = ranks.index(span.rank) + (0.0 if span.stream == "compute" else 0.42)
         bar = (span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3)
         axes.broken_barh([bar], (row, 0.38), facecolors=KINDS[span.kind], edgecolor="white", linewidth=0.3)
-    axes.set_ylim(len(ranks), 0)
+    axes.set_ylim(len(ranks), -0.15)
     axes.set_yticks([i + 0.4 for i in range(len(ranks))])
-    axes.set_yticklabels([f"{rank} {job.cluster.devices[rank].name}" for rank in ranks], fontsize=7)
-    axes.set_xlabel("one block, ms")
+    axes.set_yticklabels([f"rank {rank}\n{job.cluster.devices[rank].name}" for rank in ranks], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("one block, ms: upper row computes, lower row transfers")
     labels = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in KINDS.items()]
-    axes.legend(handles=labels, ncols=4, fontsize=7, loc="lower right")
+    axes.legend(handles=labels, ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
 def _spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
@@ -125,20 +155,19 @@ def _spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
 
 
 def _drawn_ranks(job: Job, schedule: Schedule) -> list[int]:
-    """The first rank of every kind of work, then others, at most `MAX_TIMELINE_RANKS`, ascending."""
+    """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
     tokens = schedule.tokens(job.workload.seq_len)
     first: dict[tuple[object, ...], int] = {}
-    for group in schedule.ring_groups:
+    for position, group in enumerate(schedule.ring_groups):
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            first.setdefault((job.cluster.devices[rank].name, tokens[rank], heads), rank)
-    ranks = list(dict.fromkeys([*first.values(), *schedule.ranks]))
-    return sorted(ranks[:MAX_TIMELINE_RANKS])
+            first.setdefault((position, job.cluster.devices[rank].name, tokens[rank] // 16, heads), rank)
+    return sorted(first.values())[:MAX_TIMELINE_RANKS]
 
 
 def _summary(job: Job, prediction: Prediction) -> str:
     return (
-        f"{job.model.name}, {job.workload.seq_len} tokens: {time_text(prediction.block_s)} per block, "
-        f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)}); {prediction.bottleneck.text}"
+        f"{job.model.name}, {job.workload.seq_len:,} tokens: {time_text(prediction.block_s)} per block, "
+        f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)}); bottleneck: {prediction.bottleneck.text}"
     )
 
 
