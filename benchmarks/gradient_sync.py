@@ -36,11 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.emulation.network import emulate
+from benchmarks.emulation.relay import DEVICE
 from benchmarks.machine import describe_machine
-from benchmarks.network import emulate
 from benchmarks.outcome import FOLDER, write
 from benchmarks.ranks import Report, run
-from benchmarks.relay import DEVICE
 from benchmarks.statistics import compare
 from benchmarks.traffic import Traffic
 from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements

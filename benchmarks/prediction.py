@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction [--cores 0.6 0.45 0.3 0.15] [--tokens 4096] [--rounds 3] [--link 1gbit] [--json]
 
-Gloo ranks on this machine, slowed down to the given shares of a core (`benchmarks.quota`), are profiled with
+Gloo ranks on this machine, slowed down to the given shares of a core (`benchmarks.emulation.quota`), are profiled with
 `ds_hetero.profiler.measure`; then a small Llama is trained through DeepSpeed engines with one schedule after the other.
 Printed are predicted and measured seconds per step, and whether the prediction ranks every two schedules as the
 measurement does that differ by more than a tenth. Targets: median error at most 10 %, all those pairs ranked alike.
@@ -31,10 +31,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks import ranks
+from benchmarks.emulation.network import emulate
+from benchmarks.emulation.quota import SpeedLimits, speed_limits
 from benchmarks.machine import cpu_s_of, describe_machine, machine_busy_s
-from benchmarks.network import emulate
 from benchmarks.outcome import FOLDER, write
-from benchmarks.quota import SpeedLimits, speed_limits
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model

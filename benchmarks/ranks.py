@@ -1,4 +1,4 @@
-"""Processes for measurements: gloo ranks, one kernel thread each, on nodes of `benchmarks.network` or on loopback.
+"""Processes for measurements: gloo ranks, one kernel thread each, on nodes of an emulated network or on loopback.
 
 Ranks are forked from a server that has torch, DeepSpeed and transformers loaded, so that they start in a second.
 """
@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from benchmarks.network import Node
+from benchmarks.emulation.network import Node
 
 __all__ = ["LOOPBACK", "Report", "run"]
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from benchmarks import ranks
 from benchmarks.comparison import LAYER, STEP, Plan, measure
 from benchmarks.contenders import CONTESTS, Shape
+from benchmarks.emulation.network import EmulationError, Network, emulate
 from benchmarks.machine import describe_machine
-from benchmarks.network import EmulationError, Network, emulate
 from benchmarks.outcome import FOLDER, write
 from benchmarks.statistics import compare
 

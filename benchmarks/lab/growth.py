@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.comparison import sent_by_device
 from benchmarks.contenders import Contender, Shape, make_contender, make_engine
-from benchmarks.lab.cluster import EmulatedCluster, EmulatedNode
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.turns import take_turns
 from benchmarks.traffic import Traffic

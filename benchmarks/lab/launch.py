@@ -12,11 +12,12 @@ MASTER_ADDR and MASTER_PORT in its environment; with one of them, once per node,
 Filled in are {nodes}, {node}, {ranks} (of this node), {world}, {master} and {port}. HOSTS is DeepSpeed's own list, one
 line "NAME slots=RANKS" per node; names are not looked up.
 
-CLUSTER.yaml is described in `benchmarks.lab.cluster.read_cluster`. Every command starts inside its node's network. A
-Python process with RANK in its environment gets its speed and its memory limit when torch.distributed's process group
-exists, so that imports are not slowed down; it then measures its speed together with the others, and rank 0 says what
-was asked for and what is there (``--no-verify`` skips that). Other programs keep the full speed of a core. Where there
-is an NVIDIA GPU and MPS can be started, each rank is limited to its share of the GPU as well (not yet run on a GPU).
+CLUSTER.yaml is described in `benchmarks.emulation.cluster.read_cluster`. Every command starts inside its node's
+network. A Python process with RANK in its environment gets its speed and its memory limit when torch.distributed's
+process group exists, so that imports are not slowed down; it then measures its speed together with the others, and rank
+0 says what was asked for and what is there (``--no-verify`` skips that). Other programs keep the full speed of a core.
+Where there is an NVIDIA GPU and MPS can be started, each rank is limited to its share of the GPU as well (not yet run
+on a GPU).
 
 Everything is removed at the end, also after Ctrl-C or SIGKILL. Exit status: the first non-zero one of the commands.
 """
@@ -35,18 +36,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.lab.cluster import EmulatedCluster, read_cluster
-from benchmarks.lab.emulator import NETWORK_METHODS, Emulation, emulate
-from benchmarks.lab.mps import active_share, mps
-from benchmarks.lab.throttle import METHODS
+from benchmarks.emulation.cluster import EmulatedCluster, read_cluster
+from benchmarks.emulation.emulator import NETWORK_METHODS, Emulation, emulate
+from benchmarks.emulation.mps import active_share, mps
+from benchmarks.emulation.throttle import METHODS
 
 __all__ = ["VARIABLE", "main"]
 
 VARIABLE = "DS_HETERO_LAB"
-"""Environment variable that tells a rank what it is to become; see `benchmarks.lab.inject`."""
+"""Environment variable that tells a rank what it is to become; see `benchmarks.emulation.inject`."""
 
-_INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(__file__).resolve().parents[2]
+_INJECT = _ROOT / "benchmarks" / "emulation" / "inject"
 _POLL_S = 0.05
 _PER_NODE = ("{node}", "{ranks}")  # a command with one of these starts the ranks of its node
 _GRACE_S = 10.0  # for the rest, once a command has failed or Ctrl-C was pressed
@@ -95,7 +96,7 @@ def _commands(
         "speed_methods": emulated.settings.speed_methods,
         "verify": verify,
         "root": str(_ROOT),
-        # Read before CUDA starts; see `benchmarks.lab.inject`.
+        # Read before CUDA starts; see `benchmarks.emulation.inject`.
         "environment": [
             {} if clients is None else {**clients, **active_share(speed, max(cluster.speeds))}
             for speed in cluster.speeds

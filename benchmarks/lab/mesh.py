@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.contenders import Shape, make_contender, make_engine
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.ring import bound_action
 from benchmarks.lab.turns import take_turns

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Shape
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.emulator import RankLab
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec

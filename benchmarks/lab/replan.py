@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.alternation import timed_run
 from benchmarks.contenders import Shape
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.emulator import RankLab
 from ds_hetero.schedule import proportional, ring
 
 __all__ = ["RECOVERED", "SLOWED_TO", "ReplanPlan", "measure", "summarize"]

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Layer, Shape, make_engine
-from benchmarks.lab.cluster import pair
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.cluster import pair
+from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, measure_table, profile_ranks, scaled
 from benchmarks.lab.turns import take_turns
 from ds_hetero.planner import strategy

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contenders import Shape
-from benchmarks.lab.emulator import emulate
+from benchmarks.emulation.emulator import emulate
 from benchmarks.lab.growth import GrowthPlan, grown, measure, summarize
 from benchmarks.ranks import Report
 

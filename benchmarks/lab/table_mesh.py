@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contenders import Shape
-from benchmarks.lab.cluster import EmulatedCluster, EmulatedNode
-from benchmarks.lab.emulator import emulate
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.emulation.emulator import emulate
+from benchmarks.emulation.throttle import METHODS
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
-from benchmarks.lab.throttle import METHODS
 from benchmarks.ranks import Report
 
 __all__ = ["MESH", "MeshTable"]

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contenders import Shape
-from benchmarks.lab.cluster import pair
-from benchmarks.lab.emulator import emulate
+from benchmarks.emulation.cluster import pair
+from benchmarks.emulation.emulator import emulate
 from benchmarks.lab.replan import RECOVERED, SLOWED_TO, ReplanPlan, measure, summarize
 from benchmarks.ranks import Report
 

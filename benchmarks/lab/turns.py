@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.alternation import timed_run
-from benchmarks.lab.emulator import RankLab
+from benchmarks.emulation.emulator import RankLab
 from benchmarks.machine import cpu_s_of, machine_busy_s
 
 __all__ = ["Turns", "take_turns"]

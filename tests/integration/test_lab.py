@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.emulation.cluster import read_cluster
+from benchmarks.emulation.throttle import CountedTime
 from benchmarks.lab import launch
-from benchmarks.lab.cluster import read_cluster
 from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
-from benchmarks.lab.throttle import CountedTime
 from benchmarks.outcome import FOLDER
 from tests.support import ROOT
 

@@ -1,4 +1,4 @@
-"""The switch of an emulated network: a process that owns a network namespace per node; see `benchmarks.network`.
+"""The switch of an emulated network: a process that owns a network namespace per node; see `network`.
 
 The namespaces have no names. They and every device in them exist as long as this process, or one that entered them,
 so that nothing is left behind whatever ends the program, SIGKILL included. Others enter through /proc/<pid>/fd/<fd>.

@@ -11,7 +11,7 @@ count CPU time, so that waiting for a message is not taken for work.
     quota       CFS bandwidth control, where deadlines are not allowed; needs a writable cpu controller (cgroup v1)
 
 Where that controller is writable, the ranks' other threads are in a group that has precedence over other processes.
-The groups are gone at the end, also after SIGKILL (`benchmarks.guardian`).
+The groups are gone at the end, also after SIGKILL (`benchmarks.emulation.guardian`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a rank is made slow, and how that is verified.
 
-    deadline, quota   by the kernel, see `benchmarks.quota`: nothing of the program knows; needs root
+    deadline, quota   by the kernel, see `benchmarks.emulation.quota`: nothing of the program knows; needs root
     counted           by this process itself: after every torch operator it sleeps until the emulated device would be
                       done as well. Needs no right, sees operators only, and costs 10 to 20 us of each
     none              not at all
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.quota import SpeedLimits
+from benchmarks.emulation.quota import SpeedLimits
 
 __all__ = [
     "METHODS",

@@ -3,9 +3,9 @@
     with emulate(cluster) as emulated:
         results = emulated.run(fn, arguments)      # fn(lab, *arguments) on every rank; lab is a `RankLab`
 
-What is used: network namespaces with a relay or token buckets between them (`benchmarks.network`), the kernel's
-scheduler (`benchmarks.quota`) or counted CPU time (`benchmarks.lab.throttle`), and RLIMIT_DATA. Each falls back to
-what the machine allows; `RankLab.describe` says what was used and what was measured of it.
+What is used: network namespaces with a relay or token buckets between them (`network`), the kernel's scheduler
+(`quota`) or counted CPU time (`throttle`), and RLIMIT_DATA. Each falls back to what the machine allows;
+`RankLab.describe` says what was used and what was measured of it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import network as networks
 from benchmarks import ranks
-from benchmarks.lab.cluster import EmulatedCluster
-from benchmarks.lab.throttle import METHODS, SpeedMeasurement, Throttle, describe_speeds, measure_speed, reference_rate
-from benchmarks.network import Network
-from benchmarks.quota import SpeedLimits, speed_limits
+from benchmarks.emulation import network as networks
+from benchmarks.emulation.cluster import EmulatedCluster
+from benchmarks.emulation.network import Network
+from benchmarks.emulation.quota import SpeedLimits, speed_limits
+from benchmarks.emulation.throttle import (
+    METHODS,
+    SpeedMeasurement,
+    Throttle,
+    describe_speeds,
+    measure_speed,
+    reference_rate,
+)
 from benchmarks.ranks import Report
 
 __all__ = ["Emulation", "RankLab", "RankSettings", "emulate", "limit_memory"]
@@ -75,7 +82,7 @@ def emulate(
 
     Args:
         cluster: what to emulate.
-        speed_methods: to try in this order, from `benchmarks.lab.throttle.METHODS`.
+        speed_methods: to try in this order, from `benchmarks.emulation.throttle.METHODS`.
         network_methods: to try in this order; ``"none"`` joins all nodes by loopback.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Removes CPU groups when the process that made them is gone, however it went; see `benchmarks.quota`.
+"""Removes CPU groups when the process that made them is gone, however it went; see `benchmarks.emulation.quota`.
 
 Its standard input is a pipe from that process, which ends with it. What is left in the groups then is killed: ranks
 without a parent have nothing to work for.

@@ -5,8 +5,8 @@
         start_rank(..., node=network.nodes[0])         # picklable; the rank calls node.enter() before it opens a socket
 
 A node is a network namespace. A rank that entered it uses gloo through `Node.environment`; a command that must be
-started whole runs under ``nsenter --net=<node.namespace>``. See `benchmarks.relay` for how the links are made, and why
-nothing is left behind by a crash.
+started whole runs under ``nsenter --net=<node.namespace>``. See `benchmarks.emulation.relay` for how the links are
+made, and why nothing is left behind by a crash.
 
 Needs Linux, the ``ip`` and ``tc`` commands (Debian package iproute2) and the right to make network namespaces: root, or
 ``unshare --user --map-root-user --net`` before the command.
@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.relay import DEVICE, address, enter_namespace
+from benchmarks.emulation.relay import DEVICE, address, enter_namespace
 
 __all__ = ["EmulationError", "LinkMeasurement", "Network", "Node", "emulate"]
 
@@ -88,7 +88,7 @@ class Network:
         rate_bit_per_s: of every node's link, each way.
         delay_s: one way, by pair.
         measured: from every node to the next, before anything else ran on it.
-        process: of `benchmarks.relay`.
+        process: of `benchmarks.emulation.relay`.
     """
 
     method: str

@@ -52,7 +52,7 @@ def _join() -> None:
     """Become the rank that the emulated cluster says."""
     settings = json.loads(os.environ["DS_HETERO_LAB"])
     sys.path.append(settings["root"])
-    from benchmarks.lab.join import join
+    from benchmarks.emulation.join import join
 
     join(settings)
 

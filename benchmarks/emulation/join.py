@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.lab.emulator import limit_memory
-from benchmarks.lab.throttle import Throttle, describe_speeds, measure_speed, reference_rate
-from benchmarks.quota import SpeedLimits
+from benchmarks.emulation.emulator import limit_memory
+from benchmarks.emulation.quota import SpeedLimits
+from benchmarks.emulation.throttle import Throttle, describe_speeds, measure_speed, reference_rate
 
 __all__ = ["join"]
 

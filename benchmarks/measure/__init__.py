@@ -1,0 +1,1 @@
+"""What the measurements share: ranks, turns, contenders, statistics, the machine, and result files."""
