@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.results import FOLDER, write
 from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
 from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, available, merge_, select
 from ds_hetero.runtime.attention.ring_table import visible_blocks

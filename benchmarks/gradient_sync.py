@@ -38,11 +38,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.emulation.network import emulate
 from benchmarks.emulation.relay import DEVICE
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
-from benchmarks.ranks import Report, run
-from benchmarks.statistics import compare
-from benchmarks.traffic import Traffic
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.ranks import Report, run
+from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.statistics import compare
+from benchmarks.measure.traffic import Traffic
 from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts

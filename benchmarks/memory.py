@@ -33,10 +33,10 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.contenders import CONTESTS, Layer, Shape, make_contender
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
-from benchmarks.ranks import LOOPBACK, Report, run
+from benchmarks.measure.contenders import CONTESTS, Layer, Shape, make_contender
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.ranks import LOOPBACK, Report, run
+from benchmarks.measure.results import FOLDER, write
 
 RESULT = FOLDER / "memory.json"
 _REPEATS = 5

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
-from benchmarks.random_clusters import Case, random_cases
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.random_clusters import Case, random_cases
+from benchmarks.measure.results import FOLDER, write
 from benchmarks.reproduce.hexiseq_algorithm import algorithm_1
 from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
 from ds_hetero.cluster import Cluster, cluster_from_dict

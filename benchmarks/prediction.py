@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import ranks
 from benchmarks.emulation.network import emulate
 from benchmarks.emulation.quota import SpeedLimits, speed_limits
-from benchmarks.machine import cpu_s_of, describe_machine, machine_busy_s
-from benchmarks.outcome import FOLDER, write
+from benchmarks.measure import ranks
+from benchmarks.measure.machine import cpu_s_of, describe_machine, machine_busy_s
+from benchmarks.measure.results import FOLDER, write
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model

@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmarks.outcome import FOLDER
+from benchmarks.measure.results import FOLDER
 
 __all__ = ["main", "page"]
 

@@ -6,7 +6,7 @@ In the same processes, by turns: stock DeepSpeed Ulysses and torch's ring attent
 uniform schedule. Measured are one attention layer (forward and backward) and whole training steps of a small Llama
 through DeepSpeed engines; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per
 rank. Besides times, the bytes that a layer sends are counted, at torch's communication operators and at the network
-device. Who the contenders are: `benchmarks.contenders`; what a ratio is: `benchmarks.statistics`.
+device. Who the contenders are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import ranks
-from benchmarks.comparison import LAYER, STEP, Plan, measure
-from benchmarks.contenders import CONTESTS, Shape
 from benchmarks.emulation.network import EmulationError, Network, emulate
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
-from benchmarks.statistics import compare
+from benchmarks.measure import ranks
+from benchmarks.measure.comparison import LAYER, STEP, Plan, measure
+from benchmarks.measure.contenders import CONTESTS, Shape
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.statistics import compare
 
 LINKS = ("loopback", "1gbit")
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 100e-6

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.alternation import alternate
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
-from benchmarks.ranks import LOOPBACK, Report, run
-from benchmarks.statistics import compare
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.ranks import LOOPBACK, Report, run
+from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.statistics import compare
+from benchmarks.measure.turns import alternate
 
 RESULT = FOLDER / "zero.json"
 TARGET = 0.98

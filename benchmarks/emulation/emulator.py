@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ranks
 from benchmarks.emulation import network as networks
 from benchmarks.emulation.cluster import EmulatedCluster
 from benchmarks.emulation.network import Network
@@ -31,7 +30,8 @@ from benchmarks.emulation.throttle import (
     measure_speed,
     reference_rate,
 )
-from benchmarks.ranks import Report
+from benchmarks.measure import ranks
+from benchmarks.measure.ranks import Report
 
 __all__ = ["Emulation", "RankLab", "RankSettings", "emulate", "limit_memory"]
 
@@ -67,7 +67,7 @@ class Emulation:
         return [self.network.nodes[node] for node in self.settings.cluster.node_of_rank]
 
     def run(self, fn: Callable[..., Any], *args: Any, on_report: Report = lambda done, now: None) -> list[Any]:
-        """Run ``fn(lab, *args)`` on every rank and return what each returned; see `benchmarks.ranks.run`."""
+        """Run ``fn(lab, *args)`` on every rank and return what each returned; see `benchmarks.measure.ranks.run`."""
         return ranks.run(_on_rank, self.nodes, fn, self.settings, args, on_report=on_report)
 
 

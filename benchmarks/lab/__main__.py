@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.lab import results
 from benchmarks.lab.tables import TABLES
-from benchmarks.outcome import FOLDER, write
+from benchmarks.measure.results import FOLDER, write
 
 __all__ = ["main"]
 

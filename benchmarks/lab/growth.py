@@ -13,13 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.comparison import sent_by_device
-from benchmarks.contenders import Contender, Shape, make_contender, make_engine
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.turns import take_turns
-from benchmarks.traffic import Traffic
+from benchmarks.measure.comparison import sent_by_device
+from benchmarks.measure.contenders import Contender, Shape, make_contender, make_engine
+from benchmarks.measure.traffic import Traffic
 from ds_hetero.planner import strategy
 
 __all__ = ["CONTENDERS", "GrowthPlan", "grown", "measure", "summarize"]

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.contenders import Shape, make_contender, make_engine
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.ring import bound_action
 from benchmarks.lab.turns import take_turns
+from benchmarks.measure.contenders import Shape, make_contender, make_engine
 from ds_hetero.cost.workload import CostModel
 from ds_hetero.planner import strategy
 from ds_hetero.schedule import Group, Schedule, ring, usp
@@ -159,7 +159,7 @@ class _Steps:
         return actions | {_ALONE: partial(alone, case.tokens) if alone else lambda: None}
 
     def _step(self, which: str | Schedule) -> Callable[[int], float]:
-        from benchmarks.training import alone_step, make_scheduled_step, make_step
+        from benchmarks.measure.training import alone_step, make_scheduled_step, make_step
 
         if which not in self._made:
             if which == _ALONE:

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Shape
 from benchmarks.emulation.emulator import RankLab
+from benchmarks.measure.contenders import Shape
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
@@ -72,7 +72,7 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
 
 
 def model_of(shape: Shape, vocabulary: int = 512) -> ModelSpec:
-    """The small Llama of `benchmarks.training`, as the planner sees it."""
+    """The small Llama of `benchmarks.measure.training`, as the planner sees it."""
     return load_model(
         {
             "model_type": "llama",

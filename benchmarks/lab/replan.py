@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.alternation import timed_run
-from benchmarks.contenders import Shape
 from benchmarks.emulation.emulator import RankLab
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.turns import timed_run
 from ds_hetero.schedule import proportional, ring
 
 __all__ = ["RECOVERED", "SLOWED_TO", "ReplanPlan", "measure", "summarize"]
@@ -55,7 +55,7 @@ class ReplanPlan:
 
 def measure(lab: RankLab, plan: ReplanPlan) -> dict[str, Any]:
     """Everything, on one rank."""
-    from benchmarks.training import make_loaded_step
+    from benchmarks.measure.training import make_loaded_step
 
     heads = (plan.shape.num_heads, plan.shape.num_kv_heads)
     found: dict[str, Any] = {"text": lab.describe(), **lab.to_dict()}

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.machine import describe_machine
-from benchmarks.ranks import Report
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.ranks import Report
 
 __all__ = ["header", "progress"]
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Layer, Shape, make_engine
 from benchmarks.emulation.cluster import pair
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, measure_table, profile_ranks, scaled
 from benchmarks.lab.turns import take_turns
+from benchmarks.measure.contenders import Layer, Shape, make_engine
 from ds_hetero.planner import strategy
 from ds_hetero.runtime.attention.kernels import Band, select
 

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import Shape
 from benchmarks.emulation.emulator import emulate
 from benchmarks.lab.growth import GrowthPlan, grown, measure, summarize
-from benchmarks.ranks import Report
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.ranks import Report
 
 __all__ = ["GrowthTable"]
 

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import Shape
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import emulate
 from benchmarks.emulation.throttle import METHODS
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
-from benchmarks.ranks import Report
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.ranks import Report
 
 __all__ = ["MESH", "MeshTable"]
 

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import Shape
 from benchmarks.emulation.cluster import pair
 from benchmarks.emulation.emulator import emulate
 from benchmarks.lab.ring import PREFILL, PUBLISHED, STEP, STRATEGIES, RingCase, RingPlan, measure, summarize
-from benchmarks.ranks import Report
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.ranks import Report
 
 __all__ = ["RingTable"]
 

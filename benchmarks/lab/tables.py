@@ -11,7 +11,7 @@ from benchmarks.lab.table_growth import GrowthTable
 from benchmarks.lab.table_mesh import MeshTable
 from benchmarks.lab.table_replan import ReplanTable
 from benchmarks.lab.table_ring import RingTable
-from benchmarks.ranks import Report
+from benchmarks.measure.ranks import Report
 
 __all__ = ["TABLES", "LabTable"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.alternation import timed_run
 from benchmarks.emulation.emulator import RankLab
-from benchmarks.machine import cpu_s_of, machine_busy_s
+from benchmarks.measure.machine import cpu_s_of, machine_busy_s
+from benchmarks.measure.turns import timed_run
 
 __all__ = ["Turns", "take_turns"]
 

@@ -28,8 +28,8 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.machine import describe_machine
-from benchmarks.outcome import FOLDER, write
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.results import FOLDER, write
 from benchmarks.reproduce import hexiseq_paper as paper
 from benchmarks.reproduce.hexiseq_paper import DATASHEET, Assumptions
 from benchmarks.reproduce.hexiseq_show import draw, show, summary

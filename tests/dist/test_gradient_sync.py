@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.traffic import Traffic
+from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.splits import share
 from ds_hetero.gradient_sync.sync import AsymmetricGradientSync

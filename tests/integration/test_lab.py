@@ -18,7 +18,7 @@ from benchmarks.lab import launch
 from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
-from benchmarks.outcome import FOLDER
+from benchmarks.measure.results import FOLDER
 from tests.support import ROOT
 
 CLUSTER = """

@@ -5,7 +5,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from benchmarks.random_clusters import random_cases
+from benchmarks.measure.random_clusters import random_cases
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError

@@ -46,7 +46,7 @@ def run(
         RuntimeError: a rank raised or died; has its traceback.
     """
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    _server.set_forkserver_preload(["benchmarks.preload"])
+    _server.set_forkserver_preload(["benchmarks.measure.preload"])
     with tempfile.TemporaryDirectory(prefix="ds_hetero_ranks_") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:

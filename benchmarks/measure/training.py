@@ -1,6 +1,6 @@
 """Whole training steps of a small Llama through DeepSpeed engines: forward, backward, optimizer.
 
-Contenders are those of `benchmarks.contenders`, each with a model and an engine of its own, all in the same processes.
+Contenders are those of `contenders`, each with a model and an engine of its own, all in the same processes.
 Stock is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged
 over ranks by tokens. Ours is set up as README.md says. The model's parameters and every batch are the same for all.
 """
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
-from benchmarks.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+from benchmarks.measure.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.schedule import Schedule
 

@@ -40,7 +40,7 @@ class Traffic(TorchDispatchMode):
                 self.calls[name] += 1
                 self.sent_bytes[name] += _SENT[name](args)
             elif name not in _SILENT:
-                raise NotImplementedError(f"how much does {func} send? Add it to benchmarks.traffic.")
+                raise NotImplementedError(f"how much does {func} send? Add it to benchmarks.measure.traffic.")
         return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["FOLDER", "write"]
 
-FOLDER = Path(__file__).resolve().parent / "results"
+FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
 def write(outcome: dict[str, Any], path: Path) -> None:

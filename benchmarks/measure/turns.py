@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.machine import cpu_s_of, machine_busy_s
-from benchmarks.ranks import Report
+from benchmarks.measure.machine import cpu_s_of, machine_busy_s
+from benchmarks.measure.ranks import Report
 
 __all__ = ["Outcome", "alternate", "number_of_pairs", "timed_run"]
 

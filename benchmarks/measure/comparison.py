@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.alternation import alternate
-from benchmarks.contenders import CONTESTS, Contender, Shape, make_contender
-from benchmarks.ranks import Report
-from benchmarks.traffic import Traffic
+from benchmarks.measure.contenders import CONTESTS, Contender, Shape, make_contender
+from benchmarks.measure.ranks import Report
+from benchmarks.measure.traffic import Traffic
+from benchmarks.measure.turns import alternate
 
 __all__ = ["LAYER", "STEP", "Plan", "measure", "sent_by_device"]
 
@@ -70,7 +70,7 @@ def _bound(step: Callable[[int], float], tokens: int) -> Callable[[], float]:
 
 
 def _steps(names: Sequence[str], plan: Plan) -> dict[str, Callable[[int], float]]:
-    from benchmarks.training import make_step
+    from benchmarks.measure.training import make_step
 
     longest = max(tokens for _, tokens in plan.cases)
     return {name: make_step(name, plan.shape, longest) for name in names}
