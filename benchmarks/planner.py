@@ -4,11 +4,11 @@
     python -m benchmarks.planner exact [--count 200] [--cost-model published] [--json]
 
     growth   search time from 8 to 4,096 devices beside HexiSeq's published scheduler times, and whether quality keeps
-             up: share of the bound total work / sum of speeds, and time over that of a search with ten times the effort
+             up: share of the bound total work / sum of speeds, and time over that of a search with ten times the budget
     exact    random clusters of four and five devices (`random_clusters`) solved to the optimum: how much slower
              the search's answer is, in the solver's coarse units and in whole tokens, and that of HexiSeq's Algorithm 1
 
-Effort is counted and not timed, so all but the seconds is the same on every machine.
+The budget is counted and not timed, so all but the seconds is the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import make_problem, plan_workload, solve_exact
-from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.search import search
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _RANKS = (4, 5)
 TOKENS_PER_DEVICE = 4096
-MORE_EFFORT = 10
+MORE_BUDGET = 10
 WITHIN, WITHIN_SHARE, WORST = 0.01, 0.98, 0.05  # of the exact optimum
 SEARCHES = {"search": "search, same units", "whole_tokens": "search, whole tokens", "algorithm_1": "Algorithm 1"}
 
@@ -106,9 +106,9 @@ def growth(num_devices: int, repeats: int) -> dict[str, Any]:
         work = Workload(seq_len=TOKENS_PER_DEVICE * num_devices, causal=cost_model == "calibrated")
         found = [plan_workload(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
         problem, _ = make_problem(make_cost_model(cost_model, cluster, model, work))
-        effort = Effort.for_ranks(num_devices)
-        effort.left_s *= MORE_EFFORT
-        longer = search(problem, effort)[0].time_s
+        budget = EvaluationBudget.for_ranks(num_devices)
+        budget.left_s *= MORE_BUDGET
+        longer = search(problem, budget)[0].time_s
         row[cost_model] = {
             "search_s": [each.search_s for each in found],
             "of_bound": found[0].of_bound,
@@ -148,7 +148,7 @@ def _growth_failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _growth_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("devices", "HexiSeq", "target", title="Search: median seconds, and is the plan as good?")
     for cost_model in ("published", "calibrated"):
-        for heading in ("s", "of the bound", f"over {MORE_EFFORT} x effort", "over baseline"):
+        for heading in ("s", "of the bound", f"over {MORE_BUDGET} x budget", "over baseline"):
             table.add_column(f"{cost_model}: {heading}", justify="right")
     for row in rows:
         known = f"{row['published_s']:.0f}" if row["published_s"] else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["GIB", "bytes_text", "nearest", "time_text"]
+from ds_hetero.units import GIB
 
-GIB = 2**30
+__all__ = ["bytes_text", "nearest", "time_text"]
 
 
 def time_text(seconds: float) -> str:

@@ -16,15 +16,13 @@ import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
 
 __all__ = ["algorithm_1"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 M1, M2, IMAX = 64, 16, 100
 PERTURBATION = 0.05

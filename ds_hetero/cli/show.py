@@ -22,7 +22,8 @@ from ds_hetero.cost.workload import CostModel, Prediction, Span
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import describe
 from ds_hetero.schedule import Schedule
-from ds_hetero.text import GIB, time_text
+from ds_hetero.text import time_text
+from ds_hetero.units import GIB
 
 __all__ = ["run"]
 

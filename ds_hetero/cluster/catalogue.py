@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
+from ds_hetero.units import GIB
 
 __all__ = ["CATALOGUE", "CatalogueEntry", "catalogue_name"]
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,12 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.errors import ClusterError
+from ds_hetero.units import GB, GIB, MICRO, TERA
 
 __all__ = ["cluster_from_dict", "cluster_names", "cluster_to_dict", "load_cluster"]
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "clusters"
 
-GB, GIB, TERA, MICRO = 1e9, 2**30, 1e12, 1e-6
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 
 # Keys of the file, the unit behind each, and the field it fills.

@@ -13,14 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.device import DeviceSpec
 
 __all__ = ["Cluster", "Link", "Node"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

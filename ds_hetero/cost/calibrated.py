@@ -25,8 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import flops
@@ -44,8 +44,6 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["CalibratedCostModel"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast

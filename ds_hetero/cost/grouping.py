@@ -1,10 +1,12 @@
 """Who is grouped with whom, in arrays: everything about a schedule that does not depend on tokens and heads.
 
-A search tries many assignments of tokens and heads over one partition, so what follows from the partition and
-the cluster alone is worked out once.
+A search tries many assignments of tokens and heads over one partition, so whatever depends on the partition and the
+cluster alone is computed once.
 
-Dimension key: D ranks, K groups in ring order, C cells, R regions, I items, P parts. A cell is the part of one group
-that sits on one node, a region the cells of one group whose nodes have the same place in the network (`Cluster.place`).
+    node slice   the ranks of one group on one node
+    site         the node slices of one group whose nodes have the same place in the network (`Cluster.place`)
+
+Dimension key: D ranks, K groups in ring order, N node slices, S sites, I items, P parts.
 """
 
 from __future__ import annotations
@@ -16,24 +18,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_hetero.arrays import Ints
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Grouping", "Parts"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+__all__ = ["GroupBy", "Grouping"]
 
 
-class Parts:
-    """Items put together where two keys of theirs are equal; parts ascend by the first key, then by the second.
+class GroupBy:
+    """Group items by two integer keys and reduce over each part.
+
+    Parts are ordered by the major key, then by the minor key.
 
     Args:
-        major, minor: keys of every item, ``[I]``.
+        major: first key of every item, ``[I]``.
+        minor: second key of every item, ``[I]``.
 
     Attributes:
         order: items, part after part, ``[I]``.
-        starts: first place of every part in `order`, ``[P]``.
+        starts: where every part begins in `order`, ``[P]``.
     """
 
     def __init__(self, major: Ints, minor: Ints) -> None:
@@ -102,59 +105,55 @@ class Grouping:
         """``reduce`` (such as ``np.maximum``) over the ranks of every group: ``[..., D]`` to ``[..., K]``."""
         return np.asarray(reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1))
 
-    # --- cells --------------------------------------------------------------------------------------
-
     @cached_property
-    def cells(self) -> Parts:
+    def node_slices(self) -> GroupBy:
         """Ranks by (group, node)."""
-        return Parts(self.group_of, self.cluster.node_of_rank)
+        return GroupBy(self.group_of, self.cluster.node_of_rank)
 
     @cached_property
-    def cell_group(self) -> Ints:
-        """Group of every cell, ``[C]``, ascending."""
-        return self.group_of[self.cells.first]
+    def slice_group(self) -> Ints:
+        """Group of every node slice, ``[N]``, ascending."""
+        return self.group_of[self.node_slices.first]
 
     @cached_property
-    def cell_node(self) -> Ints:
-        """Node of every cell, ``[C]``."""
-        return self.cluster.node_of_rank[self.cells.first]
+    def slice_node(self) -> Ints:
+        """Node of every node slice, ``[N]``."""
+        return self.cluster.node_of_rank[self.node_slices.first]
 
     @cached_property
     def group_starts(self) -> Ints:
-        """First cell of every group, ``[K]``."""
-        return np.flatnonzero(np.diff(self.cell_group, prepend=-1))
+        """First node slice of every group, ``[K]``."""
+        return np.flatnonzero(np.diff(self.slice_group, prepend=-1))
 
     @cached_property
-    def _cells_by_node(self) -> tuple[Ints, Ints]:
-        order = np.argsort(self.cell_node, kind="stable")
-        return order, np.flatnonzero(np.diff(self.cell_node[order], prepend=-1))
+    def _slices_by_node(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.slice_node, kind="stable")
+        return order, np.flatnonzero(np.diff(self.slice_node[order], prepend=-1))
 
-    def by_node(self, reduce: np.ufunc, values_C: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``reduce`` over the cells of every node: ``[..., C]`` to ``[..., nodes]``."""
-        order, starts = self._cells_by_node
-        return np.asarray(reduce.reduceat(values_C[..., order], starts, axis=-1))
-
-    # --- regions ------------------------------------------------------------------------------------
+    def by_node(self, reduce: np.ufunc, values_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``reduce`` over the node slices of every node: ``[..., N]`` to ``[..., nodes]``."""
+        order, starts = self._slices_by_node
+        return np.asarray(reduce.reduceat(values_N[..., order], starts, axis=-1))
 
     @cached_property
-    def regions(self) -> Parts:
-        """Cells by (group, place in the network)."""
-        return Parts(self.cell_group, self.cluster.place[self.cell_node])
+    def sites(self) -> GroupBy:
+        """Node slices by (group, place in the network)."""
+        return GroupBy(self.slice_group, self.cluster.place[self.slice_node])
 
     @cached_property
-    def region_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Ordered pairs of regions of one group: sources (ascending), destinations, and a node of each.
+    def site_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Ordered pairs of sites of one group: sources (ascending), destinations, and a node of each.
 
-        A region of several cells is a pair with itself, and the two nodes are different ones of its place.
+        A site of several node slices is a pair with itself; its two nodes are different ones of its place.
         """
-        first_cell = self.regions.first
-        group, place = self.cell_group[first_cell], self.cluster.place[self.cell_node[first_cell]]
+        first_slice = self.sites.first
+        group, place = self.slice_group[first_slice], self.cluster.place[self.slice_node[first_slice]]
         first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
-        per_region = np.repeat(counts, counts)
-        source = np.repeat(np.arange(len(group)), per_region)
-        within = np.arange(len(source)) - np.repeat(np.cumsum(per_region) - per_region, per_region)
-        destination = np.repeat(np.repeat(first, counts), per_region) + within
-        exist = (source != destination) | (self.regions.sizes[source] > 1)
+        per_site = np.repeat(counts, counts)
+        source = np.repeat(np.arange(len(group)), per_site)
+        within = np.arange(len(source)) - np.repeat(np.cumsum(per_site) - per_site, per_site)
+        destination = np.repeat(np.repeat(first, counts), per_site) + within
+        exist = (source != destination) | (self.sites.sizes[source] > 1)
         source, destination = source[exist], destination[exist]
         sender, receiver = (nodes[place[source], place[destination]] for nodes in self.cluster.place_nodes)
         return source, destination, sender, receiver

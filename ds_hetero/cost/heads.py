@@ -12,14 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cost.grouping import Grouping
 
 __all__ = ["Edges", "kv_heads_of_ranks", "ring_edges"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

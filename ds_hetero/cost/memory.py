@@ -6,8 +6,8 @@ Dimension key: D ranks, K groups.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.heads import kv_heads_of_ranks
 from ds_hetero.cost.workload import Workload
@@ -15,8 +15,6 @@ from ds_hetero.models import ModelSpec
 
 __all__ = ["memory_parts", "partitioned_bytes", "static_bytes"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
 WIDE = 4  # bytes of fp32

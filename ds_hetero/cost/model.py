@@ -5,21 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.workload import Bottleneck, Prediction, Span, Terms, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
+from ds_hetero.units import GIB
 
 __all__ = ["BaseCostModel"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-GIB = 2**30
 
 
 class BaseCostModel(ABC):

@@ -18,10 +18,10 @@ Dimension key: B assignments, D ranks, K groups in ring order.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.grouping import Grouping, Parts
+from ds_hetero.cost.grouping import GroupBy, Grouping
 from ds_hetero.cost.heads import Edges, ring_edges
 from ds_hetero.cost.memory import static_bytes
 from ds_hetero.cost.model import BaseCostModel
@@ -31,8 +31,6 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["PublishedCostModel"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 NON_ATTENTION_FLOPS = 72  # Eq. 5, per token and H^2: 24 forward, 48 backward
 NON_ATTENTION_ELEMENTS = 40  # Eq. 4, per token and H: 20 forward, 20 backward
@@ -94,24 +92,24 @@ class PublishedCostModel(BaseCostModel):
     def _all_to_all_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Eq. 9, ``[B]``: the slowest pair of different ranks of any group, times four.
 
-        All pairs of a cell share one link, so do all pairs of two regions and those of different cells of one region.
+        All pairs of a node slice share one link; so do all pairs of two sites, and those of different slices of a site.
         Of pairs that share a link the slowest has the largest s_d n_j.
         """
         if grouping.num_groups == len(grouping.order):
             return np.zeros(len(tokens_BD))
-        node = grouping.cell_node
-        product_BC = _largest_product(grouping.cells, tokens_BD, heads_BD)
-        inside_BC = self.cluster.node_latency_s[node, node] + self._s_per_byte[node, node] * (
-            self._a2a_bytes * product_BC
+        node = grouping.slice_node
+        product_BN = _largest_product(grouping.node_slices, tokens_BD, heads_BD)
+        inside_BN = self.cluster.node_latency_s[node, node] + self._s_per_byte[node, node] * (
+            self._a2a_bytes * product_BN
         )
-        worst_B = np.where(grouping.cells.sizes > 1, inside_BC, 0.0).max(axis=1)
-        source, destination, *nodes = grouping.region_pairs
+        worst_B = np.where(grouping.node_slices.sizes > 1, inside_BN, 0.0).max(axis=1)
+        source, destination, *nodes = grouping.site_pairs
         if len(source):
-            tokens_BC, heads_BC = (grouping.cells.reduce(np.maximum, each) for each in (tokens_BD, heads_BD))
-            tokens_BR, heads_BR = (grouping.regions.reduce(np.maximum, each) for each in (tokens_BC, heads_BC))
-            product_BR = _largest_product(grouping.regions, tokens_BC, heads_BC)
+            tokens_BN, heads_BN = (grouping.node_slices.reduce(np.maximum, each) for each in (tokens_BD, heads_BD))
+            tokens_BS, heads_BS = (grouping.sites.reduce(np.maximum, each) for each in (tokens_BN, heads_BN))
+            product_BS = _largest_product(grouping.sites, tokens_BN, heads_BN)
             product_BX = np.where(
-                source == destination, product_BR[:, source], tokens_BR[:, source] * heads_BR[:, destination]
+                source == destination, product_BS[:, source], tokens_BS[:, source] * heads_BS[:, destination]
             )
             pair = tuple(nodes)
             between_BX = self.cluster.node_latency_s[pair] + self._s_per_byte[pair] * (self._a2a_bytes * product_BX)
@@ -244,7 +242,7 @@ class PublishedCostModel(BaseCostModel):
         return tuple(spans)
 
 
-def _largest_product(parts: Parts, tokens_BI: Floats, heads_BI: Ints) -> Floats:
+def _largest_product(parts: GroupBy, tokens_BI: Floats, heads_BI: Ints) -> Floats:
     """The largest ``tokens[d] * heads[j]`` of two different members of every part.
 
     Every member meets the most heads of its part, and who has them the second most. Parts of one member have no pair;

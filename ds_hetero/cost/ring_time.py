@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_hetero.arrays import Bools, Floats, Ints
+
 __all__ = ["RingCoefficients", "ring_finish_s", "ring_schedule"]
 
-Floats = npt.NDArray[np.float64]
 
 LARGE_RING = 256
 STEP_TABLE = 1 << 15  # entries of a table of steps that are worked on at once; they stay in the cache
@@ -60,7 +61,7 @@ class RingCoefficients:
     backward: bool
     contiguous_causal: bool
 
-    def take(self, rows: npt.NDArray[np.int64]) -> RingCoefficients:
+    def take(self, rows: Ints) -> RingCoefficients:
         """The coefficients of some assignments."""
         arrays = {n: getattr(self, n)[rows] for n in self.__slots__ if n not in ("backward", "contiguous_causal")}
         return RingCoefficients(**arrays, backward=self.backward, contiguous_causal=self.contiguous_causal)
@@ -161,9 +162,7 @@ def _steps_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
         yield compute_TBK, transfer_TBK
 
 
-def _visible(
-    num_groups: int, shift: npt.NDArray[np.int64], following: npt.NDArray[np.int64]
-) -> tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _visible(num_groups: int, shift: Ints, following: Ints) -> tuple[Floats, Bools, Bools]:
     """Contiguous causal groups see earlier ones and half of themselves; only what they see travels to them.
 
     Share of the block that is computed, whether the next block is needed, and whether the group one position further
@@ -175,7 +174,7 @@ def _visible(
     return work_TK, next_TK < position, (source_TK <= position) & (position < num_groups - 1)
 
 
-def _shifted(length_BK: npt.NDArray[Any], shift_T: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+def _shifted(length_BK: npt.NDArray[Any], shift_T: Ints) -> npt.NDArray[Any]:
     """``length[b, (p + shift_t) % K]`` as ``[T, B, K]``: rows of a view, since gathering single numbers is slower."""
     num_sets, num_groups = length_BK.shape
     twice = np.concatenate([length_BK, length_BK], axis=1)

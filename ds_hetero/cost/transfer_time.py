@@ -10,15 +10,12 @@ Dimension key: B assignments, D ranks, K groups in ring order, E edges.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.heads import Edges, ring_edges
 
 __all__ = ["ring_transfers_s"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 def ring_transfers_s(

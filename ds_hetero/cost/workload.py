@@ -11,18 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Bottleneck", "CostModel", "Prediction", "Span", "Terms", "Workload"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from ds_hetero.planner import PlannedSchedule, strategy
 from ds_hetero.planner.planning import check_workload, describe, plan_workload
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
+from ds_hetero.units import GIB
 
 __all__ = [
     "Forecast",
@@ -42,7 +43,6 @@ __all__ = [
 
 COST_MODEL = "calibrated"
 FP32_BYTES = 4
-GIB = 2**30
 
 
 # --- what is trained --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ds_hetero.job.rank_times import (
     RankTimes,
     events,
     gather,
-    look_of,
+    observation_of,
     peak_flops_per_s,
     possible_growth,
     table,
@@ -195,7 +195,7 @@ class Watch:
     def _replan(self, everyone: Sequence[RankTimes]) -> None:
         payload = b""
         if self._replanner is not None:
-            looks = [look_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._schedules]
+            looks = [observation_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._schedules]
             try:
                 decisions = self._replanner.decide(self._schedules, looks)
             except Exception:  # the other ranks wait for an answer, and training can go on without a new schedule

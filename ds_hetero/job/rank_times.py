@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.replan.policy import Look
-from ds_hetero.planner.replan.unit_cost import Pace
+from ds_hetero.planner.replan.observation import Observation
+from ds_hetero.planner.replan.unit_cost import UnitCost
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.step_clock import StepTimes
 
@@ -29,7 +29,7 @@ __all__ = [
     "RankTimes",
     "events",
     "gather",
-    "look_of",
+    "observation_of",
     "peak_flops_per_s",
     "possible_growth",
     "table",
@@ -49,7 +49,7 @@ class RankTimes:
 
     Args:
         length: median of the longest sequence of a step.
-        attention_s_per_flop, model_s_per_token, error, growth: see `Look`; 0 stands for None.
+        attention_s_per_flop, model_s_per_token, error, growth: see `Observation`; 0 stands for None.
         peak_flops_per_s: of the device, 0 where it is not known.
     """
 
@@ -139,7 +139,7 @@ class Paces:
     """What attention and the rest of a layer cost this rank."""
 
     def __init__(self) -> None:
-        self.attention, self.model = Pace(), Pace()
+        self.attention, self.model = UnitCost(), UnitCost()
 
     def add(self, step: StepTimes) -> None:
         """One step."""
@@ -147,7 +147,7 @@ class Paces:
         self.model.add(step.model_s, step.tokens)
 
     def restart(self) -> None:
-        """See `Pace.restart`."""
+        """See `UnitCost.restart`."""
         self.attention.restart()
         self.model.restart()
 
@@ -169,9 +169,9 @@ def gather(mine: RankTimes, device: torch.device) -> list[RankTimes]:
     return [RankTimes(**dict(zip(names, values, strict=True))) for values in torch.stack(rows).tolist()]
 
 
-def look_of(ranks: Sequence[RankTimes]) -> Look:
+def observation_of(ranks: Sequence[RankTimes]) -> Observation:
     """The ranks of one replica, for its `Policy`."""
-    return Look(
+    return Observation(
         attention_flops=tuple(rank.attention_flops / rank.steps for rank in ranks),
         tokens=tuple(rank.tokens / rank.steps for rank in ranks),
         attention_s_per_flop=tuple(rank.attention_s_per_flop or None for rank in ranks),

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ds_hetero.arrays import Ints
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import CostModel, Prediction, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.search.memory_fit import longest_sequence
-from ds_hetero.planner.search.problem import Assignment, Ints, Problem, canonical
+from ds_hetero.planner.search.problem import Assignment, Problem, canonical
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.search.shares import whole_shares
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, ring, ulysses, usp

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Floats
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.cost import make_cost_model
@@ -31,7 +31,6 @@ from ds_hetero.schedule import Schedule, even, proportional
 
 __all__ = ["STRATEGIES", "Formula", "ProfileTable", "fit_formula", "lut_tokens", "profile_table", "strategy"]
 
-Floats = NDArray[np.float64]
 
 STRATEGIES = ("plan", "ulysses", "ring", "usp", "even", "proportional", "lut", "formula")
 

@@ -25,13 +25,13 @@ from ds_hetero.profiler.fit import (
     fit_transfer,
 )
 from ds_hetero.profiler.link_rounds import rounds_between
+from ds_hetero.units import GB, GIB, MICRO, TERA
 
 __all__ = ["VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
 
 VERSION = 1
 SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
 SHARED_PORT = 0.8  # a NIC or switch is shared if all pairs together get less than this share of what each got alone
-GB, GIB, TERA, MICRO = 1e9, 2**30, 1e12, 1e-6
 
 Nodes = Mapping[str, Sequence[int]]
 Samples = Sequence[Mapping[str, Any]]

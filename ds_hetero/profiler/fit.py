@@ -16,8 +16,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.arrays import Floats
 from ds_hetero.cluster.device import Efficiency
 
 __all__ = [
@@ -29,8 +29,6 @@ __all__ = [
     "fit_efficiency",
     "fit_transfer",
 ]
-
-Floats = npt.NDArray[np.float64]
 
 
 class LayerSample(NamedTuple):

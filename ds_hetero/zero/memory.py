@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from ds_hetero.cost.memory import partitioned_bytes
 from ds_hetero.cost.workload import CostModel, Prediction
 from ds_hetero.errors import PlanError
+from ds_hetero.units import GIB
 
 __all__ = ["weights_by_memory", "weights_by_room"]
-
-GIB = 2**30
 
 
 def weights_by_memory(predicted: Sequence[tuple[CostModel, Prediction]]) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import make_problem, plan, plan_workload
 from ds_hetero.planner.search.bin_covers import best_levels, cover
-from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.search.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
@@ -164,7 +164,7 @@ def test_more_bandwidth_or_memory_never_slows_the_plan(data, seq_len, cost_model
     ],
 )
 def test_few_ranks_are_searched_widely(nodes, network):
-    """Slow links leave many sets of working ranks to try: ten times the effort does not find anything better."""
+    """Slow links leave many sets of working ranks to try: ten times the budget does not find anything better."""
     listed = [
         {"name": f"n{i}", "devices": names.split(), "link": {"bandwidth_gb_per_s": inside, "latency_us": 5}}
         for i, (names, inside) in enumerate(nodes)
@@ -172,7 +172,7 @@ def test_few_ranks_are_searched_widely(nodes, network):
     links = {"bandwidth_gb_per_s": network, "latency_us": 20}
     cluster = cluster_from_dict({"nodes": listed, "network": links, "devices": KINDS})
     problem, _ = make_problem(make_cost_model("published", cluster, MODEL, Workload(seq_len=8192)))
-    more = Effort.for_ranks(cluster.num_ranks)
+    more = EvaluationBudget.for_ranks(cluster.num_ranks)
     more.left_s *= 10
     assert search(problem)[0].time_s <= search(problem, more)[0].time_s * 1.01
 

@@ -9,11 +9,11 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.job.rank_times import SHARES, Paces, RankTimes, events, look_of, table
+from ds_hetero.job.rank_times import SHARES, Paces, RankTimes, events, observation_of, table
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
+from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.planned import PlannedFits
-from ds_hetero.planner.replan.policy import Look
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.schedule import Schedule
 
@@ -78,7 +78,7 @@ def test_events_and_table_name_every_rank():
 
 def test_an_observation_is_per_step_and_leaves_out_what_was_not_measured():
     idle = replace(STEP, attention_s=0.0, attention_flops=0, attention_backward_flops=0)
-    look = look_of([rank_times(STEP, STEP), rank_times(idle, idle)])
+    look = observation_of([rank_times(STEP, STEP), rank_times(idle, idle)])
     assert look.attention_flops == (1400, 0)
     assert look.tokens == (50, 50)
     assert look.attention_s_per_flop == (pytest.approx(4 / 1400), None)
@@ -101,7 +101,7 @@ SEQ_LEN = 32768
 COST = make_cost_model("calibrated", CLUSTER, MODEL, Workload(seq_len=SEQ_LEN))
 
 
-def look_at(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005) -> Look:
+def look_at(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005) -> Observation:
     """As if each rank's device were that much faster than its description."""
     busy_s = COST.predict(schedule.shifted(0)).busy_s
     tokens = schedule.tokens(SEQ_LEN)
@@ -110,7 +110,7 @@ def look_at(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005)
         for i, (rank, busy, speed) in enumerate(zip(schedule.ranks, busy_s, speeds, strict=True))
     ]
     held = tuple(float(tokens[rank]) for rank in schedule.ranks)
-    return Look(
+    return Observation(
         attention_flops=(0.0,) * 4,
         tokens=held,
         attention_s_per_flop=(None,) * 4,

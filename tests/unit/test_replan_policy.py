@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import exp, inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hetero.planner.replan.policy import Decision, Look, Policy, ProportionalFit, attention_shares, mean_look
-from ds_hetero.planner.replan.unit_cost import Pace
+from ds_hetero.planner.replan.measured_shares import ProportionalEstimate, attention_shares
+from ds_hetero.planner.replan.observation import Observation, mean_observation
+from ds_hetero.planner.replan.policy import Decision, Policy
+from ds_hetero.planner.replan.unit_cost import UnitCost
 from ds_hetero.schedule import Group, Schedule, ring, ulysses, usp
 
 LENGTH = 16384
-STEPS = 5  # per look
+STEPS = 5  # per observation
 ATTENTION, MODEL = 1.0, 0.4  # seconds that all work of a kind takes on a rank of speed 1
 
 
 class Cluster:
-    """Ranks of given speeds that train under a schedule, look at themselves and follow the policy."""
+    """Ranks of given speeds that train under a schedule, observe themselves and follow the policy."""
 
     def __init__(self, schedule: Schedule, speeds: list[float], *, cv: float = 0.0, min_gain: float = 0.05, seed=0):
         self.schedule, self.speeds, self.cv = schedule, list(speeds), cv
-        self.policy = Policy(ProportionalFit, min_gain)
-        self.paces = [(Pace(), Pace()) for _ in speeds]
+        self.policy = Policy(ProportionalEstimate, min_gain)
+        self.unit_costs = [(UnitCost(), UnitCost()) for _ in speeds]
         self.changes: list[tuple[int, Decision]] = []
         self.steps = 0
         self.random = random.Random(seed)
@@ -38,12 +41,12 @@ class Cluster:
         return [shares[r] for r in self.schedule.ranks], [tokens[r] / LENGTH for r in self.schedule.ranks]
 
     def step_s(self, schedule: Schedule | None = None) -> float:
-        fit = ProportionalFit(schedule or self.schedule, self.exact_look())
+        fit = ProportionalEstimate(schedule or self.schedule, self.exact_observation())
         return max(fit._group_times(schedule or self.schedule))
 
-    def exact_look(self) -> Look:
+    def exact_observation(self) -> Observation:
         attention, model = self.work()
-        return Look(
+        return Observation(
             attention_flops=tuple(attention),
             tokens=tuple(model),
             attention_s_per_flop=tuple(ATTENTION / s for s in self.speeds),
@@ -57,17 +60,17 @@ class Cluster:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             attention, model = self.work()
-            for (flop, token), speed, a, m in zip(self.paces, self.speeds, attention, model, strict=True):
+            for (flop, token), speed, a, m in zip(self.unit_costs, self.speeds, attention, model, strict=True):
                 flop.add(a * ATTENTION / speed * self.noise(), a)
                 token.add(m * MODEL / speed * self.noise(), m)
             self.steps += 1
             if self.steps % STEPS == 0:
-                self.look()
+                self.observe()
 
-    def look(self) -> None:
+    def observe(self) -> None:
         attention, model = self.work()
-        taken = [(flop.take(), token.take()) for flop, token in self.paces]
-        look = Look(
+        taken = [(flop.take(), token.take()) for flop, token in self.unit_costs]
+        observation = Observation(
             attention_flops=tuple(attention),
             tokens=tuple(model),
             attention_s_per_flop=tuple(flop[0] for flop, _ in taken),
@@ -77,7 +80,7 @@ class Cluster:
             step_s=self.step_s(),
             length=LENGTH,
         )
-        if (decision := self.policy.decide(self.schedule, look)) is not None:
+        if (decision := self.policy.decide(self.schedule, observation)) is not None:
             self.changes.append((self.steps, decision))
             self.schedule = decision.schedule
 
@@ -106,7 +109,7 @@ def test_a_rank_that_throttles_and_recovers(schedule, cv, seed, slow, onset):
     cluster.speeds[slow] = 0.4
     cluster.train(19)
     assert len(cluster.changes) == 1
-    optimum_s = cluster.step_s(ProportionalFit(cluster.schedule, cluster.exact_look()).best())
+    optimum_s = cluster.step_s(ProportionalEstimate(cluster.schedule, cluster.exact_observation()).best())
     assert optimum_s >= 0.9 * cluster.step_s()
     assert cluster.bound_s() >= 0.9 * cluster.step_s()
     cluster.train(100)
@@ -122,7 +125,7 @@ def test_a_rank_that_throttles_and_recovers(schedule, cv, seed, slow, onset):
 def test_a_bad_start_is_corrected_once(speeds, schedule, seed):
     cluster = Cluster(schedule, speeds, cv=0.02, seed=seed)
     cluster.train(200)
-    best = ProportionalFit(cluster.schedule, cluster.exact_look()).best()
+    best = ProportionalEstimate(cluster.schedule, cluster.exact_observation()).best()
     assert cluster.step_s() <= 1.12 * cluster.step_s(best)
     assert len(cluster.changes) <= 2
     for _, decision in cluster.changes:
@@ -145,7 +148,7 @@ def test_a_wrong_model_does_not_change_for_ever(seed, bias):
 
 
 def test_a_small_gain_is_taken_after_enough_steps():
-    """8 %, where one look is off by 2 %: not at once, but soon."""
+    """8 %, where one observation is off by 2 %: not at once, but soon."""
     cluster = Cluster(ring(2, 8, 8), [1.0, 0.84], cv=0.03, seed=3)
     cluster.train(2 * STEPS)
     assert not cluster.changes
@@ -168,7 +171,7 @@ def test_corrected_groups_end_together(layout):
     """Contiguous causal groups later in the sequence see more keys; tokens make up for it."""
     schedule = Schedule(num_heads=32, num_kv_heads=8, groups=ring(4, 32, 8).groups, layout=layout)
     cluster = Cluster(schedule, [1.0, 0.5, 0.25, 0.75])
-    fit = ProportionalFit(schedule, cluster.exact_look())
+    fit = ProportionalEstimate(schedule, cluster.exact_observation())
     times = fit._group_times(fit.best())
     assert max(times) <= 1.02 * min(times)
     if layout == "zigzag":
@@ -179,7 +182,7 @@ def test_corrected_groups_end_together(layout):
 def test_heads_move_to_the_rank_that_is_done_first():
     """Speeds 4:3:2:1 in one group, 10 heads: 4, 3, 2 and 1 of them end together."""
     cluster = Cluster(ulysses(4, 10, 10), [0.4, 0.3, 0.2, 0.1])
-    best = ProportionalFit(cluster.schedule, cluster.exact_look()).best()
+    best = ProportionalEstimate(cluster.schedule, cluster.exact_observation()).best()
     assert best.groups[0].heads == (4, 3, 2, 1)
     assert best.groups[0].tokens == pytest.approx((0.4, 0.3, 0.2, 0.1))
 
@@ -197,60 +200,56 @@ def test_a_rank_without_work_is_judged_by_its_other_work_or_by_the_rest():
     groups = (Group(ranks=(0,), tokens=(1,), heads=(4,)), Group(ranks=(1, 2), tokens=(1, 1), heads=(4, 0)))
     cluster = Cluster(Schedule(num_heads=4, num_kv_heads=4, groups=groups), [1.0, 1.0, 0.5])
     cluster.train(STEPS)
-    assert cluster.paces[2][0].take() == (None, 0.0)
-    fit = ProportionalFit(cluster.schedule, cluster.exact_look())
+    assert cluster.unit_costs[2][0].take() == (None, 0.0)
+    fit = ProportionalEstimate(cluster.schedule, cluster.exact_observation())
     assert fit.best().groups[1].heads == (3, 1)
-    look = cluster.exact_look()
-    unknown = Look(
-        **{name: getattr(look, name) for name in ("attention_flops", "tokens", "error", "growth", "step_s", "length")},
-        attention_s_per_flop=(1.0, 1.0, None),
-        model_s_per_token=(0.4, 0.4, None),
-    )
-    assert ProportionalFit(cluster.schedule, unknown).best().groups[1].heads == (2, 2)
+    observation = cluster.exact_observation()
+    unknown = replace(observation, attention_s_per_flop=(1.0, 1.0, None), model_s_per_token=(0.4, 0.4, None))
+    assert ProportionalEstimate(cluster.schedule, unknown).best().groups[1].heads == (2, 2)
 
 
 def test_memory_limits_what_a_rank_takes_over():
     """Rank 0 is four times as fast; 3 tokens of 4 would be right, a growth by half allows 3/4 of 2."""
     cluster = Cluster(ring(2, 8, 8), [1.0, 1 / 3])
-    look = cluster.exact_look()
-    free = ProportionalFit(cluster.schedule, look).best()
+    observation = cluster.exact_observation()
+    free = ProportionalEstimate(cluster.schedule, observation).best()
     assert free.tokens(LENGTH)[0] == pytest.approx(0.75 * LENGTH, rel=1e-3)
-    tight = Look(**{name: getattr(look, name) for name in look.__dataclass_fields__} | {"growth": (1.4, 1.4)})
-    assert ProportionalFit(cluster.schedule, tight).best().tokens(LENGTH)[0] <= 0.7 * LENGTH
-    full = Look(**{name: getattr(look, name) for name in look.__dataclass_fields__} | {"growth": (1.0, 1.0)})
-    assert ProportionalFit(cluster.schedule, full).best() is None
+    tight = replace(observation, growth=(1.4, 1.4))
+    assert ProportionalEstimate(cluster.schedule, tight).best().tokens(LENGTH)[0] <= 0.7 * LENGTH
+    full = replace(observation, growth=(1.0, 1.0))
+    assert ProportionalEstimate(cluster.schedule, full).best() is None
 
 
 def test_observations_are_averaged():
     cluster = Cluster(ring(2, 8, 8), [1.0, 0.5])
-    first = cluster.exact_look()
+    first = cluster.exact_observation()
     cluster.speeds = [1.0, 0.25]
-    both = mean_look([first, cluster.exact_look()])
+    both = mean_observation([first, cluster.exact_observation()])
     assert both.attention_s_per_flop == pytest.approx((1.0, 3.0))
 
 
-# --- pace --------------------------------------------------------------------------------------------
+# --- unit_cost --------------------------------------------------------------------------------------------
 
 
 def test_a_change_of_speed_is_no_noise():
-    pace, noise = Pace(), random.Random(1)
+    unit_cost, noise = UnitCost(), random.Random(1)
     for _ in range(40):
-        pace.add(exp(noise.gauss(0, 0.02)), 1)
-    _, before = pace.take()
+        unit_cost.add(exp(noise.gauss(0, 0.02)), 1)
+    _, before = unit_cost.take()
     for _ in range(5):
-        pace.add(2.5 * exp(noise.gauss(0, 0.02)), 1)
-    cost, after = pace.take()
+        unit_cost.add(2.5 * exp(noise.gauss(0, 0.02)), 1)
+    cost, after = unit_cost.take()
     assert cost == pytest.approx(2.5, rel=0.05)
     assert after == pytest.approx(0.02 * 1.2533 / 5**0.5, rel=0.6)
     assert before < after  # of fewer steps
 
 
 def test_a_unit_cost_forgets_the_past_and_skips_empty_observations():
-    pace = Pace()
-    pace.add(1.0, 0)
-    pace.add(0.0, 5)
-    assert pace.take() == (None, 0.0)
-    pace.add(7.0, 1)
-    pace.restart()
-    pace.add(3.0, 2)
-    assert pace.take()[0] == 1.5
+    unit_cost = UnitCost()
+    unit_cost.add(1.0, 0)
+    unit_cost.add(0.0, 5)
+    assert unit_cost.take() == (None, 0.0)
+    unit_cost.add(7.0, 1)
+    unit_cost.restart()
+    unit_cost.add(3.0, 2)
+    assert unit_cost.take()[0] == 1.5

@@ -19,7 +19,9 @@ from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner.planning import plan_workload
-from ds_hetero.planner.replan.policy import Decision, Fit, Look, Policy, ProportionalFit
+from ds_hetero.planner.replan.measured_shares import ProportionalEstimate
+from ds_hetero.planner.replan.observation import Observation
+from ds_hetero.planner.replan.policy import Decision, GainEstimate, Policy
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 
@@ -44,11 +46,11 @@ class Replanner:
     def __init__(
         self, num_replicas: int, costs: Sequence[CostModel], min_gain: float, layout: str | None, causal: bool
     ) -> None:
-        fits: list[Callable[[Schedule, Look], Fit]] = [PlannedFits(cost, layout) for cost in costs]
-        fits = fits or [partial(ProportionalFit, causal=causal)] * num_replicas
+        fits: list[Callable[[Schedule, Observation], GainEstimate]] = [PlannedFits(cost, layout) for cost in costs]
+        fits = fits or [partial(ProportionalEstimate, causal=causal)] * num_replicas
         self._policies = [Policy(fit, min_gain) for fit in fits]
 
-    def decide(self, schedules: Sequence[Schedule], looks: Sequence[Look]) -> list[Decision | None]:
+    def decide(self, schedules: Sequence[Schedule], looks: Sequence[Observation]) -> list[Decision | None]:
         """For every replica; None where its schedule stays."""
         return [
             policy.decide(schedule, look) if schedule.sp_size > 1 else None
@@ -63,7 +65,7 @@ class PlannedFits:
         self._cost, self._layout = cost, layout
         self._speeds = [1.0] * cost.cluster.num_ranks
 
-    def __call__(self, schedule: Schedule, look: Look) -> PlannedFit:
+    def __call__(self, schedule: Schedule, look: Observation) -> PlannedFit:
         """See `PlannedFit`."""
         fit = PlannedFit(schedule, look, self._cost, self._layout, self._speeds)
         self._speeds = fit.speeds
@@ -85,7 +87,7 @@ class PlannedFit:
     """
 
     def __init__(
-        self, schedule: Schedule, look: Look, cost: CostModel, layout: str | None, before: Sequence[float]
+        self, schedule: Schedule, look: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
     ) -> None:
         self._schedule, self._layout = schedule, layout
         sequences = sum(look.tokens) / look.length
@@ -122,7 +124,7 @@ class PlannedFit:
         return self._cost.predict(schedule.shifted(0)).iteration_s
 
 
-def _speeds(cost: CostModel, schedule: Schedule, look: Look, before: Sequence[float]) -> list[float]:
+def _speeds(cost: CostModel, schedule: Schedule, look: Observation, before: Sequence[float]) -> list[float]:
     """Time that the model expects a rank to compute, over what it did; as before for a rank without work."""
     work = cost.workload
     tokens = schedule.tokens(work.seq_len)

@@ -6,7 +6,7 @@ from collections import deque
 from math import log, sqrt
 from statistics import median
 
-__all__ = ["Pace"]
+__all__ = ["UnitCost"]
 
 LEAST_ERROR = 0.003  # relative; few steps can agree by chance
 _KEPT_CHANGES = 64
@@ -14,7 +14,7 @@ _SPREAD_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation,
 _ERROR_OF_MEDIAN = 1.2533  # its standard error over that of the mean
 
 
-class Pace:
+class UnitCost:
     """Seconds per unit of one kind of work on one rank.
 
     The spread is taken from the differences of successive steps, over many of them. Hence a change of speed, however

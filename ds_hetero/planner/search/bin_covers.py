@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ds_hetero.arrays import Floats, Ints
 
 __all__ = ["best_levels", "cover"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MAX_PATTERNS = 20_000
 THRIFT = (0.05, 0.0, 0.5)

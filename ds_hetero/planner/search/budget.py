@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from ds_hetero.cost.grouping import Grouping
 
-__all__ = ["Effort"]
+__all__ = ["EvaluationBudget"]
 
 CALL_S = 5e-4
 RANK_S = 3e-7
 PAIR_S = 1.2e-8
-SMALL = 5  # ranks up to which all partitions are tried
-FEW = 8  # ranks up to which so many starts are refined that what one descent misses another one finds
+EXHAUSTIVE_RANKS = 5  # ranks up to which all partitions are tried
+THOROUGH_RANKS = 8  # ranks up to which so many starts are refined that what one descent misses another one finds
 
 
 @dataclass(slots=True)
-class Effort:
+class EvaluationBudget:
     """Evaluations that may still be made.
 
     Args:
@@ -30,15 +30,15 @@ class Effort:
     left_s: float
 
     @classmethod
-    def for_ranks(cls, num_ranks: int) -> Effort:
+    def for_ranks(cls, num_ranks: int) -> EvaluationBudget:
         """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; more for few, which are searched widely."""
-        if num_ranks <= FEW:
-            return cls(0.4 if num_ranks <= SMALL else 0.7)
+        if num_ranks <= THOROUGH_RANKS:
+            return cls(0.4 if num_ranks <= EXHAUSTIVE_RANKS else 0.7)
         return cls(0.3 * (num_ranks / 128) ** (0.33 if num_ranks < 128 else 0.85))
 
-    def split(self, parts: int) -> Effort:
+    def split(self, parts: int) -> EvaluationBudget:
         """An equal part of what is left, taken out."""
-        part = Effort(max(self.left_s, 0.0) / parts)
+        part = EvaluationBudget(max(self.left_s, 0.0) / parts)
         self.left_s -= part.left_s
         return part
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Bools, Floats, Ints
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.planner.search.budget import SMALL, Effort
+from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
 from ds_hetero.planner.search.partitions import M1, active_sets, groupings, with_idle
 from ds_hetero.planner.search.problem import Assignment, Problem
@@ -18,16 +18,14 @@ from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
 
 __all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+Mask = Bools
 
 EXPONENTS = (1.0, 0.5, 0.0)  # heads in proportion to this power of speed: slow links favour equal ones
 M1_IDLE = 12  # partitions tried where some ranks stay idle
-ONE_PARTITION = 0.2  # share of the remaining effort that one partition may take
+ONE_PARTITION = 0.2  # share of the remaining budget that one partition may take
 
 
-def starts(problem: Problem, effort: Effort) -> list[Assignment]:
+def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
     """Assignments of all partitions of stage I, for every set of working ranks that could still win.
 
     Fewer working ranks need at least the balanced time over their own speeds, which rules most sets out where links are
@@ -36,39 +34,41 @@ def starts(problem: Problem, effort: Effort) -> list[Assignment]:
     found: list[Assignment] = []
     least = np.inf
     all_ranks, *some_ranks = active_sets(problem)
-    idle_effort = Effort(effort.left_s / 3)
+    idle_budget = EvaluationBudget(budget.left_s / 3)
     for active in (all_ranks, *some_ranks):
         if problem.bound_s(active) >= least:
             continue
         idle = not active.all()
-        for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > SMALL else M1):
+        for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1):
             groups = with_idle(problem, groups, active)
-            assignment = best_assignment(problem, groups, active, idle_effort if idle else effort)
+            assignment = best_assignment(problem, groups, active, idle_budget if idle else budget)
             if assignment is not None:
                 found.append(assignment)
                 least = min(least, assignment.time_s)
     return found
 
 
-def best_assignment(problem: Problem, groups: Sequence[Ints], active: Mask, effort: Effort) -> Assignment | None:
+def best_assignment(
+    problem: Problem, groups: Sequence[Ints], active: Mask, budget: EvaluationBudget
+) -> Assignment | None:
     """Heads and tokens of one partition by closed forms, the best by the cost model.
 
-    None where a group has no working rank, nothing fits into memory, or the effort is used up.
+    None where a group has no working rank, nothing fits into memory, or the budget is used up.
     """
     if not all(active[group].any() for group in groups):
         return None
-    few = problem.num_ranks <= SMALL
+    few = problem.num_ranks <= EXHAUSTIVE_RANKS
     best: Assignment | None = None
     for order in (groups, *ring_orders(problem, groups, thorough=True)) if few else (groups,):
         grouping = problem.grouping(order)
         options = list(_closed_forms(problem, grouping, order, active, EXPONENTS if few else EXPONENTS[:1]))
-        options = options[: effort.rows(grouping, len(options), ONE_PARTITION)]
+        options = options[: budget.rows(grouping, len(options), ONE_PARTITION)]
         best = problem.best(grouping, options, best.time_s if best else np.inf) or best
         if best is None and options:
             ends = (options[0], options[-1])
             fitted = [(fit_memory(problem.cost, grouping, tokens, heads), heads) for tokens, heads in ends]
             best = problem.best(grouping, [(tokens, heads) for tokens, heads in fitted if tokens is not None])
-    return best if few or best is None else best_order(problem, best, effort, thorough=False)
+    return best if few or best is None else best_order(problem, best, budget, thorough=False)
 
 
 def _closed_forms(
@@ -86,12 +86,12 @@ def _closed_forms(
                 yield fill_ranks(share_K, grouping.group_of, heads_D.astype(float)) * problem.seq_len, heads_D
 
 
-def best_order(problem: Problem, start: Assignment, effort: Effort, *, thorough: bool) -> Assignment:
+def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *, thorough: bool) -> Assignment:
     """The same assignment in the best of a few ring orders."""
     best = start
     for groups in ring_orders(problem, start.groups, thorough):
         grouping = problem.grouping(groups)
-        if effort.rows(grouping, 1):
+        if budget.rows(grouping, 1):
             best = problem.best(grouping, [(start.tokens, start.heads)], best.time_s * (1 - 1e-9)) or best
     return best
 

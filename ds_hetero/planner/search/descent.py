@@ -15,17 +15,15 @@ from collections.abc import Sequence
 from itertools import permutations, product
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Bools, Floats, Ints
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.planner.search.budget import Effort
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import Assignment, Problem
 
 __all__ = ["IMAX", "STEPS", "descend", "round_to_units"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Masks = NDArray[np.bool_]
+Masks = Bools
 
 IMAX = 100  # rounds, HexiSeq's value
 STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
@@ -34,17 +32,17 @@ MAX_SETS, FEW_SETS = 32, 16  # finer labels than this do not become sets; the se
 FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MIN_GAIN = 1e-6  # relative; less is rounding
 MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
-ONE_ROUND = 0.25  # share of the remaining effort that one batch of proposals may take
+ONE_ROUND = 0.25  # share of the remaining budget that one batch of proposals may take
 MAX_TABLE = 4_000_000  # numbers in one batch of proposals
 
 
-def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], effort: Effort) -> Assignment:
+def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], budget: EvaluationBudget) -> Assignment:
     """The local optimum reached from ``start`` in at most `IMAX` rounds with moves of ever smaller size."""
     grouping = problem.grouping(start.groups)
     best = start
     step = 0
     for _ in range(IMAX):
-        moved = _best_move(problem, grouping, best, steps[step], effort)
+        moved = _best_move(problem, grouping, best, steps[step], budget)
         if moved is not None:
             best = moved
         elif step + 1 < len(steps):
@@ -54,26 +52,30 @@ def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], effor
     return best
 
 
-def _best_move(problem: Problem, grouping: Grouping, at: Assignment, step: float, effort: Effort) -> Assignment | None:
+def _best_move(
+    problem: Problem, grouping: Grouping, at: Assignment, step: float, budget: EvaluationBudget
+) -> Assignment | None:
     tokens_XD, heads_XD = _proposals(problem, grouping, at, step)
-    allowed = effort.rows(grouping, len(tokens_XD), ONE_ROUND)
+    allowed = budget.rows(grouping, len(tokens_XD), ONE_ROUND)
     size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
     best = at
     for first in range(0, allowed, size):
         rows = slice(first, min(first + size, allowed))
         below_s = best.time_s * (1 - MIN_GAIN)
         best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
-    return None if best is at else _further(problem, grouping, at, best, effort)
+    return None if best is at else _further(problem, grouping, at, best, budget)
 
 
-def _further(problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment, effort: Effort) -> Assignment:
+def _further(
+    problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment, budget: EvaluationBudget
+) -> Assignment:
     """Go on in the direction of a move of tokens alone, as far as that pays."""
     if (moved.heads != at.heads).any():
         return moved
     ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
     tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
     tokens_XD = problem.round(_filled(tokens_XD, moved.tokens, problem.seq_len))
-    tokens_XD = tokens_XD[: effort.rows(grouping, len(tokens_XD))]
+    tokens_XD = tokens_XD[: budget.rows(grouping, len(tokens_XD))]
     heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
 

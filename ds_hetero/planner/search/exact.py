@@ -16,16 +16,14 @@ from itertools import combinations, permutations
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.search.partitions import distinct_partitions
 from ds_hetero.planner.search.problem import Assignment, Problem
 
 __all__ = ["MAX_RANKS", "Exact", "compositions", "solve_exact"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MAX_RANKS = 8
 MAX_SPLITS = 2_000_000  # of the tokens, and of the heads of one partition

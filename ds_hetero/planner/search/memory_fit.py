@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.workload import CostModel
@@ -19,8 +19,6 @@ from ds_hetero.planner.search.shares import apportion
 
 __all__ = ["fit_memory", "longest_sequence"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ROUNDS = 30
 MARGIN = 0.999  # of the room, so that rounding to whole tokens still fits

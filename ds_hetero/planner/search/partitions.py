@@ -15,17 +15,16 @@ from itertools import product
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Bools, Ints
 from ds_hetero.planner.search.bin_covers import best_levels
-from ds_hetero.planner.search.budget import SMALL
+from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS
 from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["M1", "active_sets", "distinct_partitions", "groupings", "neighbours", "with_idle"]
 
 T = TypeVar("T")
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+Mask = Bools
 
 M1 = 64  # partitions kept by stage I, HexiSeq's value
 
@@ -45,7 +44,7 @@ def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     node = problem.node[ranks]
     yield [ranks]
     yield list(ranks[:, None])
-    if len(ranks) <= SMALL:
+    if len(ranks) <= EXHAUSTIVE_RANKS:
         yield from distinct_partitions(problem, ranks)
         return
     yield from _meshes(problem, ranks)
@@ -171,7 +170,7 @@ def active_sets(problem: Problem) -> list[Mask]:
     by_power = np.lexsort((np.arange(num_nodes), -power))
     few = range(num_nodes) if num_nodes <= 8 else []
     sets += [problem.node == n for n in few] + [problem.node != n for n in few]
-    if problem.num_ranks <= SMALL:
+    if problem.num_ranks <= EXHAUSTIVE_RANKS:
         sets += _distinct_sets(problem)
     sizes = [n for n in _ladder(num_nodes - 1) if n >= 1]
     sets += [np.isin(problem.node, by_power[:size]) for size in sizes]

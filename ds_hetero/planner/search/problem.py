@@ -13,17 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Bools, Floats, Ints
 from ds_hetero.cluster.topology import Cluster, Node
 from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.workload import CostModel, Workload
 from ds_hetero.planner.search.shares import whole_shares
 
 __all__ = ["Assignment", "Problem", "canonical"]
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, Ints]:
@@ -188,7 +185,7 @@ class Problem:
         least_loss_s = self.seq_len / np.sum(1 / loss_s) if loss_s.all() else 0.0
         return float(self.cost.floor_s + least_loss_s / self.cost.model.num_layers)
 
-    def bound_s(self, active: NDArray[np.bool_]) -> float:
+    def bound_s(self, active: Bools) -> float:
         """Time of one block at perfect balance over some of the ranks."""
         ratios = [speed.sum() / speed[active].sum() for speed in (self.speed, self.token_speed)]
         return self.cost.bound_s * float(min(ratios))

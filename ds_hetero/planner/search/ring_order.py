@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ds_hetero.arrays import Floats, Ints
 from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["ring_orders"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 ALL_ORDERS = 5  # groups up to which every order is tried
 TOUR = 96  # groups up to which a tour is improved by 2-opt

@@ -1,11 +1,11 @@
 """The search: HexiSeq's three stages with its budgets, over the starts that a descent alone does not find.
 
-    stage I    partitions into groups                                 groupings.py, covering.py
-    stage II   heads by apportionment, tokens by closed forms         starts.py, shares.py
+    stage I    partitions into groups                                 partitions.py, bin_covers.py
+    stage II   heads by apportionment, tokens by closed forms         closed_forms.py, shares.py
     stage III  ring orders, caps against a slow all-to-all, descent   ring_order.py, descent.py
 
-Every evaluation is a call of the cost model, counted against an `Effort`; nothing looks at a clock, and ties go to the
-earlier candidate. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm 1.
+Every evaluation is a call of the cost model, counted against an `EvaluationBudget`. Nothing reads a clock, and ties go
+to the earlier candidate. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ds_hetero.planner.search.budget import FEW, SMALL, Effort
+from ds_hetero.arrays import Floats, Ints
+from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, THOROUGH_RANKS, EvaluationBudget
 from ds_hetero.planner.search.closed_forms import best_assignment, best_order, starts
 from ds_hetero.planner.search.descent import STEPS, descend, round_to_units
 from ds_hetero.planner.search.partitions import neighbours
@@ -25,42 +25,40 @@ from ds_hetero.planner.search.shares import cap_shares
 
 __all__ = ["search"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with.
 SLOWEST_START = 1.4
 STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
-FEW_RANKS_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
+THOROUGH_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
 
 
-def search(problem: Problem, effort: Effort | None = None) -> list[Assignment]:
+def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Assignment]:
     """The best assignments found, best first, one per partition of the working ranks; empty where nothing fits.
 
     Args:
         problem: what to minimize.
-        effort: how much may be evaluated; left out, what suits the number of ranks.
+        budget: how much may be evaluated; left out, what suits the number of ranks.
     """
-    effort = effort or Effort.for_ranks(problem.num_ranks)
-    stages = FEW_RANKS_STAGES if problem.num_ranks <= FEW else STAGES
-    best = _best(starts(problem, effort.split(3)), stages[0][0], SLOWEST_START)
+    budget = budget or EvaluationBudget.for_ranks(problem.num_ranks)
+    stages = THOROUGH_STAGES if problem.num_ranks <= THOROUGH_RANKS else STAGES
+    best = _best(starts(problem, budget.split(3)), stages[0][0], SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
-    refining = effort.split(6)
+    refining = budget.split(6)
     best = [_cap_all_to_all(problem, best_order(problem, start, refining, thorough=True), refining) for start in best]
     for left, (keep, slower, steps) in zip((3, 2, 1), stages, strict=True):
         best = _best(best, keep, slower)
-        stage = effort.split(left)
+        stage = budget.split(left)
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
         best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
-    best = [_reorder(problem, found, Effort.for_ranks(problem.num_ranks).split(M2)) for found in best]
-    if problem.coarse and problem.num_ranks <= SMALL:
+    best = [_reorder(problem, found, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for found in best]
+    if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
         best = _best([*best, *_from_whole_tokens(problem)], M2)
     return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
 
@@ -71,13 +69,13 @@ def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:
     for found in search(fine) if not fine.coarse else []:
         rounded = round_to_units(problem, found)
         if rounded is not None:
-            yield descend(problem, rounded, STEPS[3:], Effort.for_ranks(problem.num_ranks).split(M2))
+            yield descend(problem, rounded, STEPS[3:], EvaluationBudget.for_ranks(problem.num_ranks).split(M2))
 
 
-def _reorder(problem: Problem, found: Assignment, effort: Effort) -> Assignment:
+def _reorder(problem: Problem, found: Assignment, budget: EvaluationBudget) -> Assignment:
     """Another ring order where that has become better since stage II, and a descent from there."""
-    ordered = best_order(problem, found, effort, thorough=True)
-    return found if ordered is found else descend(problem, ordered, STEPS[2:], effort)
+    ordered = best_order(problem, found, budget, thorough=True)
+    return found if ordered is found else descend(problem, ordered, STEPS[2:], budget)
 
 
 def _trade(problem: Problem, found: Assignment) -> Assignment:
@@ -129,7 +127,7 @@ def _best(found: Iterable[Assignment], keep: int, slower: float = np.inf) -> lis
 # --- a slow all-to-all --------------------------------------------------------------------------------
 
 
-def _cap_all_to_all(problem: Problem, start: Assignment, effort: Effort) -> Assignment:
+def _cap_all_to_all(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Try to shorten the all-to-all: bound what a rank sends, and let ranks on faster links carry its tokens."""
     grouping = problem.grouping(start.groups)
     if grouping.sizes.max() < 2:
@@ -145,7 +143,7 @@ def _cap_all_to_all(problem: Problem, start: Assignment, effort: Effort) -> Assi
         if capped is None:
             break
         options.append((capped * problem.seq_len, start.heads))
-    return problem.best(grouping, options[: effort.rows(grouping, len(options))], start.time_s) or start
+    return problem.best(grouping, options[: budget.rows(grouping, len(options))], start.time_s) or start
 
 
 def _send_seconds(problem: Problem, groups: Sequence[Ints], heads: Ints) -> Floats:
@@ -162,14 +160,14 @@ def _send_seconds(problem: Problem, groups: Sequence[Ints], heads: Ints) -> Floa
 # --- other partitions ---------------------------------------------------------------------------------
 
 
-def _regroup(problem: Problem, start: Assignment, effort: Effort) -> Assignment:
+def _regroup(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Descent over partitions: the best neighbour with its own closed forms, as long as that gets better."""
     best = start
     for _ in range(REGROUP_ROUNDS):
         active = best.tokens > 0
-        found = [best_assignment(problem, groups, active, effort) for groups in neighbours(problem, best.groups)]
+        found = [best_assignment(problem, groups, active, budget) for groups in neighbours(problem, best.groups)]
         near = _best((f for f in found if f is not None), 2, 1.1)
-        near = [descend(problem, f, STEPS[1:3], effort.split(4)) for f in near]
+        near = [descend(problem, f, STEPS[1:3], budget.split(4)) for f in near]
         option = min(near, key=lambda f: f.time_s, default=best)
         if option.time_s >= best.time_s * (1 - 1e-6):
             break

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ds_hetero.arrays import Floats, Ints
 
 __all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "triangle_fill", "two_speed_fill", "whole_shares"]
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @lru_cache(maxsize=65536)
