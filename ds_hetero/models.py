@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_hetero.errors import ModelError
 
-__all__ = ["ModelSpec", "load_model", "model_from_config", "model_names"]
+__all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names"]
 
 MODELS = Path(__file__).resolve().parent / "configs" / "models"
 
@@ -81,6 +81,42 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All weights."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSlice:
+    """Consecutive layers of a model, and what of its ends comes with them.
+
+    Args:
+        model: the whole.
+        layers: decoder layers.
+        has_embedding: the slice begins with the first layer, so it holds the embedding.
+        has_head: the slice ends with the last layer, so it holds the last norm and the head.
+    """
+
+    model: ModelSpec
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec, start: int, stop: int) -> ModelSlice:
+        """Return the slice of decoder layers ``[start, stop)``."""
+        return cls(model, stop - start, start == 0, stop == model.num_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights; a tied embedding counts where the slice holds either end, once if it holds both."""
+        table = self.model.vocab_size * self.model.hidden_size
+        tables = self.has_embedding + self.has_head
+        if self.model.tied_embeddings:
+            tables = min(tables, 1)
+        return self.layers * self.model.layer_parameters + tables * table + self.has_head * self.model.hidden_size
+
+    def matmul_flops(self, tokens: int) -> int:
+        """Forward operations of all products with weights, the head included, for ``tokens`` tokens."""
+        head = self.has_head * self.model.vocab_size * self.model.hidden_size
+        return 2 * tokens * (self.layers * self.model.active_layer_parameters + head)
 
 
 def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:

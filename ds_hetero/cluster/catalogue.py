@@ -81,6 +81,34 @@ _ROWS: tuple[tuple[str, float, float, float, str, float, Efficiency, str], ...] 
     ("CPU", 0.1, 4, 10, "shared memory", 5, Efficiency(), "placeholder for one core; run ds-hetero profile"),
 )  # fmt: skip
 
+# Board power under load in watts: TDP, or "max. power", of the same datasheets.
+_WATTS: dict[str, float] = {
+    "B300-SXM-288GB": 1400,
+    "B200-SXM-180GB": 1000,
+    "H200-SXM-141GB": 700,
+    "H100-SXM-80GB": 700,
+    "H100-NVL-94GB": 400,
+    "H100-PCIe-80GB": 350,
+    "H800-SXM-80GB": 700,
+    "A100-SXM-80GB": 400,
+    "A100-SXM-40GB": 400,
+    "A100-PCIe-80GB": 300,
+    "A100-PCIe-40GB": 250,
+    "A800-SXM-80GB": 400,
+    "A800-PCIe-80GB": 300,
+    "L40S": 350,
+    "L40": 300,
+    "L4": 72,
+    "A10": 150,
+    "V100-SXM-32GB": 300,
+    "V100-SXM-16GB": 300,
+    "T4": 70,
+    "RTX-4090": 450,
+    "RTX-3090": 350,
+    "RTX-3080Ti": 350,
+    "MI300X": 750,
+}
+
 
 def _entry(
     name: str, tflops: float, gib: float, gb_per_s: float, link: str, link_gb_per_s: float, eff: Efficiency, source: str
@@ -93,6 +121,7 @@ def _entry(
         reserved_bytes=0 if name == "CPU" else int(1.5 * GIB),
         source=source,
         efficiency=eff,
+        watts=_WATTS.get(name),
     )
     return CatalogueEntry(device, link, link_gb_per_s * 1e9)
 

@@ -48,6 +48,9 @@ class DeviceSpec:
         reserved_bytes: part of the memory that no tensor gets: the driver's context and communication buffers.
         source: where the numbers come from.
         efficiency: achieved shares of the peaks.
+        watts: power under load; None if not known.
+        idle_watts: power while it waits; None for a quarter of ``watts``.
+        price_per_hour: money for one hour, in any one currency; None if not known.
     """
 
     name: str
@@ -57,3 +60,6 @@ class DeviceSpec:
     reserved_bytes: int = 0
     source: str = "given by the user"
     efficiency: Efficiency = field(default_factory=Efficiency)
+    watts: float | None = None
+    idle_watts: float | None = None
+    price_per_hour: float | None = None

@@ -17,6 +17,7 @@ links:   [{between: [h100, mixed], bandwidth_gb_per_s: 1.25, latency_us: 50}]   
 devices:                                                # optional: new devices, or measured values of known ones
   my-gpu: {peak_tflops: 120, memory_gib: 24, memory_bandwidth_gb_per_s: 900}
   H100-SXM-80GB: {efficiency: {matmul: 0.68}}           # the rest stays as in the catalogue
+  L40S: {price_per_hour: 0.9, watts: 350, idle_watts: 35}   # for the objectives cost and energy
 profile: {...}                                          # optional: raw measurements, written by ds-hetero profile
 ```
 
@@ -54,7 +55,11 @@ _DEVICE_KEYS = {
     "memory_gib": ("memory_bytes", GIB),
     "memory_bandwidth_gb_per_s": ("memory_bytes_per_s", GB),
     "reserved_gib": ("reserved_bytes", GIB),
+    "watts": ("watts", 1.0),
+    "idle_watts": ("idle_watts", 1.0),
+    "price_per_hour": ("price_per_hour", 1.0),
 }
+_MAY_BE_ZERO = {"reserved_gib", "idle_watts", "price_per_hour"}
 _LINK_KEYS = {
     "bandwidth_gb_per_s",
     "latency_us",
@@ -180,7 +185,7 @@ def _devices(data: Mapping[str, Any]) -> dict[str, DeviceSpec]:
         required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
         _expect(where, entry, required=required, allowed={*_DEVICE_KEYS, "efficiency", "source"})
         values: dict[str, Any] = {
-            field: _number(f"{where}.{key}", entry[key], zero_ok=key == "reserved_gib") * unit
+            field: _number(f"{where}.{key}", entry[key], zero_ok=key in _MAY_BE_ZERO) * unit
             for key, (field, unit) in _DEVICE_KEYS.items()
             if key in entry
         }
@@ -365,6 +370,7 @@ def _link_to_dict(link: Link) -> dict[str, float]:
 
 
 def _device_to_dict(device: DeviceSpec) -> dict[str, Any]:
-    numbers = {key: getattr(device, field) / unit for key, (field, unit) in _DEVICE_KEYS.items()}
+    values = {key: (getattr(device, field), unit) for key, (field, unit) in _DEVICE_KEYS.items()}
+    numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
     efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
     return {**numbers, "source": device.source, "efficiency": efficiency}

@@ -9,6 +9,7 @@ Ranks are numbered in the order of the nodes. SI base units; the unit is in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -197,21 +198,29 @@ class Cluster:
         return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]
 
     def part(self, first: int, stop: int) -> Cluster:
-        """The cluster of ranks ``first`` to ``stop - 1``, which are numbered from 0 there.
+        """The cluster of ranks ``first`` to ``stop - 1``, which are numbered from 0 there; see `subset`."""
+        return self.subset(range(first, stop))
+
+    def subset(self, ranks: Iterable[int]) -> Cluster:
+        """Return the cluster of these ranks, which are numbered from 0 there, in ascending order.
 
         Of a node with ranks outside they get their share of what its ranks have in common.
+
+        Args:
+            ranks: of this cluster, at least one.
         """
+        chosen = np.array(sorted(set(ranks)), dtype=np.int64)
+        node_of_chosen = self.node_of_rank[chosen]
         nodes: dict[int, Node] = {}
-        for index, node in enumerate(self.nodes):
-            inside = np.flatnonzero(self.node_of_rank[first:stop] == index) + first
-            if len(inside):
-                share = len(inside) / len(node.devices)
-                nodes[index] = replace(
-                    node,
-                    devices=tuple(self.devices[rank] for rank in inside),
-                    nic_bytes_per_s=node.nic_bytes_per_s and node.nic_bytes_per_s * share,
-                    switch_bytes_per_s=node.switch_bytes_per_s and node.switch_bytes_per_s * share,
-                )
+        for index in np.unique(node_of_chosen).tolist():
+            node, inside = self.nodes[index], chosen[node_of_chosen == index]
+            share = len(inside) / len(node.devices)
+            nodes[index] = replace(
+                node,
+                devices=tuple(self.devices[rank] for rank in inside),
+                nic_bytes_per_s=node.nic_bytes_per_s and node.nic_bytes_per_s * share,
+                switch_bytes_per_s=node.switch_bytes_per_s and node.switch_bytes_per_s * share,
+            )
         place = {index: i for i, index in enumerate(nodes)}
         links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
         return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)

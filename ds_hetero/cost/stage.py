@@ -1,0 +1,240 @@
+"""Stages of pipelines as the search of plans sees them: blocks of devices, and what a cost model says of one.
+
+A *block* is devices of one kind on one node that work on one stage. What a stage takes is linear in its layers, which
+are all alike, so one `StageOption` of a block serves every number of layers: its time per layer, what comes on top
+where it holds the embedding or the head, and the terms of its memory.
+
+A cost model of stages has the methods of `StageCosts`. There are two: `ds_hetero.cost.hexiscale` to the letter of
+HexiScale (arXiv:2409.01143), and `ds_hetero.cost.calibrated_stage` for what the runtime does.
+
+Dimension key: C candidates, S stages. SI base units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.models import ModelSpec
+
+__all__ = ["Block", "DeviceKind", "PlacedPipeline", "Pool", "Pools", "StageCosts", "StageOption"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """Devices that are one problem for a planner: the same device behind the same links.
+
+    Args:
+        device: what computes.
+        link: between two of them on one node.
+        nic_bytes_per_s: what all devices of their node share towards other nodes; None if each has a port.
+        switch_bytes_per_s: what all devices of their node share inside it; None if pairs do not disturb each other.
+    """
+
+    device: DeviceSpec
+    link: Link
+    nic_bytes_per_s: float | None
+    switch_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Devices of one kind on one node.
+
+    Args:
+        kind: index into `Pools.kinds`.
+        node: index into `Cluster.nodes`.
+        ranks: ascending.
+    """
+
+    kind: int
+    node: int
+    ranks: tuple[int, ...]
+
+
+class Pools:
+    """The devices of a cluster by node and kind.
+
+    Args:
+        cluster: whose devices they are.
+
+    Attributes:
+        kinds: distinct kinds, in order of first use.
+        pools: nodes in order, and on one node kinds in order of their first rank.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        numbers: dict[DeviceKind, int] = {}
+        pools: dict[tuple[int, int], list[int]] = {}
+        for rank, device in enumerate(cluster.devices):
+            index = int(cluster.node_of_rank[rank])
+            node = cluster.nodes[index]
+            kind = DeviceKind(device, node.link, node.nic_bytes_per_s, node.switch_bytes_per_s)
+            pools.setdefault((index, numbers.setdefault(kind, len(numbers))), []).append(rank)
+        self.cluster = cluster
+        self.kinds: tuple[DeviceKind, ...] = tuple(numbers)
+        self.pools = tuple(Pool(kind, node, tuple(ranks)) for (node, kind), ranks in pools.items())
+
+    @cached_property
+    def largest(self) -> tuple[Pool, ...]:
+        """The largest pool of every kind; the first one among equals."""
+        of_kind = [[pool for pool in self.pools if pool.kind == kind] for kind in range(len(self.kinds))]
+        return tuple(max(pools, key=lambda pool: len(pool.ranks)) for pools in of_kind)
+
+
+class Block(NamedTuple):
+    """Devices of one pool that work on one stage.
+
+    Args:
+        kind: index into `StageCosts.kinds`.
+        node: index into `Cluster.nodes`.
+        size: devices.
+        inner: how they share the work, one of `ds_hetero.plan.INNER`.
+    """
+
+    kind: int
+    node: int
+    size: int
+    inner: str
+
+
+class PlacedPipeline(NamedTuple):
+    """A pipeline with its layers and batches.
+
+    Args:
+        blocks: of its stages, first to last.
+        layers: of every stage.
+        micro_batch_size: samples of a micro-batch.
+        micro_batches: per optimizer step.
+    """
+
+    blocks: tuple[Block, ...]
+    layers: tuple[int, ...]
+    micro_batch_size: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOption:
+    """What a block takes for one micro-batch, linear in the layers of its stage.
+
+    Args:
+        forward_s: per layer.
+        backward_s: per layer, recomputation included.
+        first_s: forward and backward of what a stage with the embedding computes on top.
+        last_s: forward and backward of what a stage with the head computes on top.
+        capacity_bytes: memory of its smallest device.
+        layer_bytes: model states per layer on one device.
+        kept_bytes: activations per layer of one micro-batch in flight.
+        fixed_bytes: working set, whatever the layers.
+        first_bytes: what a device with the embedding holds on top.
+        last_bytes: what a device with the head holds on top.
+    """
+
+    forward_s: float
+    backward_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    capacity_bytes: float
+    layer_bytes: float
+    kept_bytes: float
+    fixed_bytes: float = 0.0
+    first_bytes: float = 0.0
+    last_bytes: float = 0.0
+
+    @property
+    def layer_s(self) -> float:
+        """Forward and backward of one layer."""
+        return self.forward_s + self.backward_s
+
+    def extra_s(self, first: bool, last: bool) -> float:
+        """Forward and backward of embedding and head, as far as the stage holds them."""
+        return first * self.first_s + last * self.last_s
+
+    def memory_bytes(self, layers: int, first: bool, last: bool, in_flight: int) -> float:
+        """Peak memory of one device of a stage.
+
+        Args:
+            layers: of the stage.
+            first: it holds the embedding.
+            last: it holds the head.
+            in_flight: micro-batches whose activations it keeps.
+        """
+        fixed = self.fixed_bytes + first * self.first_bytes + last * self.last_bytes
+        return fixed + layers * (self.layer_bytes + in_flight * self.kept_bytes)
+
+    def max_layers(self, first: bool, last: bool, in_flight: int) -> int:
+        """Layers that fit into memory; 0 if none does. The arguments are those of `memory_bytes`."""
+        free = self.capacity_bytes - self.memory_bytes(0, first, last, in_flight)
+        return max(0, int(free / (self.layer_bytes + in_flight * self.kept_bytes)))
+
+
+class StageCosts(Protocol):
+    """A cost model of stages and pipelines, bound to a cluster, a model and a length of sequences.
+
+    The search keeps what `stage`, `hop_s` and `pipeline_times` return by their arguments.
+    """
+
+    name: str
+    cluster: Cluster
+    model: ModelSpec
+    seq_len: int
+    pools: Pools
+    hop_in_step: bool  # a stage and its hop follow one another, so both bound the pipeline's period together
+
+    def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """What a block of a kind takes; None if it cannot run a stage at all.
+
+        Args:
+            kind: of its devices.
+            size: devices.
+            inner: how they share the work.
+            micro_batch_size: samples.
+            pipelines: of the plan, which share the optimizer state.
+        """
+
+    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+        """One hop of activations between neighbouring stages (published: both directions, as its Eq. 8 prints them).
+
+        Args:
+            link: index into `Cluster.link_classes`.
+            source: the earlier stage.
+            target: the later stage.
+            micro_batch_size: samples.
+        """
+
+    def kept_in_flight(self, stage: int, stages: int) -> int:
+        """Micro-batches whose activations count in the memory of a stage."""
+
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
+        """Fill and period of pipelines that take ``fill + (m - 1) period`` for m micro-batches, each ``[C]``.
+
+        Args:
+            forward_s: of every stage, ``[C, S]``.
+            backward_s: of every stage, ``[C, S]``.
+            hop_s: between neighbours, ``[S - 1]``.
+        """
+
+    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
+        """The last word on one pipeline: its time for all micro-batches, without a closed form's simplification."""
+
+    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+        """Synchronization of gradients and parameters over the pipelines, and the optimizer's step."""
+
+    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
+        """An optimizer step.
+
+        Args:
+            pipelines_s: the slowest pipeline.
+            gradients_s: see `gradients_s`.
+            overlap_s: backward of one micro-batch on the first stage of the pipeline that ends last.
+        """
