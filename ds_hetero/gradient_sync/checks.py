@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import Shard, local_tensor
-from ds_hetero.runtime.collectives import all_gather_bytes
+from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["agree", "replicas_of", "token_weights"]
 
@@ -46,74 +45,75 @@ def agree(
     settings: object,
     group: ProcessGroup,
 ) -> dict[str, torch.dtype]:
-    """Check this rank's parameters, compare what must be the same on every rank; the dtype of every parameter.
+    """Check this rank's parameters and compare what must be the same on every rank.
 
     Args:
-        parameters: of this rank.
-        shards: of this rank, by name.
+        parameters: this rank's, by name.
+        shards: what this rank holds by its layouts, by name.
         layouts: of all parameters.
         settings: whatever else must be the same, compared by its ``repr``.
         group: all ranks.
 
-    Caller: every rank of ``group``, and on to the collectives whatever this rank found.
-    Collectives: two all_gathers.
+    Returns:
+        The dtype of every parameter, by name.
+
+    Caller: every rank of ``group``.
+    Collectives: one `on_all_ranks`.
 
     Raises:
         SyncError: on every rank, the same.
     """
-    told = {
-        "problem": _problem(parameters, shards, layouts, dist.get_rank(), dist.get_world_size(group)),
-        "dtypes": {name: str(parameters[name].dtype) for name in shards if name in parameters},
-    }
-    text = repr((list(layouts.items()), settings))
-    fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    rows, texts = all_gather_bytes([fingerprint], json.dumps(told).encode(), group)
-    everybody = [json.loads(text) for text in texts]
-    problems = dict.fromkeys(told["problem"] for told in everybody if told["problem"])
-    if problems:
-        raise SyncError("; ".join(problems))
-    if len({row[0] for row in rows}) > 1:
+    arguments = repr((list(layouts.items()), settings))
+    fingerprint = hashlib.sha256(arguments.encode()).hexdigest()[:8]
+
+    def examine() -> tuple[str, dict[str, torch.dtype]]:
+        _expect_valid(parameters, shards, layouts, dist.get_rank(), dist.get_world_size(group))
+        return fingerprint, {name: parameters[name].dtype for name in shards}
+
+    by_rank = on_all_ranks(examine, group)
+    fingerprints = [fingerprint for fingerprint, _ in by_rank]
+    if len(set(fingerprints)) > 1:
         raise SyncError(
             "layouts, their order or other arguments of AsymmetricGradientSync differ between ranks: fingerprints by "
-            f"rank are {[f'{row[0] & 0xFFFFFFFF:08x}' for row in rows]}. Make them from the same data on every rank."
+            f"rank are {fingerprints}. Make them from the same data on every rank."
         )
-    dtypes: dict[str, str] = {}
-    for rank, told in enumerate(everybody):
-        for name, dtype in told["dtypes"].items():
+    dtypes: dict[str, torch.dtype] = {}
+    for rank, (_, dtypes_of_rank) in enumerate(by_rank):
+        for name, dtype in dtypes_of_rank.items():
             if dtypes.setdefault(name, dtype) != dtype:
                 raise SyncError(f"{name} is {dtype} on rank {rank}, but {dtypes[name]} on a rank before it.")
-    return {name: getattr(torch, dtype.removeprefix("torch.")) for name, dtype in dtypes.items()}
+    return dtypes
 
 
-def _problem(
+def _expect_valid(
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, Shard],
     layouts: Mapping[str, ParameterLayout],
     rank: int,
     world_size: int,
-) -> str | None:
-    """What this rank can know to be wrong."""
-    try:
-        replicas_of(layouts)
-    except SyncError as error:
-        return str(error)
+) -> None:
+    """Check what this rank can know alone.
+
+    Raises:
+        SyncError: layouts contradict one another, or this rank's parameters are not those of its shards.
+    """
+    replicas_of(layouts)
     for name, layout in layouts.items():
         owners = [] if layout.owners is None else [layout.owners]
         outside = [r for cut in (*layout.cuts, *owners) for r in cut.ranks if not 0 <= r < world_size]
         if outside:
-            return f"the layout of {name} has ranks {outside}, but the job has ranks 0 to {world_size - 1}."
+            raise SyncError(f"the layout of {name} has ranks {outside}, but the job has ranks 0 to {world_size - 1}.")
     for name, shard in shards.items():
         by_layout = f"by its layout rank {rank} holds {list(shard.shape)} of {name}, but "
         if name not in parameters:
-            return f"{by_layout}it was given no such parameter."
+            raise SyncError(f"{by_layout}it was given no such parameter.")
         held = local_tensor(parameters[name])
         if tuple(held.shape) != shard.shape:
-            return f"{by_layout}its parameter is {list(held.shape)}."
+            raise SyncError(f"{by_layout}its parameter is {list(held.shape)}.")
         if not parameters[name].requires_grad:
-            return f"{name} takes no gradient on rank {rank}. Leave frozen parameters out of the layouts."
+            raise SyncError(f"{name} takes no gradient on rank {rank}. Leave frozen parameters out of the layouts.")
         if shard.is_flat and not held.is_contiguous():
-            return f"{by_layout}these elements do not lie end to end."
-    return None
+            raise SyncError(f"{by_layout}these elements do not lie end to end.")
 
 
 def token_weights(by_rank: Sequence[int], replicas: Sequence[Sequence[int]]) -> dict[int, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.runtime.collectives import all_gather_bytes
+from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["tensor_parallel_layouts"]
 
@@ -39,7 +38,7 @@ def tensor_parallel_layouts(
         By name, in the order of the parameters; the same on every rank.
 
     Caller: every rank of ``group``.
-    Collectives: two all_gathers.
+    Collectives: one `on_all_ranks`.
 
     Raises:
         SyncError: on every rank, for a mesh of several dimensions, a partial sum as a parameter, a parameter that is
@@ -47,55 +46,73 @@ def tensor_parallel_layouts(
     """
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialized"
-    told = {
-        "replica": sorted(replica),
-        "held": {name: _describe(parameter) for name, parameter in parameters.items() if parameter.requires_grad},
-    }
-    _, texts = all_gather_bytes([], json.dumps(told).encode(), group)
-    ranks = dist.get_process_group_ranks(group)
-    everybody = dict(zip(ranks, map(json.loads, texts), strict=True))
-    replicas = sorted({tuple(told["replica"]) for told in everybody.values()})
-    misplaced = [rank for rank, told in everybody.items() if rank not in told["replica"]]
-    if misplaced or sorted(rank for members in replicas for rank in members) != sorted(ranks):
+
+    def describe() -> tuple[tuple[int, ...], dict[str, _HeldPart]]:
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        return tuple(sorted(replica)), {name: _held_part(name, parameter) for name, parameter in trained.items()}
+
+    by_rank = dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
+    replicas = sorted({members for members, _ in by_rank.values()})
+    misplaced = [rank for rank, (members, _) in by_rank.items() if rank not in members]
+    if misplaced or sorted(rank for members in replicas for rank in members) != sorted(by_rank):
         raise SyncError(f"every rank belongs to one replica and names all its ranks, got replicas {replicas}.")
-    names = dict.fromkeys(name for told in everybody.values() for name in told["held"])
+    names = dict.fromkeys(name for _, parts in by_rank.values() for name in parts)
     return {
-        name: _layout(name, replicas, {r: told["held"].get(name) for r, told in everybody.items()}) for name in names
+        name: _layout(name, replicas, {rank: parts[name] for rank, (_, parts) in by_rank.items() if name in parts})
+        for name in names
     }
 
 
-def _describe(parameter: nn.Parameter) -> dict[str, Any]:
-    """Shape of the whole; for a shard its dimension, its place among the shards and its size."""
-    described: dict[str, Any] = {"shape": list(parameter.shape)}
+class _HeldPart(NamedTuple):
+    """What a rank holds of a parameter.
+
+    Args:
+        shape: of the whole parameter.
+        dim: the dimension that is cut; None where the rank holds all of it.
+        place: of the rank's shard among the shards.
+        size: of the rank's shard, in units of ``dim``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    place: int = 0
+    size: int = 0
+
+
+def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:
+    shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return described
-    coordinate = parameter.device_mesh.get_coordinate()
-    match parameter.placements, coordinate:
+        return _HeldPart(shape)
+    match parameter.placements, parameter.device_mesh.get_coordinate():
         case (Replicate(),), _:
-            return described
+            return _HeldPart(shape)
         case (Shard(dim=dim),), [place] if type(parameter.placements[0]) is Shard:
-            return described | {"dim": dim, "place": place, "size": parameter.to_local().shape[dim]}
-    return described | {"problem": f"placements {parameter.placements} on {parameter.device_mesh}"}
+            return _HeldPart(shape, dim, place, parameter.to_local().shape[dim])
+    raise SyncError(
+        f"{name} has placements {parameter.placements} on {parameter.device_mesh}. Parameters sharded or replicated on "
+        "a mesh of one dimension can be read; write a ParameterLayout for others."
+    )
 
 
-def _layout(
-    name: str, replicas: Sequence[tuple[int, ...]], held: Mapping[int, dict[str, Any] | None]
-) -> ParameterLayout:
-    described = {rank: what for rank, what in held.items() if what is not None}
-    for rank, what in described.items():
-        if "problem" in what:
-            raise SyncError(
-                f"{name} has {what['problem']} on rank {rank}. Parameters sharded or replicated on a mesh of one "
-                "dimension can be read; write a ParameterLayout for others."
-            )
-    shapes = {tuple(what["shape"]) for what in described.values()}
+def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, _HeldPart]) -> ParameterLayout:
+    """Make the layout of one parameter of what each rank holds of it.
+
+    Args:
+        name: of the parameter.
+        replicas: ranks of every replica.
+        parts: by rank; ranks that hold nothing are left out.
+
+    Raises:
+        SyncError: replicas disagree on the shape, or ranks of one replica on the cut.
+    """
+    shapes = {part.shape for part in parts.values()}
     if len(shapes) > 1:
         raise SyncError(f"{name} has different shapes on different ranks: {sorted(shapes)}.")
     (shape,) = shapes
     cuts = []
     for members in replicas:
-        holders = [rank for rank in members if rank in described]
-        dims = {described[rank].get("dim") for rank in holders}
+        holders = [rank for rank in members if rank in parts]
+        dims = {parts[rank].dim for rank in holders}
         if len(dims) != 1:
             how = f"is cut in different ways, {dims}" if dims else "is missing"
             raise SyncError(f"{name} {how} on ranks {members}, which are one replica.")
@@ -103,6 +120,6 @@ def _layout(
         if dim is None:
             cuts.append(Cut.whole(shape, *holders))
         else:
-            holders.sort(key=lambda rank: described[rank]["place"])
-            cuts.append(Cut.along(dim, holders, [described[rank]["size"] for rank in holders]))
+            holders.sort(key=lambda rank: parts[rank].place)
+            cuts.append(Cut.along(dim, holders, [parts[rank].size for rank in holders]))
     return ParameterLayout(shape, tuple(cuts))

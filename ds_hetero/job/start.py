@@ -6,8 +6,7 @@ waits for ever. Only rank 0 reads the schedule and cluster files, searches and p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_hetero import __version__, errors
+from ds_hetero import __version__
 from ds_hetero.cluster import Cluster
 from ds_hetero.config import (
     SECTION,
@@ -33,7 +32,7 @@ from ds_hetero.config import (
     sp_size_of,
 )
 from ds_hetero.cost import Workload
-from ds_hetero.errors import ConfigError, HeteroError, ModelError, PeerError, PlanError, ScheduleError
+from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.job.forecast import Searcher, forecast, model_of, training_dtype, workload_of
 from ds_hetero.job.prediction_check import Outlook, announce
@@ -42,11 +41,11 @@ from ds_hetero.planner import PlannedSchedule
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.replicas import BatchSplit, read_replicas
-from ds_hetero.runtime.collectives import all_gather_bytes
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules", "agreed"]
+__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ def agree_on_schedules(
             | {"ds_hetero": __version__},
         }
 
-    facts = agreed(examine)
+    facts = on_all_ranks(examine)
     _expect_equal(facts)
     section = HeterogeneitySection.model_validate(facts[0][SECTION])
     heads = {name: facts[0][name] for name in ("num_heads", "num_kv_heads")}
@@ -159,7 +158,7 @@ def agree_on_schedules(
         outlook = _outlook(section, schedules, training, measured, {} if searcher is None else searcher.plans)
         return {"schedules": [schedule.to_dict() for schedule in schedules], "weights by memory": weights}
 
-    told = agreed(settle)[0]
+    told = on_all_ranks(settle)[0]
     if before is not None and settled:
         return before
     weights = told["weights by memory"]
@@ -206,7 +205,7 @@ def agree_on_dealing(ds_config: Mapping[str, Any]) -> Dealing | None:
                 )
         return listed
 
-    listed = agreed(read)[0]
+    listed = on_all_ranks(read)[0]
     if listed is None:
         return None
     schedules, split = read_replicas(listed)
@@ -278,52 +277,6 @@ def _outlook(
         return Outlook(tuple(chain.from_iterable(forecast([s], [c], model, w, plans) for s, c, w in each)))
     except (ModelError, PlanError, ScheduleError) as error:
         return Outlook((), str(error))
-
-
-def agreed(compute: Callable[[], Any]) -> list[Any]:
-    """What ``compute`` returned on every rank, by rank; or, on every rank, what went wrong on any.
-
-    Args:
-        compute: returns what JSON can say.
-
-    Caller: every rank of the world.
-    Collectives: one `all_gather_bytes`.
-
-    Raises:
-        HeteroError: of the first rank that raised one, with the messages of all.
-        PeerError: a rank failed in a way that is no rule of ds_hetero's.
-    """
-    mine: Exception | None = None
-    try:
-        told: dict[str, Any] = {"result": compute()}
-    except Exception as error:
-        mine = error
-        told = {"error": type(error).__name__, "message": str(error)}
-    _, payloads = all_gather_bytes([], json.dumps(told).encode())
-    heard = [json.loads(payload) for payload in payloads]
-    failed = {rank: outcome for rank, outcome in enumerate(heard) if "error" in outcome}
-    if failed:
-        raise _error_of_all(failed, len(heard)) from mine
-    return [outcome["result"] for outcome in heard]
-
-
-def _error_of_all(failed: Mapping[int, Mapping[str, str]], world_size: int) -> Exception:
-    """One error for every rank; ranks that say the same are named together."""
-    ranks_by_message: dict[tuple[str, str], list[int]] = {}
-    for rank, outcome in failed.items():
-        ranks_by_message.setdefault((outcome["error"], outcome["message"]), []).append(rank)
-    (name, _), *_ = ranks_by_message
-    said = [
-        message
-        if len(ranks) in (world_size, 1) and ranks[0] == 0
-        else f"on rank {', '.join(map(str, ranks))}: {message}"
-        for (_, message), ranks in ranks_by_message.items()
-    ]
-    kind = getattr(errors, name, PeerError)
-    if issubclass(kind, HeteroError):
-        error: Exception = kind("\n".join(said))
-        return error
-    return PeerError("\n".join(f"{name}: {message}" for message in said))
 
 
 def _expect_equal(facts: list[dict[str, Any]]) -> None:

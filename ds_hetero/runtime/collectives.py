@@ -1,17 +1,35 @@
-"""Small messages between ranks: where they live, bytes for every rank, and a clear error where a rank is lost."""
+"""Small messages between ranks: bytes for every rank, one way to fail together, and a clear error for a lost rank.
+
+A rank that finds a fault must not raise alone: the others would wait for it in their next collective for ever.
+`on_all_ranks` runs a function on every rank and raises everywhere if it raised anywhere. A caller that gathers bytes
+anyway sends its error along with `encode_failure`, and calls `raise_failures` with what it received.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_hetero.errors import PeerError
+from ds_hetero import errors
+from ds_hetero.errors import HeteroError, PeerError
 
-__all__ = ["all_gather_bytes", "message_device", "reporting_lost_peers"]
+__all__ = [
+    "all_gather_bytes",
+    "encode_failure",
+    "message_device",
+    "on_all_ranks",
+    "raise_failures",
+    "reporting_lost_peers",
+]
+
+T = TypeVar("T")
 
 
 def message_device(group: ProcessGroup | None = None) -> torch.device:
@@ -49,6 +67,106 @@ def all_gather_bytes(
     dist.all_gather(list(gathered.unbind()), padded, group=group)
     texts = gathered.cpu().numpy()
     return rows, [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
+
+
+def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+    """Run ``compute`` on every rank; return all results, or raise the same error on every rank.
+
+    Args:
+        compute: returns what pickle can carry. It may run collectives only if it cannot fail before them.
+        group: the ranks that take part; None for the whole job, which is one rank without `torch.distributed`.
+
+    Returns:
+        The results, by rank of ``group``.
+
+    Caller: every rank of ``group``.
+    Collectives: one `all_gather_bytes`, after ``compute``.
+
+    Raises:
+        HeteroError: some rank broke a rule of ds_hetero's. It has the class of the first one and the messages of all.
+        PeerError: ranks failed in other ways alone.
+    """
+    own_error: Exception | None = None
+    try:
+        result = compute()
+        numbers, payload = [0], pickle.dumps(result)
+    except Exception as error:
+        own_error = error
+        numbers, payload = [1], encode_failure(error)
+    if not dist.is_initialized():
+        rows, payloads, ranks = [numbers], [payload], [0]
+    else:
+        rows, payloads = all_gather_bytes(numbers, payload, group)
+        ranks = dist.get_process_group_ranks(group)
+    failures = {
+        rank: _decode_failure(sent) for rank, sent, row in zip(ranks, payloads, rows, strict=True) if row == [1]
+    }
+    if failures:
+        unnamed = (ranks, ranks[:1])  # rank 0 alone reads files and searches schedules: its faults are the job's
+        raise _error_of(failures, unnamed) from own_error
+    return [pickle.loads(payload) for payload in payloads]
+
+
+def encode_failure(error: Exception) -> bytes:
+    """Encode an error of this rank for `raise_failures` on the others."""
+    return json.dumps([type(error).__name__, str(error)]).encode()
+
+
+def raise_failures(failures: Mapping[int, bytes], own_error: Exception | None, what: str) -> None:
+    """Raise on every rank if any rank failed; for callers whose own all_gather carried the failures.
+
+    Args:
+        failures: `encode_failure` of every rank that failed, by global rank.
+        own_error: this rank's own error, which it raises as it is.
+        what: what failed, to complete "... on rank 1: KeyError: 'x'" on the other ranks.
+
+    Raises:
+        HeteroError: as `on_all_ranks`.
+        PeerError: as `on_all_ranks`.
+    """
+    if own_error is not None:
+        raise own_error
+    if failures:
+        error = _error_of({rank: _decode_failure(payload) for rank, payload in failures.items()}, unnamed=())
+        raise PeerError(f"{what} {error}") if isinstance(error, PeerError) else error
+
+
+class _Failure(NamedTuple):
+    """An error of one rank as the other ranks receive it."""
+
+    class_name: str
+    message: str
+
+    @property
+    def rule(self) -> type[HeteroError] | None:
+        """The class of the rule of ds_hetero's that was broken; None for any other error."""
+        found = getattr(errors, self.class_name, None)
+        return found if isinstance(found, type) and issubclass(found, HeteroError) else None
+
+    def __str__(self) -> str:
+        return self.message if self.rule is not None else f"{self.class_name}: {self.message}"
+
+
+def _decode_failure(payload: bytes) -> _Failure:
+    return _Failure(*json.loads(payload))
+
+
+def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]) -> Exception:
+    """Make one error of the failures of several ranks; ranks with equal failures are named together.
+
+    Args:
+        failures: by global rank.
+        unnamed: sets of ranks that need no naming if just they failed alike.
+    """
+    ranks_by_failure: dict[_Failure, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks_by_failure.setdefault(failure, []).append(rank)
+    lines = [
+        str(failure) if ranks in unnamed else f"on rank {', '.join(map(str, ranks))}: {failure}"
+        for failure, ranks in ranks_by_failure.items()
+    ]
+    rules = [failure.rule for failure in ranks_by_failure if failure.rule is not None]
+    return (rules[0] if rules else PeerError)("\n".join(lines))
 
 
 @contextmanager

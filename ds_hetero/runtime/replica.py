@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]
@@ -94,7 +93,7 @@ def make_replica(
         batch_split: the batches of replicas that differ in them; the same on every rank.
 
     Caller: every rank of the world, at start and whenever the schedules change.
-    Collectives: one all_gather of a fingerprint; one new_group for every replica and every all-to-all group that
+    Collectives: one `on_all_ranks` with a fingerprint; one new_group for every replica and every all-to-all group that
     ``groups`` does not have, in the same order on every rank.
 
     Raises:
@@ -102,7 +101,7 @@ def make_replica(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = sorted(r for schedule in schedules for r in schedule.ranks)
-    _agree_on_schedules(schedules)
+    _expect_same_schedules(schedules)
     if ranks != list(range(world_size)):
         raise ScheduleError(
             f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place."
@@ -126,15 +125,12 @@ def make_replica(
     return mine
 
 
-def _agree_on_schedules(schedules: Sequence[Schedule]) -> None:
-    fingerprints = [hash(tuple(s.fingerprint for s in schedules))]
-    mine = torch.tensor(fingerprints, dtype=torch.int64, device=message_device())
-    seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(seen, mine)
-    prints = [int(x) for x in seen]
-    if len(set(prints)) > 1:
+def _expect_same_schedules(schedules: Sequence[Schedule]) -> None:
+    """Raise on every rank if the ranks do not hold the same schedules."""
+    by_rank = on_all_ranks(lambda: hash(tuple(schedule.fingerprint for schedule in schedules)))
+    if len(set(by_rank)) > 1:
         raise ScheduleError(
             "the ranks do not hold the same schedule: fingerprints by rank are "
-            f"{[f'{p & 0xFFFFFFFF:08x}' for p in prints]}. "
+            f"{[f'{fingerprint & 0xFFFFFFFF:08x}' for fingerprint in by_rank]}. "
             "Give every node the same ds_config.json, schedule and cluster files, and the same version of ds_hetero."
         )

@@ -275,7 +275,7 @@ def test_every_rank_stops_on_a_bad_batch():
         print(case, *texts, sep="\n    ")
         if case == "a crash on rank 1":
             assert kinds == ("PeerError", "KeyError", "PeerError")
-            assert texts[0] == texts[2] == "the next batch could not be read. rank 1: KeyError: 'no such sample'"
+            assert texts[0] == texts[2] == "the next batch could not be read on rank 1: KeyError: 'no such sample'"
             continue
         assert set(kinds) == {"BatchError"}
         for part in EXPECTED[case]:
@@ -413,8 +413,8 @@ def _check_dealing(rank):
     for case, (batches, place, mode) in cases.items():
         with pytest.raises(BatchError) as caught:
             list(ShardedLoader(batches, place, CPU, batches=mode))
-        said[case] = (type(caught.value).__name__, str(caught.value).removeprefix("rank 2: "))
-    said["a bad batch of one replica"] = ("BatchError", "rank 2: " + said["a bad batch of one replica"][1])
+        said[case] = (type(caught.value).__name__, str(caught.value).removeprefix("on rank 2: "))
+    said["a bad batch of one replica"] = ("BatchError", "on rank 2: " + said["a bad batch of one replica"][1])
     return said
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.deepspeed.zero12_checkpoint import read_shard
-from ds_hetero.job.start import agreed
+from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["PRIVATE_NAMES", "guard_checkpoints"]
 
@@ -91,7 +91,7 @@ def _loading(engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
                     raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
 
         partitioned = engine.zero_optimization_partition_weights()  # then the ranks speak while they load
-        agreed(load)
+        on_all_ranks(load)
         return stock(load_dir, tag, **kwargs) if partitioned else loaded
 
     return _load_checkpoint
@@ -113,7 +113,7 @@ def _loading_zero(engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
             load = engine.checkpoint_engine.load
             restored = engine.optimizer.read_checkpoint(lambda i: read_shard(load, paths[i]), len(paths))
 
-        agreed(read)
+        on_all_ranks(read)
         groups, state = restored
         engine.optimizer.restore(groups, state, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.zero3_shards import cut_of, parameter_moves
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import Move, cut_as_deepspeed
 
 __all__ = ["Saved", "examine", "expect_same_parameters", "own_frozen_shards", "own_state", "read_file"]
@@ -71,17 +72,17 @@ def examine(engine: Any, load_dir: str, tag: str) -> Saved:
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
-    problems = [_fault_of(first)]
-    head = {} if problems[0] else read_file(first)
+    faults_of_first = _faults_of([first])
+    head = {} if faults_of_first else read_file(first)
     count = head.get("dp_world_size", 0)
     model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(count))
     optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(count))
-    problems += [_fault_of(file) for file in (model_files + optimizer_files)[rank::num_ranks]]
-    told: list[list[str]] = [[]] * num_ranks
-    torch.distributed.all_gather_object(told, problems)
-    if said := sorted({problem for problems in told for problem in problems} - {""}):
+    own_share = (model_files + optimizer_files)[rank::num_ranks]
+    faults = set[str]().union(*on_all_ranks(lambda: faults_of_first | _faults_of(own_share)))
+    if faults:
         raise CheckpointError(
-            f"the checkpoint {os.path.join(load_dir, tag)} is incomplete: {'; '.join(said)}. Load an earlier one."
+            f"the checkpoint {os.path.join(load_dir, tag)} is incomplete: {'; '.join(sorted(faults))}. "
+            "Load an earlier one."
         )
     places, shapes = {}, {}
     for sub_group, of_group in enumerate(head[PARAM_SHAPES]):
@@ -119,8 +120,12 @@ def read_file(file: str) -> dict[str, Any]:
     return content
 
 
+def _faults_of(files: Iterable[str]) -> set[str]:
+    """Say which files are missing or damaged."""
+    return {fault for file in files if (fault := _fault_of(file))}
+
+
 def _fault_of(file: str) -> str:
-    """What is wrong with a file; nothing, mostly."""
     try:
         read_file(file)
     except CheckpointError as error:

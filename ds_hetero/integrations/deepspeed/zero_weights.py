@@ -30,7 +30,8 @@ from ds_hetero.integrations.deepspeed.zero3 import check_stage3, make_stage3_opt
 from ds_hetero.integrations.deepspeed.zero3_checkpoint import install_checkpoints
 from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.job.start import Agreement, agreed
+from ds_hetero.job.start import Agreement
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import check_weights, is_even
 
 __all__ = [
@@ -107,7 +108,7 @@ def agree_on_weights(
     """The ZeRO shares of all ranks, checked against the rest of the configuration.
 
     Caller: every rank of the world.
-    Collectives: one `agreed`.
+    Collectives: one `on_all_ranks`.
 
     Raises:
         ConfigError: the same one on every rank; see `weights_of` and `expect_possible`.
@@ -118,7 +119,7 @@ def agree_on_weights(
         expect_possible(ds_config, weights, model, optimizer)
         return list(weights)
 
-    weights = tuple(agreed(decide)[0])
+    weights = tuple(on_all_ranks(decide)[0])
     if dist.get_rank() == 0 and not is_even(weights):
         shares = ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
         logger.info("ZeRO-%d partitions by rank: %s", zero_stage_of(ds_config), shares)

@@ -23,9 +23,9 @@ import torch
 
 from ds_hetero.errors import BatchError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.collectives import all_gather_bytes
+from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream
-from ds_hetero.runtime.data.shard_exchange import exchange_shards, failure, manifest, raise_failures
+from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import WholeBatch, mark_schedule, mark_step, without_weight
 from ds_hetero.runtime.replica import Replica
 
@@ -125,9 +125,10 @@ class Round(ABC):
             mine = error
         said = _Said(replica.replica_id, 0) if mine else self._say(replica, batches, number)
         numbers = [_ERROR if mine else _OK, *vars(said).values()]
-        payload = failure(mine) if mine else self._payload(batches)
+        payload = encode_failure(mine) if mine else self._payload(batches)
         rows, payloads = all_gather_bytes(numbers, payload)
-        raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}, mine)
+        failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
+        raise_failures(failures, mine, "the next batch could not be read")
         shards = self._shards(replica, batches, _Heard(number, [_Said(*row[1:]) for row in rows], payloads))
         for shard in shards:
             mark_schedule(shard["position_ids"], replica.schedule.fingerprint)

@@ -23,11 +23,10 @@ from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.replicas import BatchSplit
-from ds_hetero.runtime.collectives import all_gather_bytes, message_device
+from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, message_device, raise_failures
 from ds_hetero.runtime.data.batch_mode import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
 from ds_hetero.runtime.data.fetch import Dealt, Own, Round, Same, checksum
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
-from ds_hetero.runtime.data.shard_exchange import failure, raise_failures
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.replica import Replica
 
@@ -341,9 +340,10 @@ class ShardedLoader:
 
     def _gather(self, source: Source, error: Exception | None = None) -> list[Source]:
         """What all ranks say; or, on every rank, what went wrong on one."""
-        status, payload = (_OK, source.to_json()) if error is None else (_ERROR, failure(error))
+        status, payload = (_OK, source.to_json()) if error is None else (_ERROR, encode_failure(error))
         rows, payloads = all_gather_bytes([status], payload)
-        raise_failures({rank: payloads[rank] for rank, row in enumerate(rows) if row == [_ERROR]}, error)
+        failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row == [_ERROR]}
+        raise_failures(failures, error, "the first batch could not be read")
         return [Source.from_json(payload) for payload in payloads]
 
 

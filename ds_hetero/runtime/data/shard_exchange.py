@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,38 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.errors import BatchError, HeteroError, PeerError
 from ds_hetero.runtime.data.shards import WholeBatch, cut
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["exchange_shards", "failure", "manifest", "raise_failures"]
-
-
-def failure(error: Exception) -> bytes:
-    """What the other ranks are told of an error, for `raise_failures`."""
-    is_rule = isinstance(error, HeteroError)
-    return json.dumps([is_rule, str(error) if is_rule else f"{type(error).__name__}: {error}"]).encode()
-
-
-def raise_failures(failures: Mapping[int, bytes], mine: Exception | None) -> None:
-    """Once all ranks know who failed: raise on every rank, or on none.
-
-    Args:
-        failures: `failure` of every rank that failed.
-        mine: this rank's own error.
-
-    Raises:
-        BatchError: only rules were broken. The rank that broke one raises its own error.
-        PeerError: another rank failed in any other way.
-    """
-    if mine is not None:
-        raise mine
-    told = {rank: json.loads(text) for rank, text in failures.items()}
-    said = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in told.items())
-    if not all(is_rule for is_rule, _ in told.values()):
-        raise PeerError(f"the next batch could not be read. {said}")
-    if told:
-        raise BatchError(said)
+__all__ = ["exchange_shards", "manifest"]
 
 
 def manifest(batch: WholeBatch) -> bytes:
