@@ -36,7 +36,15 @@ from torch import Tensor
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, write
 from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
-from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, available, merge_, select
+from ds_hetero.runtime.attention.kernels import (
+    AttentionKernel,
+    Band,
+    SavedForward,
+    Scores,
+    available,
+    merge_,
+    select,
+)
 from ds_hetero.runtime.attention.ring_table import visible_blocks
 from ds_hetero.schedule import ring
 
@@ -222,15 +230,15 @@ def _kernel_case(
     q, k, v, dout = _tensors(device, dtype, tokens, heads, head_dim)
     rows, forward_s, both_s = _single_rows(device, q, k, v, dout)
     chosen = select(device, dtype, head_dim, None, None).name
-    scale = head_dim**-0.5
+    scores = Scores(head_dim**-0.5)
     for name, kernel in _kernels(device, dtype, head_dim).items():
 
         def forward(kernel: AttentionKernel = kernel) -> tuple[Tensor, Tensor]:
-            return kernel.forward(q, k, v, CAUSAL, scale, None)
+            return kernel.forward(q, k, v, scores, CAUSAL)
 
         def both(kernel: AttentionKernel = kernel) -> None:
-            out, lse = kernel.forward(q, k, v, CAUSAL, scale, None)
-            kernel.backward(dout, q, k, v, out, lse, CAUSAL, scale, None)
+            out, lse = kernel.forward(q, k, v, scores, CAUSAL)
+            kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL)
 
         what = f"kernel {name}" + (" (chosen)" if name == chosen else "")
         rows.append({"what": what, "forward_s": _time_s(device, forward), "both_s": _time_s(device, both)})
@@ -245,7 +253,7 @@ class _LocalRing:
     """Everything that the ranks of a zigzag ring compute, on one device."""
 
     def __init__(self, kernel: AttentionKernel, size: int, tensors: Sequence[Tensor]) -> None:
-        self._kernel, self._scale = kernel, tensors[0].shape[-1] ** -0.5
+        self._kernel, self._scores = kernel, Scores(tensors[0].shape[-1] ** -0.5)
         heads, tokens = tensors[0].shape[1], tensors[0].shape[2]
         self._chunks = ring(size, heads, tensors[1].shape[1]).chunks(tokens)
         self._shards = [
@@ -271,7 +279,7 @@ class _LocalRing:
                 for block in blocks:
                     rows, columns = slice(*block.q), slice(*block.k)
                     part = self._kernel.forward(
-                        q[:, :, rows], k[:, :, columns], v[:, :, columns], Band(block.lo, block.hi), self._scale, None
+                        q[:, :, rows], k[:, :, columns], v[:, :, columns], self._scores, Band(block.lo, block.hi)
                     )
                     merge_(out[:, :, rows], lse[:, :, rows], *part)
             results.append((out, lse))
@@ -291,10 +299,9 @@ class _LocalRing:
                     rows, columns = ((slice(None), slice(None), slice(*part)) for part in (block.q, block.k))
                     dq, dk, dv = self._kernel.backward(
                         dout[rows],
-                        *(q[rows], k[columns], v[columns], out[rows], lse[rows]),
+                        SavedForward(q[rows], k[columns], v[columns], out[rows], lse[rows]),
+                        self._scores,
                         Band(block.lo, block.hi),
-                        self._scale,
-                        None,
                     )
                     grads[place][0][rows] += dq
                     grads[source][1][columns] += dk
@@ -368,10 +375,10 @@ def _check(
     expected = _reference(*tensors)
     found: dict[str, tuple[Tensor, ...]] = {}
     q, k, v, dout = tensors
-    scale = head_dim**-0.5
+    scores = Scores(head_dim**-0.5)
     for name, kernel in _kernels(device, dtype, head_dim).items():
-        out, lse = kernel.forward(q, k, v, CAUSAL, scale, None)
-        found[f"kernel {name}"] = (out, *kernel.backward(dout, q, k, v, out, lse, CAUSAL, scale, None))
+        out, lse = kernel.forward(q, k, v, scores, CAUSAL)
+        found[f"kernel {name}"] = (out, *kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL))
     kernel = select(device, dtype, head_dim, None, None)
     for size in sizes.ring_sizes:
         local = _LocalRing(kernel, size, tensors)

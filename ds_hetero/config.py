@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_hetero.errors import ConfigError, ScheduleError
+from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
 from ds_hetero.replicas import holds_replicas, read_replicas
 from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world, ulysses
 
@@ -80,7 +81,7 @@ class HeterogeneitySection(BaseModel):
     schedule: str | dict[str, Any] = "plan"
     seq_len: int | None = Field(default=None, ge=1)
     layout: Literal["contiguous", "zigzag"] | None = None
-    attention: Literal["torch", "flash_attn", "triton"] | None = None
+    attention: KernelName | None = None
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
@@ -99,7 +100,7 @@ _ACCEPTED = {
     "schedule": f"the path of a schedule file, the same inline as an object, or one of {', '.join(_STRATEGIES)}",
     "seq_len": "a whole number >= 1, the tokens of a sequence that is planned for",
     "layout": '"contiguous" or "zigzag"',
-    "attention": '"torch", "flash_attn" or "triton"',
+    "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',

@@ -22,7 +22,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import CostModel
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import ProfileTable
-from ds_hetero.runtime.attention.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import Band, Scores, select
 
 __all__ = ["cost_model", "measure_table", "model_of", "profile_ranks", "scaled"]
 
@@ -120,9 +120,9 @@ def _attention_s(shape: Shape, length: int) -> float:
         torch.randn(shape.batch_size, heads, length, shape.head_dim)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    kernel.forward(q, k, v, Band(None, 0), shape.head_dim**-0.5, None)
+    kernel.forward(q, k, v, Scores(shape.head_dim**-0.5), Band(None, 0))
     begin, calls = time.perf_counter(), 0
     while time.perf_counter() < begin + _TABLE_S:
-        kernel.forward(q, k, v, Band(None, 0), shape.head_dim**-0.5, None)
+        kernel.forward(q, k, v, Scores(shape.head_dim**-0.5), Band(None, 0))
         calls += 1
     return (time.perf_counter() - begin) / calls

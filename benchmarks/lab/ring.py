@@ -29,7 +29,7 @@ from benchmarks.lab.planning import cost_model, measure_table, profile_ranks, sc
 from benchmarks.lab.turns import take_turns
 from benchmarks.measure.contenders import Layer, Shape, make_engine
 from ds_hetero.planner import strategy
-from ds_hetero.runtime.attention.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores, select
 
 __all__ = ["PUBLISHED", "STRATEGIES", "RingCase", "RingPlan", "bound_action", "measure", "summarize"]
 
@@ -135,12 +135,12 @@ def bound_action(shape: Shape, tokens: int, with_backward: bool) -> Callable[[],
         torch.randn(shape.batch_size, tokens, heads, shape.head_dim).transpose(1, 2)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     )
-    band, scale = Band(None, 0), shape.head_dim**-0.5
+    band, scores = Band(None, 0), Scores(shape.head_dim**-0.5)
 
     def run() -> None:
-        out, lse = kernel.forward(q, k, v, band, scale, None)
+        out, lse = kernel.forward(q, k, v, scores, band)
         if with_backward:
-            kernel.backward(dout, q, k, v, out, lse, band, scale, None)
+            kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, band)
 
     return run
 

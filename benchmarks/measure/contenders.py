@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.runtime.attention import kernels
-from ds_hetero.runtime.attention.attention import attention
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import STRATEGIES, Schedule
@@ -121,12 +121,12 @@ def make_contender(name: str, shape: Shape) -> Contender:
 def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
     """This engine with a schedule for all ranks; makes process groups, so every rank calls it in the same order."""
     replica = make_replica([schedule])
-    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, softcap=None, requested=None)
+    spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
         # A model does this once for all its layers. Stock gathers position ids in every layer, so here every call does.
         batch = agree_on_batch(replica, position_ids.shape, q.dtype, q.device, position_ids=position_ids)
-        return attention(q, k, v, replica, batch, kernel=kernel).flatten(2)
+        return attention(q, k, v, replica, batch, spec).flatten(2)
 
     return Contender(name, partial(schedule.positions, rank=dist.get_rank()), attend)
 

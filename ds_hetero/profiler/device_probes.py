@@ -19,7 +19,6 @@ from ds_hetero.profiler.fit import AttentionSample, LayerSample
 
 __all__ = [
     "AttentionProbe",
-    "KernelProbe",
     "SdpaProbe",
     "Timer",
     "attention_probes",
@@ -141,30 +140,6 @@ class SdpaProbe:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, causal: bool) -> None:
         """See `AttentionProbe`; autograd needs the graph, so the forward's time is in it and taken off again."""
         torch.autograd.grad(state, (q, k, v), dout, retain_graph=True)
-
-
-class KernelProbe:
-    """A kernel of the runtime, which this half of the package does not import.
-
-    Args:
-        name: what the profile calls it.
-        kernel: a `ds_hetero.runtime.attention.kernels.AttentionKernel`.
-        full: its band of a block where everything is visible; causal: of a causal square.
-    """
-
-    def __init__(self, name: str, kernel: Any, full: Any, causal: Any) -> None:
-        self.name = name
-        self._kernel, self._bands = kernel, {False: full, True: causal}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
-        """See `AttentionProbe`."""
-        with torch.no_grad():
-            return self._kernel.forward(q, k, v, self._bands[causal], q.shape[-1] ** -0.5, None)
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, causal: bool) -> None:
-        """See `AttentionProbe`."""
-        with torch.no_grad():
-            self._kernel.backward(dout, q, k, v, *state, self._bands[causal], q.shape[-1] ** -0.5, None)
 
 
 def head_dim_on(device: torch.device) -> int:

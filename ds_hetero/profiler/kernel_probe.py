@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ds_hetero.profiler.device_probes import KernelProbe, head_dim_on
+from ds_hetero.profiler.device_probes import head_dim_on
 from ds_hetero.profiler.measure import default_device, default_dtype, measure, measure_cached
-from ds_hetero.runtime.attention.kernels import Band, select
+from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForward, Scores, select
 
-__all__ = ["kernel_probe", "profile", "profile_cached"]
+__all__ = ["KernelProbe", "kernel_probe", "profile", "profile_cached"]
 
 
 def profile(dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Any]:
@@ -45,5 +46,27 @@ def kernel_probe(dtype: torch.dtype | None = None, kernel: str | None = None) ->
         ConfigError: the kernel does not work on this rank's device.
     """
     device = default_device()
-    found = select(torch.device(device.type), dtype or default_dtype(device), head_dim_on(device), None, kernel)
-    return KernelProbe(found.name, found, Band(None, None), Band(None, 0))
+    block = (torch.device(device.type), dtype or default_dtype(device), head_dim_on(device))
+    return KernelProbe(select(*block, softcap=None, requested=kernel))
+
+
+class KernelProbe:
+    """A kernel of the runtime as an `ds_hetero.profiler.device_probes.AttentionProbe`."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.name = kernel.name
+        self._kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """See `AttentionProbe`; the state is (out, lse)."""
+        with torch.no_grad():
+            return self._kernel.forward(q, k, v, Scores(q.shape[-1] ** -0.5), _band(causal))
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, causal: bool) -> None:
+        """See `AttentionProbe`."""
+        with torch.no_grad():
+            self._kernel.backward(dout, SavedForward(q, k, v, *state), Scores(q.shape[-1] ** -0.5), _band(causal))
+
+
+def _band(causal: bool) -> Band:
+    return Band(None, 0 if causal else None)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
 from ds_hetero.runtime.attention import channel as channel_module
-from ds_hetero.runtime.attention.attention import attention
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.runtime.attention.kernels import select
@@ -79,18 +79,14 @@ def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | Non
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
     batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(replica.rank))
-    out = attention(
-        q,
-        k,
-        v,
-        replica,
-        batch,
-        kernel=select(CPU, q.dtype, case.head_dim, case.softcap, None),
+    spec = AttentionSpec(
+        select(CPU, q.dtype, case.head_dim, case.softcap, None),
         causal=case.causal,
         window=case.window,
         softcap=case.softcap,
         sinks=sinks,
     )
+    out = attention(q, k, v, replica, batch, spec)
     out.backward(dout[:, :, mine].transpose(1, 2))
     return [out.detach().transpose(1, 2), q.grad, k.grad, v.grad, None if sinks is None else sinks.grad]
 
@@ -110,11 +106,11 @@ def _check_checkpointing(rank, use_reentrant):
     q, k, v, dout, _ = case.tensors(torch.float64)
     mine = case.schedule.positions(case.length, rank)
     batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(rank))
-    kernel = select(CPU, q.dtype, case.head_dim, None, None)
+    spec = AttentionSpec(select(CPU, q.dtype, case.head_dim, None, None), causal=case.causal)
 
     def layers(q, k, v):
         for _ in range(2):
-            q = attention(q, k, v, replica, batch, kernel=kernel, causal=case.causal).transpose(1, 2)
+            q = attention(q, k, v, replica, batch, spec).transpose(1, 2)
         return q
 
     grads = []
@@ -161,10 +157,8 @@ def _count_bytes(rank, schedule, causal, window):
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     q = torch.randn(1, 8, len(mine), 4, requires_grad=True)
     k, v = torch.randn(2, 1, 2, len(mine), 4).unbind()
-    kernel = select(CPU, q.dtype, 4, None, None)
-    out = attention(
-        q, k.requires_grad_(), v.requires_grad_(), replica, batch, kernel=kernel, causal=causal, window=window
-    )
+    spec = AttentionSpec(select(CPU, q.dtype, 4, None, None), causal=causal, window=window)
+    out = attention(q, k.requires_grad_(), v.requires_grad_(), replica, batch, spec)
     forward, sent[0] = sent[0], 0
     out.sum().backward()
     return forward, sent[0]
@@ -195,12 +189,12 @@ def _trace(rank, schedule):
     replica = make_replica([schedule])
     mine = schedule.positions(96, rank)
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
-    kernel, clock = select(CPU, torch.float32, 4, None, None), StepClock(CPU)
+    spec, clock = AttentionSpec(select(CPU, torch.float32, 4, None, None)), StepClock(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         q, kv = torch.randn(1, 8, len(mine), 4), torch.randn(2, 1, 2, len(mine), 4)
         leaves = [x.requires_grad_() for x in (q, *kv.unbind())]
         with clock.forward(training=True):
-            out = attention(*leaves, replica, batch, kernel=kernel, clock=clock)
+            out = attention(*leaves, replica, batch, spec, clock)
         with clock.backward():
             out.sum().backward()
         clock.end_step()
@@ -231,13 +225,13 @@ def _die(rank, strategy):
     mine = schedule.positions(48, rank)
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     q, k, v = torch.randn(3, 1, 4, len(mine), 8)
-    kernel = select(CPU, q.dtype, 8, None, None)
-    attention(q, k, v, replica, batch, kernel=kernel)
+    spec = AttentionSpec(select(CPU, q.dtype, 8, None, None))
+    attention(q, k, v, replica, batch, spec)
     if rank == 1:
         raise RuntimeError("rank 1 runs out of luck")
     try:
         for _ in range(1000):
-            attention(q, k, v, replica, batch, kernel=kernel)
+            attention(q, k, v, replica, batch, spec)
     except PeerError:
         raise
     random.seed(0)

@@ -54,7 +54,8 @@ class EmulatedDevice:
         def kernel(kernel: Any, *args: Any) -> Any:
             started = time.perf_counter()
             out = stock(kernel, *args)
-            q, k, band = (args[1], args[2], args[6]) if factor > 1 else (args[0], args[1], args[3])
+            q, k = (args[1].q, args[1].k) if factor > 1 else (args[0], args[1])  # (dout, saved, ...) or (q, k, v, ...)
+            band = args[-1]
             pairs = q.shape[0] * q.shape[1] * band.pairs(q.shape[2], k.shape[2])
             self._sleep_until(started, factor * pairs / PAIRS_PER_S)
             return out

@@ -80,7 +80,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         ),
         ({"enabled": "yes"}, r'"heterogeneity.enabled": "yes". It takes true or false.'),
         ({"layout": "zig"}, r'"heterogeneity.layout": "zig". It takes "contiguous" or "zigzag".'),
-        ({"attention": "sdpa"}, r'"heterogeneity.attention": "sdpa". It takes "torch", "flash_attn" or "triton".'),
+        ({"attention": "sdpa"}, r'"heterogeneity.attention": "sdpa". It takes one of "flash_attn", "torch", "triton".'),
         ({"schedule": 3}, r'"heterogeneity.schedule": 3. It takes the path of a schedule file'),
         ({"cluster": ["a"]}, r'"heterogeneity.cluster": \["a"\]. It takes "measure", the path of a cluster file'),
         ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),

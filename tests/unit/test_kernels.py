@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.attention.kernels import Band, available, flash_attn, merge_, select, torch_cuda
+from ds_hetero.kernel_names import KERNEL_NAMES
+from ds_hetero.runtime.attention.kernels import (
+    KERNELS,
+    Band,
+    SavedForward,
+    Scores,
+    available,
+    flash_attn,
+    merge_,
+    select,
+    torch_cuda,
+)
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, decompose
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
@@ -77,13 +88,15 @@ def check(kernel, block, dtype=torch.float32, softcap=None, sinks=None, inputs=N
     dout, q, k, v = inputs or tensors(block, dtype, **shape)
     band = block[2]
     want = reference(dout, q, k, v, band, softcap=softcap, sinks=sinks)
-    out, lse = kernel.forward(q, k, v, band, 0.3, softcap)
+    scores = Scores(0.3, softcap)
+    out, lse = kernel.forward(q, k, v, scores, band)
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1).to(dtype)
         lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-    grads = kernel.backward(dout, q, k, v, want[0].to(dtype), want[1].to(lse.dtype), band, 0.3, softcap)
+    saved = SavedForward(q, k, v, want[0].to(dtype), want[1].to(lse.dtype))
+    grads = kernel.backward(dout, saved, scores, band)
     assert all(x.dtype in (dtype, lse.dtype) for x in grads)
     assert_close((out, lse, *grads), want, dtype)
 
@@ -222,7 +235,7 @@ def in_parts(kernel, dout, q, k, v, band, cuts, dtype, sinks, softcap=None):
     wide = torch.promote_types(dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=wide)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide)
-    calls = []
+    calls, scores = [], Scores(0.3, softcap)
     for start, stop in pairwise(cuts):
         lo, hi = band.bounds(q.shape[2], k.shape[2])
         rows = slice(max(start - hi, 0), min(stop - lo, q.shape[2]))  # queries that see any of these keys
@@ -231,7 +244,7 @@ def in_parts(kernel, dout, q, k, v, band, cuts, dtype, sinks, softcap=None):
         merge_(
             out[:, :, rows],
             lse[:, :, rows],
-            *kernel.forward(q[:, :, rows], *(x[:, :, start:stop] for x in (k, v)), part, 0.3, softcap),
+            *kernel.forward(q[:, :, rows], *(x[:, :, start:stop] for x in (k, v)), scores, part),
         )
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)
@@ -239,9 +252,8 @@ def in_parts(kernel, dout, q, k, v, band, cuts, dtype, sinks, softcap=None):
     out = out.to(dtype)
     grads = [torch.zeros(x.shape, dtype=wide) for x in (q, k, v)]
     for rows, cols, part in calls:
-        by_query = [x[:, :, rows] for x in (dout, q)], [x[:, :, rows] for x in (out, lse)]
-        by_key = [x[:, :, cols] for x in (k, v)]
-        dq, dk, dv = kernel.backward(*by_query[0], *by_key, *by_query[1], part, 0.3, softcap)
+        saved = SavedForward(q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows])
+        dq, dk, dv = kernel.backward(dout[:, :, rows], saved, scores, part)
         grads[0][:, :, rows] += dq
         grads[1][:, :, cols] += dk
         grads[2][:, :, cols] += dv
@@ -307,11 +319,16 @@ def test_a_query_that_sees_nothing_gets_zero_and_no_gradient():
 # --- choosing --------------------------------------------------------------------------------------
 
 
+def test_the_list_of_kernels_is_the_list_of_names():
+    assert tuple(entry.name for entry in KERNELS) == KERNEL_NAMES
+    assert tuple(entry.make().name for entry in KERNELS) == KERNEL_NAMES
+
+
 def test_on_cpu_torch_is_the_best():
     assert select(CPU, torch.float32, 64, None, None).name == "torch"
     assert select(CPU, torch.float32, 64, 50.0, "torch").name == "torch"
     reasons = available(CPU, torch.bfloat16, 64)
-    assert list(reasons) == ["torch", "flash_attn", "triton"]
+    assert list(reasons) == ["flash_attn", "torch", "triton"]
     assert reasons["torch"] is None
     assert "CUDA" in reasons["flash_attn"]
 
@@ -334,7 +351,7 @@ def flash_stand_in_forward(q, k, v, scale, left, right, softcap=0.0):
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     corner = k.shape[1] - q.shape[1]
     band = Band(None if left == -1 else corner - left, None if right == -1 else corner + right)
-    out, lse = plain_forward(*(x.transpose(1, 2) for x in (q, k, v)), band, scale, softcap or None)
+    out, lse = plain_forward(*(x.transpose(1, 2) for x in (q, k, v)), Scores(scale, softcap or None), band)
     return out.transpose(1, 2), lse
 
 
@@ -344,8 +361,8 @@ def flash_stand_in_backward(dout, q, k, v, out, lse, scale, left, right, softcap
     assert all(x.dtype == q.dtype for x in (dout, k, v, out))
     corner = k.shape[1] - q.shape[1]
     band = Band(None if left == -1 else corner - left, None if right == -1 else corner + right)
-    tensors_ = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    grads = plain_backward(*tensors_, lse, band, scale, softcap or None)
+    dout, *saved = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    grads = plain_backward(dout, SavedForward(*saved, lse), Scores(scale, softcap or None), band)
     return [x.transpose(1, 2).to(q.dtype) for x in grads]
 
 
@@ -434,10 +451,7 @@ BLOCKS = [(40, 40, CAUSAL), (50, 40, CAUSAL), (33, 50, FULL), (300, 300, Band(-2
 def test_cuda_operators_are_called_as_they_want_it(monkeypatch, operator, block):
     monkeypatch.setattr(torch_cuda, "_aten", AtenStandIn())
     forward, backward = (getattr(torch_cuda, f"{operator}_{way}") for way in ("forward", "backward"))
-    kernel = SimpleNamespace(
-        forward=lambda q, k, v, band, scale, softcap: forward(q, k, v, band, scale),
-        backward=lambda dout, q, k, v, out, lse, band, scale, softcap: backward(dout, q, k, v, out, lse, band, scale),
-    )
+    kernel = SimpleNamespace(forward=forward, backward=backward)
     check(kernel, block, inputs=strided(*tensors(block, heads=4, kv_heads=2)) if block[0] == block[1] else None)
 
 
@@ -445,10 +459,10 @@ def test_cuda_operators_accept_our_arguments():
     """On "meta" tensors; torch 2.13's own meta function of the memory-efficient backward forgets the argument `out`."""
     dout, q, k, v = (x.to("meta") for x in tensors((40, 40, CAUSAL), torch.float16, heads=4, kv_heads=2))
     for forward in (torch_cuda.flash_forward, torch_cuda.efficient_forward):
-        out, lse = forward(q, k, v, CAUSAL, 0.3)
+        out, lse = forward(q, k, v, Scores(0.3), CAUSAL)
         assert out.shape == q.shape
         assert lse.shape == q.shape[:3]
-    grads = torch_cuda.flash_backward(dout, q, k, v, out, lse, CAUSAL, 0.3)
+    grads = torch_cuda.flash_backward(dout, SavedForward(q, k, v, out, lse), Scores(0.3), CAUSAL)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -29,7 +29,7 @@ from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.profiler.measure import default_device
-from ds_hetero.runtime.attention.attention import attention
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.data.shards import PACKING, is_weightless, marked_schedule
@@ -318,20 +318,15 @@ def _sharded_attention(
         value = nn.functional.pad(value, (0, query.shape[-1] - value_dim))
     if forward.placeholder:
         query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
-    out = attention(
-        query,
-        key,
-        value,
-        forward.replica,
-        forward.batch,
+    spec = AttentionSpec(
         kernel=_select(query.device, query.dtype, query.shape[-1], softcap, forward.kernel),
         causal=mask.causal,
         window=mask.window,
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
-        clock=forward.clock,
     )
+    out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
     if forward.placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[..., :value_dim]

@@ -1,13 +1,14 @@
 """Attention over a sequence that is split unevenly: ragged all-to-all, sub-rings, ragged all-to-all back.
 
-Each phase is an autograd function, so that in the backward what a phase kept is gone before the next one starts. Kept
-are the exchanged q, k, v, the output, its log-sum-exp and one remote KV block.
+Each phase is an autograd function of its own, so that the backward frees what a phase has saved before the next phase
+begins. Saved are the exchanged q, k, v, the output, its log-sum-exp and one remote KV block.
 
 Dimension key: B batch, s this rank's tokens, H query heads, G KV heads, D head size; S and h, g after the exchange.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,19 +19,44 @@ from ds_hetero.errors import BatchError
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.attention.head_exchange import (
     Exchange,
-    Member,
     gather_output_heads,
     gather_sequence,
     make_exchange,
     scatter_output,
     scatter_sequence,
 )
-from ds_hetero.runtime.attention.kernels import AttentionKernel
-from ds_hetero.runtime.attention.ring import Ring, make_ring, ring_backward, ring_forward
+from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
+from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
+from ds_hetero.runtime.attention.ring_steps import Ring, make_ring
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
-__all__ = ["attention"]
+__all__ = ["AttentionSpec", "attention"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """What a layer's attention computes, and with which kernel.
+
+    Args:
+        kernel: computes the blocks; see `ds_hetero.runtime.attention.kernels.select`.
+        causal: a query sees no later key.
+        window: with ``causal``, keys a query sees: itself and the ``window - 1`` before it.
+        scale: of the scores; D ** -0.5 if left out.
+        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
+        sinks: [H], a logit per head that takes part in the softmax and carries no value (gpt-oss).
+    """
+
+    kernel: AttentionKernel
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def scores(self, head_dim: int) -> Scores:
+        """How scores of heads of this size are made."""
+        return Scores(head_dim**-0.5 if self.scale is None else self.scale, self.softcap)
 
 
 def attention(
@@ -39,27 +65,22 @@ def attention(
     v: Tensor,
     replica: Replica,
     batch: BatchLayout,
-    *,
-    kernel: AttentionKernel,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    spec: AttentionSpec,
     clock: Clock = UNTIMED,
 ) -> Tensor:
     """Attention of this rank's tokens to the whole sequence.
 
         q [B, H, s, D], k and v [B, G, s, D]: this rank's tokens, every head
-        sinks [H]: a logit per head that takes part in the softmax and carries no value (gpt-oss)
         result [B, s, H, D]; zero for tokens that are padding
 
     Args:
+        q: queries.
+        k: keys.
+        v: values.
+        replica: this rank's replica.
         batch: from `agree_on_batch`.
-        window: with ``causal``, keys a query sees: itself and the ``window - 1`` before it.
-        scale: of the scores, D ** -0.5 if left out.
-        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
-        clock: is told of every phase, forward and backward.
+        spec: of the layer.
+        clock: times every phase, forward and backward.
 
     Caller: every rank of the replica, once per attention layer.
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point messages; the same again backward.
@@ -67,6 +88,21 @@ def attention(
     Raises:
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
+    _check_shapes(q, k, v, replica, batch)
+    window = None if spec.window is not None and spec.window >= batch.length else spec.window
+    exchange, ring = _exchange_and_ring(replica, batch, spec.causal, window)
+    context = RingContext(ring, replica.sp_group, spec.kernel, spec.scores(q.shape[-1]), clock)
+    if exchange.process_group is not None:
+        q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
+    own_heads = slice(*exchange.own.q)
+    out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, own_heads, context)  # type: ignore[no-untyped-call]
+    if exchange.process_group is None:
+        return out_SBhD.transpose(0, 1).contiguous()
+    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange, clock)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout) -> None:
     tokens, schedule = batch.tokens[replica.rank], replica.schedule
     expected = (batch.batch_size, schedule.num_heads, tokens), (batch.batch_size, schedule.num_kv_heads, tokens)
     if (q.shape[:3], k.shape[:3]) != expected or v.shape != k.shape or q.shape[3] != k.shape[3]:
@@ -74,23 +110,10 @@ def attention(
             f"rank {replica.rank} expects q [B, H, s, D] and k, v [B, G, s, D] of {expected[0]} and {expected[1]}, "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}."
         )
-    exchange, ring = _plan(replica, batch, causal, window)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if exchange.process_group is not None:
-        q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
-    out_SBhD: Tensor = _GroupAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, sinks, replica, exchange.own, ring, kernel, scale, softcap, clock
-    )
-    if exchange.process_group is None:
-        return out_SBhD.transpose(0, 1).contiguous()
-    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange, clock)  # type: ignore[no-untyped-call]
-    return out
 
 
 @lru_cache(maxsize=256)
-def _plan(replica: Replica, batch: BatchLayout, causal: bool, window: int | None) -> tuple[Exchange, Ring]:
-    if window is not None and window >= batch.length:
-        window = None
+def _exchange_and_ring(replica: Replica, batch: BatchLayout, causal: bool, window: int | None) -> tuple[Exchange, Ring]:
     return make_exchange(replica, batch.length), make_ring(batch.ring_table(causal, window), replica.rank)
 
 
@@ -101,15 +124,14 @@ class _GatherSequence(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, clock: Clock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan = exchange, clock
+        ctx.exchange, ctx.clock = exchange, clock
         with clock.phase(ALL_TO_ALL, "gather_sequence"):
             return gather_sequence(q, k, v, exchange)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, clock = ctx.plan
-        with clock.phase(ALL_TO_ALL, "scatter_sequence"):
-            return *scatter_sequence(dq, dk, dv, exchange), None, None
+        with ctx.clock.phase(ALL_TO_ALL, "scatter_sequence"):
+            return *scatter_sequence(dq, dk, dv, ctx.exchange), None, None
 
 
 class _GroupAttention(torch.autograd.Function):
@@ -117,43 +139,41 @@ class _GroupAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        replica: Replica,
-        own: Member,
-        ring: Ring,
-        kernel: AttentionKernel,
-        scale: float,
-        softcap: float | None,
-        clock: Clock,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, own_heads: slice, context: RingContext
     ) -> Tensor:
-        out, lse, kept = ring_forward(q, k, v, ring, replica.sp_group, kernel, scale, softcap, clock)
-        if sinks is not None:
-            mine = sinks[slice(*own.q)].to(lse.dtype)[:, None]
-            out = (out * torch.sigmoid(lse - mine).unsqueeze(-1)).to(out.dtype)
-            lse = torch.logaddexp(lse, mine)
-        out = out.permute(2, 0, 1, 3).contiguous()
-        ctx.plan = (replica, own, ring, kernel, scale, softcap, clock)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
-        return out
+        out, lse, kept = ring_forward(q, k, v, context)
+        if sinks_H is not None:
+            out, lse = _with_sinks(out, lse, sinks_H[own_heads])
+        out_SBhD = out.permute(2, 0, 1, 3).contiguous()
+        ctx.own_heads, ctx.context = own_heads, context
+        ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *kept)
+        return out_SBhD
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        replica, own, ring, kernel, scale, softcap, clock = ctx.plan
-        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
-        dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
-        dsinks = None
-        if sinks is not None:
-            mine = sinks[slice(*own.q)].to(lse.dtype)[:, None]
-            delta = (dout.to(lse.dtype) * out).sum(-1)
-            dsinks = torch.zeros_like(sinks)
-            dsinks[slice(*own.q)] = -(torch.exp(mine - lse) * delta).sum((0, 2)).to(sinks.dtype)
-        grads = ring_backward(dout, q, k, v, out, lse, kept, ring, replica.sp_group, kernel, scale, softcap, clock)
+    def backward(ctx: Any, dout_SBhD: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_H, out_SBhD, lse, *kept = ctx.saved_tensors
+        dout, out = (x.permute(1, 2, 0, 3) for x in (dout_SBhD, out_SBhD))
+        dsinks_H = None
+        if sinks_H is not None:
+            dsinks_H = torch.zeros_like(sinks_H)
+            dsinks_H[ctx.own_heads] = _sinks_gradient(dout, out, lse, sinks_H[ctx.own_heads])
+        grads = ring_backward(dout, SavedForward(q, k, v, out, lse), kept, ctx.context)
         dq, dk, dv = (x.to(q.dtype) for x in grads)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None, None
+        return dq, dk, dv, dsinks_H, None, None
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every head's sink its share of the softmax: out [B, h, S, D] shrinks, lse [B, h, S] grows."""
+    sinks_h1 = sinks_h.to(lse.dtype)[:, None]
+    out = (out * torch.sigmoid(lse - sinks_h1).unsqueeze(-1)).to(out.dtype)
+    return out, torch.logaddexp(lse, sinks_h1)
+
+
+def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks_h: Tensor) -> Tensor:
+    """[h], from out and lse with the sinks in them: a sink is a key whose value is zero, so that dP is zero too."""
+    probs = torch.exp(sinks_h.to(lse.dtype)[:, None] - lse)
+    delta = (dout.to(lse.dtype) * out).sum(-1)
+    return -(probs * delta).sum((0, 2)).to(sinks_h.dtype)
 
 
 class _ScatterOutput(torch.autograd.Function):
@@ -161,12 +181,11 @@ class _ScatterOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out_SBhD: Tensor, exchange: Exchange, clock: Clock) -> Tensor:
-        ctx.plan = exchange, clock
+        ctx.exchange, ctx.clock = exchange, clock
         with clock.phase(ALL_TO_ALL, "scatter_output"):
             return scatter_output(out_SBhD, exchange)
 
     @staticmethod
     def backward(ctx: Any, dout_BsHD: Tensor) -> tuple[Tensor, None, None]:
-        exchange, clock = ctx.plan
-        with clock.phase(ALL_TO_ALL, "gather_output_heads"):
-            return gather_output_heads(dout_BsHD, exchange), None, None
+        with ctx.clock.phase(ALL_TO_ALL, "gather_output_heads"):
+            return gather_output_heads(dout_BsHD, ctx.exchange), None, None

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.collectives import reporting_lost_peers
 
-__all__ = ["Channel", "Message", "Round"]
+__all__ = ["Channel", "Message", "PendingReceives"]
 
 
 class Message(NamedTuple):
@@ -22,8 +22,8 @@ class Message(NamedTuple):
     tag: int
 
 
-class Round:
-    """Messages in flight; sends are waited for by `Channel.finish`, so that nobody waits for a slow peer."""
+class PendingReceives:
+    """What a round receives, in flight. `Channel.finish` waits for the sends, so that no step waits for a slow peer."""
 
     def __init__(self, receives: list[tuple[dist.Work, int]]) -> None:
         self._receives = receives
@@ -43,7 +43,7 @@ class Channel:
         self._coalesce = dist.get_backend(group) == "nccl"
         self._sends: list[tuple[dist.Work, int, Tensor | None]] = []
 
-    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> Round:
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
         """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send."""
         if self._coalesce:
             return self._post_coalesced(receives, sends)
@@ -57,7 +57,7 @@ class Channel:
             work = dist.isend(message.tensor, message.peer, group=group, tag=message.tag)
             assert work is not None
             self._sends.append((work, message.peer, message.tensor))
-        return Round(pending)
+        return PendingReceives(pending)
 
     def finish(self) -> None:
         """Wait for the sends of all rounds; their buffers may be reused afterwards."""
@@ -65,15 +65,15 @@ class Channel:
             _wait(work, peer, "sending to")
         self._sends = []
 
-    def _post_coalesced(self, receives: Sequence[Message], sends: Sequence[Message]) -> Round:
+    def _post_coalesced(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
         ops = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in receives]
         ops += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in sends]
         if not ops:
-            return Round([])
+            return PendingReceives([])
         peer = (receives or sends)[0].peer
         works = dist.batch_isend_irecv(ops)
         self._sends += [(work, peer, m.tensor) for work in works for m in sends]
-        return Round([(work, peer) for work in works])
+        return PendingReceives([(work, peer) for work in works])
 
 
 def _wait(work: dist.Work, peer: int, doing: str) -> None:

@@ -1,7 +1,6 @@
-"""Block attention with log-sum-exp: three interchangeable kernels, and the merging of partial results."""
+"""Block attention with log-sum-exp: interchangeable kernels, and the merging of partial results."""
 
-from ds_hetero.runtime.attention.kernels.choice import available, select
-from ds_hetero.runtime.attention.kernels.interface import AttentionKernel, Band
-from ds_hetero.runtime.attention.kernels.merge import merge_
+from ds_hetero.runtime.attention.kernels.choice import KERNELS, available, select
+from ds_hetero.runtime.attention.kernels.interface import AttentionKernel, Band, SavedForward, Scores, merge_
 
-__all__ = ["AttentionKernel", "Band", "available", "merge_", "select"]
+__all__ = ["KERNELS", "AttentionKernel", "Band", "SavedForward", "Scores", "available", "merge_", "select"]

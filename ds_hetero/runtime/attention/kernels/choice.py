@@ -1,27 +1,49 @@
-"""Which kernel runs where."""
+"""The list of kernels, and which of them runs where. A new kernel is a name in `kernel_names` and an entry here."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel
+from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel, flash_attn_refusal
 from ds_hetero.runtime.attention.kernels.interface import AttentionKernel
-from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 
-__all__ = ["available", "select"]
+__all__ = ["KERNELS", "KernelEntry", "available", "select"]
 
-_TORCH = TorchKernel()
-_KERNELS: dict[str, AttentionKernel] = {"torch": _TORCH, "flash_attn": FlashAttnKernel(), "triton": TritonKernel()}
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """One kernel of the list. Its functions take (device, dtype, head size, soft cap or None) of a block.
+
+    Args:
+        name: as in `ds_hetero.kernel_names`.
+        make: builds the kernel.
+        refusal: why the kernel cannot run such a block, or None if it can.
+        is_slow: whether it can, but another kernel that works is to be preferred.
+    """
+
+    name: str
+    make: Callable[[], AttentionKernel]
+    refusal: Callable[[torch.device, torch.dtype, int, float | None], str | None]
+    is_slow: Callable[[torch.device, torch.dtype, int, float | None], bool]
+
+
+KERNELS = (  # best first
+    KernelEntry("flash_attn", FlashAttnKernel, flash_attn_refusal, is_slow=lambda *block: False),
+    KernelEntry("torch", TorchKernel, torch_refusal, torch_is_slow),
+    KernelEntry("triton", TritonKernel, triton_refusal, triton_is_slow),
+)
 
 
 def select(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None, requested: str | None
 ) -> AttentionKernel:
-    """The kernel that ``requested`` names, or the fastest that works here.
-
-    In order: flash-attn, torch's fused operators, Triton, torch's plain operations.
+    """Return the kernel that ``requested`` names, or the first of `KERNELS` that works here and is not slow.
 
     Args:
         device: of the tensors.
@@ -33,22 +55,22 @@ def select(
     Raises:
         ConfigError: the requested kernel is unknown or does not work here.
     """
-    reasons = {name: kernel.refusal(device, dtype, head_dim, softcap) for name, kernel in _KERNELS.items()}
-    if requested is not None:
-        if requested in reasons and reasons[requested] is None:
-            return _KERNELS[requested]
-        problem = f"does not work here: {reasons[requested]}" if requested in reasons else "is no kernel"
-        others = "; ".join(f'"{name}": {reason or "works"}' for name, reason in reasons.items())
-        raise ConfigError(
-            f'heterogeneity.attention = "{requested}" {problem}. For {dtype} with head size {head_dim} on {device} '
-            f"there are {others}. Name one that works, or leave the key out to get the best of them."
-        )
-    if reasons["flash_attn"] is None:
-        return _KERNELS["flash_attn"]
-    fused = _TORCH.is_fused(device, dtype, head_dim, softcap)
-    return _KERNELS["triton"] if not fused and reasons["triton"] is None and device.type != "cpu" else _TORCH
+    block = (device, dtype, head_dim, softcap)
+    working = [entry for entry in KERNELS if entry.refusal(*block) is None]
+    if requested is None:
+        return next((entry for entry in working if not entry.is_slow(*block)), working[0]).make()
+    for entry in working:
+        if entry.name == requested:
+            return entry.make()
+    reasons = {entry.name: entry.refusal(*block) for entry in KERNELS}
+    problem = f"does not work here: {reasons[requested]}" if requested in reasons else "is no kernel"
+    others = "; ".join(f'"{name}": {reason or "works"}' for name, reason in reasons.items())
+    raise ConfigError(
+        f'heterogeneity.attention = "{requested}" {problem}. For {dtype} with head size {head_dim} on {device} '
+        f"there are {others}. Name one that works, or leave the key out to get the best of them."
+    )
 
 
 def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     """Every kernel's name with None, or with the reason why it does not work for such tensors."""
-    return {name: kernel.refusal(device, dtype, head_dim, None) for name, kernel in _KERNELS.items()}
+    return {entry.name: entry.refusal(device, dtype, head_dim, None) for entry in KERNELS}

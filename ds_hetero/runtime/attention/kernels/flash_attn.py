@@ -1,7 +1,7 @@
 """The "flash_attn" kernel: the flash-attn package, version 3 on Hopper where it is installed, else version 2.
 
 Both align windows to the last corner of a block, which expresses every band (`Band.window`), and take soft caps and
-grouped heads. Neither is imported before it is asked for. Tensors go in as [B, tokens, heads, D].
+grouped heads. Neither is imported before its first use. Tensors go in as [B, tokens, heads, D].
 
 Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7 to 2.8), hopper/flash_attn_interface.py.
 """
@@ -16,9 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
 
-__all__ = ["FlashAttnKernel"]
+__all__ = ["FlashAttnKernel", "flash_attn_refusal"]
+
+
+def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
+    """Why flash-attn cannot run such a block, or None."""
+    if device.type != "cuda":
+        return f"flash-attn runs on CUDA devices, not on {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash-attn needs an Ampere GPU (sm80) or newer"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash-attn takes float16 and bfloat16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"flash-attn takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+    if _version_3(device) is None and isinstance(reason := _version_2(), str):
+        return reason
+    return None
 
 
 class FlashAttnKernel:
@@ -26,59 +41,33 @@ class FlashAttnKernel:
 
     name = "flash_attn"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-        """See `AttentionKernel`."""
-        if device.type != "cuda":
-            return f"flash-attn runs on CUDA devices, not on {device.type}"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return "flash-attn needs an Ampere GPU (sm80) or newer"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"flash-attn takes float16 and bfloat16, not {dtype}"
-        if head_dim % 8 or head_dim > 256:
-            return f"flash-attn takes head sizes that are multiples of 8 up to 256, not {head_dim}"
-        if _version_3(device) is None and isinstance(reason := _version_2(), str):
-            return reason
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
         left, right = band.window(q.shape[2], k.shape[2])
         mask = {"causal": (left, right) == (-1, 0), "window_size_left": left, "window_size_right": right}
+        softcap = scores.softcap or 0.0
         tensors = [x.transpose(1, 2) for x in (q, k, v)]
         if flash := _version_3(q.device):
-            out, lse, *_ = flash._flash_attn_forward(*tensors, softmax_scale=scale, softcap=softcap or 0.0, **mask)
+            out, lse, *_ = flash._flash_attn_forward(*tensors, softmax_scale=scores.scale, softcap=softcap, **mask)
         else:
             out, lse, *_ = _version_2()._flash_attn_forward(
-                *tensors, 0.0, scale, softcap=softcap or 0.0, alibi_slopes=None, return_softmax=False, **mask
+                *tensors, 0.0, scores.scale, softcap=softcap, alibi_slopes=None, return_softmax=False, **mask
             )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`."""
-        left, right = band.window(q.shape[2], k.shape[2])
-        mask = ((left, right) == (-1, 0), left, right, softcap or 0.0)
-        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-        tensors.append(lse.contiguous())  # read as [B, H, Q] without a look at its strides
+        left, right = band.window(saved.q.shape[2], saved.k.shape[2])
+        mask = ((left, right) == (-1, 0), left, right, scores.softcap or 0.0)
+        tensors = [x.transpose(1, 2) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
+        tensors.append(saved.lse.contiguous())  # read as [B, H, Q] without a look at its strides
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
         deterministic = torch.are_deterministic_algorithms_enabled()
-        if flash := _version_3(q.device):
+        if flash := _version_3(dout.device):
             no_lengths = [None] * 6  # cu_seqlens, seqused and max_seqlen, of queries and keys
-            flash._flash_attn_backward(*tensors, *no_lengths, *grads, scale, *mask, deterministic)
+            flash._flash_attn_backward(*tensors, *no_lengths, *grads, scores.scale, *mask, deterministic)
         else:
-            _version_2()._flash_attn_backward(*tensors, *grads, 0.0, scale, *mask, None, deterministic)
+            _version_2()._flash_attn_backward(*tensors, *grads, 0.0, scores.scale, *mask, None, deterministic)
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 

@@ -1,10 +1,11 @@
-"""What a block-attention kernel is, and which keys of a block its queries see.
+"""What a block-attention kernel takes and gives, and how the results for several blocks of keys are merged.
 
 Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +13,39 @@ from torch import Tensor
 
 from ds_hetero.runtime.attention.kernels.tiles import Band
 
-__all__ = ["AttentionKernel", "Band"]
+__all__ = ["AttentionKernel", "Band", "SavedForward", "Scores", "merge_"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made of queries and keys: ``s = scale * q @ k.T``, with a cap ``softcap * tanh(s / softcap)``.
+
+    Args:
+        scale: usually D ** -0.5.
+        softcap: the bound of the scores' magnitude (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedForward:
+    """What the backward of attention needs of its forward.
+
+    Args:
+        q: [B, H, Q, D].
+        k: [B, G, K, D].
+        v: [B, G, K, D].
+        out: [B, H, Q, D], of the whole row: merged over all blocks of keys.
+        lse: [B, H, Q], of the whole row.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class AttentionKernel(Protocol):
@@ -29,30 +62,32 @@ class AttentionKernel(Protocol):
         lse            [B, H, Q]       natural logarithm of sum(exp(scores)); float32, for float64 inputs float64
         dq, dk, dv     like q, k, v    of this block alone; in the input dtype or in float32
 
-    ``band`` tells what is visible; the caller promises at least one query and one key, and that no query and no key of
-    the block goes unseen. Scores are ``scale * q @ k.T``, with ``softcap`` then ``softcap * tanh(scores / softcap)``.
+    ``band`` says what is visible. The caller promises at least one query and one key, that every query sees a key of
+    the block and that every key is seen.
     """
 
     name: str
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-        """Why this kernel cannot run such a block here, or None if it can."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
+
+
+def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
+    """Merge the attention over one more block of keys into the attention over the earlier ones, in place.
+
+    With L = log(exp(lse) + exp(lse_block)), the merged output is exp(lse - L) * out + exp(lse_block - L) * out_block.
+
+        out, out_block   [..., Q, D]   out in float32 or float64
+        lse, lse_block   [..., Q]      in the dtype of out
+
+    An lse of -inf is a part in which the query saw nothing; its output must be finite and does not count. Where both
+    are -inf, nothing changes. `ds_hetero.runtime.attention.reference.merged_attention` is the same by definition.
+
+    Source: the online softmax (arXiv:1805.02867), as in Ring Attention (arXiv:2310.01889).
+    """
+    share = torch.sigmoid(lse_block - lse.clamp(min=torch.finfo(lse.dtype).min))
+    out.lerp_(out_block.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, lse_block, out=lse)

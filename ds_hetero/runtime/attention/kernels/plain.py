@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band
-from ds_hetero.runtime.attention.kernels.merge import merge_
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores, merge_
 
 __all__ = ["band_mask", "plain_backward", "plain_forward"]
 
@@ -31,9 +30,7 @@ def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> 
     return (lo <= diagonal) & (diagonal <= hi)
 
 
-def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` in float32 (float64 for float64 inputs), out laid out token-major."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch_size, heads, num_queries, head_dim = q.shape
@@ -41,37 +38,28 @@ def plain_forward(
     lse = torch.full((batch_size, heads, num_queries), -torch.inf, dtype=wide, device=q.device)
     for rows, cols, mask in _parts(band, num_queries, k.shape[2], q.device):
         v_part = v[:, :, cols].to(wide)
-        scores = _scores(q[:, :, rows].to(wide), k[:, :, cols].to(wide), mask, scale, softcap)
-        lse_part = scores.logsumexp(-1)
-        merge_(out[:, :, rows], lse[:, :, rows], _per_kv_head(_softmax(scores, lse_part), v_part), lse_part)
+        s_part = _scores(q[:, :, rows].to(wide), k[:, :, cols].to(wide), mask, scores)
+        lse_part = s_part.logsumexp(-1)
+        merge_(out[:, :, rows], lse[:, :, rows], _per_kv_head(_softmax(s_part, lse_part), v_part), lse_part)
     return out.to(q.dtype), lse
 
 
-def plain_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    band: Band,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward`; gradients in float32 (float64 for float64 inputs)."""
-    wide = lse.dtype
+    q, k, v, softcap = saved.q, saved.k, saved.v, scores.softcap
+    wide = saved.lse.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for rows, cols, mask in _parts(band, q.shape[2], k.shape[2], q.device):
         q_part, dout_part = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
         k_part, v_part = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
-        delta = (dout_part * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        scores = _scores(q_part, k_part, mask, scale, softcap)
-        probs = _softmax(scores, lse[:, :, rows])
-        dscores = probs * (_per_kv_head(dout_part, v_part.mT) - delta)
+        delta = (dout_part * saved.out[:, :, rows].to(wide)).sum(-1, keepdim=True)
+        s_part = _scores(q_part, k_part, mask, scores)
+        probs = _softmax(s_part, saved.lse[:, :, rows])
+        ds_part = probs * (_per_kv_head(dout_part, v_part.mT) - delta)
         if softcap is not None:  # the derivative of the cap; a hidden score is -inf, and its probability 0
-            dscores *= 1 - (scores.clamp(min=-softcap) / softcap).square()
-        dq[:, :, rows] += _per_kv_head(dscores, k_part) * scale
-        dk[:, :, cols] += _sum_of_group(dscores, q_part, k.shape[1]) * scale
+            ds_part *= 1 - (s_part.clamp(min=-softcap) / softcap).square()
+        dq[:, :, rows] += _per_kv_head(ds_part, k_part) * scores.scale
+        dk[:, :, cols] += _sum_of_group(ds_part, q_part, k.shape[1]) * scores.scale
         dv[:, :, cols] += _sum_of_group(probs, dout_part, k.shape[1])
     return dq, dk, dv
 
@@ -89,16 +77,17 @@ def _parts(
             yield slice(rows.start, rows.stop), slice(cols.start, cols.stop), band_mask(band, rows, cols, device)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    scores = _per_kv_head(q, k.mT) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """[B, H, Q, K], -inf where ``mask`` hides a key."""
+    s = _per_kv_head(q, k.mT) * scores.scale
+    if scores.softcap is not None:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    return s if mask is None else s.masked_fill(~mask, -torch.inf)
 
 
-def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 rather than NaN where a query sees nothing of this part."""
-    return torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
+def _softmax(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse), and 0 rather than NaN where a query sees nothing of this part."""
+    return torch.exp(s - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
 def _per_kv_head(x: Tensor, of_keys: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.merge import merge_
-from ds_hetero.runtime.attention.kernels.tiles import Band, Tile
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, merge_
+from ds_hetero.runtime.attention.kernels.tiles import Tile
 
 __all__ = ["backward_by_tiles", "forward_by_tiles"]
 
 Forward = Callable[[Tensor, Tensor, Tensor, Band], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[[Tensor, SavedForward, Band], tuple[Tensor, Tensor, Tensor]]
 
 
 def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,9 @@ def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Se
 
     Args:
         attend: (q, k, v, band) -> (out, lse), for the bands that occur in ``tiles``.
-        q, k, v: as in `AttentionKernel`.
+        q: [B, H, Q, D].
+        k: [B, G, K, D].
+        v: [B, G, K, D].
         tiles: from `decompose`.
     """
     if len(tiles) == 1 and tiles[0].copies == 1:
@@ -41,31 +43,26 @@ def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Se
 
 
 def backward_by_tiles(
-    attend_backward: Backward,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Sequence[Tile],
+    attend_backward: Backward, dout: Tensor, saved: SavedForward, tiles: Sequence[Tile]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the same, from the out and lse of the whole rows; in float32 where tiles had to be added up.
 
     Args:
-        attend_backward: (dout, q, k, v, out, lse, band) -> (dq, dk, dv), for the bands that occur in ``tiles``.
-        dout, q, k, v, out, lse: as in `AttentionKernel`.
+        attend_backward: (dout, saved, band) -> (dq, dk, dv), for the bands that occur in ``tiles``.
+        dout: gradient of the output, like ``saved.out``.
+        saved: of the forward.
         tiles: from `decompose`.
     """
     if len(tiles) == 1 and tiles[0].copies == 1:
-        return attend_backward(dout, q, k, v, out, lse, tiles[0].band)
+        return attend_backward(dout, saved, tiles[0].band)
+    q, k, v = saved.q, saved.k, saved.v
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (_token_major(x, wide).zero_() for x in (q, k, v))
     for tile in tiles:
-        for of_queries, of_keys in _copies(tile, (dout, q, out, lse, dq), (k, v, dk, dv)):
+        for of_queries, of_keys in _copies(tile, (dout, q, saved.out, saved.lse, dq), (k, v, dk, dv)):
             dout_tile, q_tile, out_tile, lse_tile, dq_tile = of_queries
             k_tile, v_tile, dk_tile, dv_tile = of_keys
-            part = attend_backward(dout_tile, q_tile, k_tile, v_tile, out_tile, lse_tile, tile.band)
+            part = attend_backward(dout_tile, SavedForward(q_tile, k_tile, v_tile, out_tile, lse_tile), tile.band)
             dq_tile += part[0]
             dk_tile += part[1]
             dv_tile += part[2]

@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import band_mask
 from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Tile, decompose
 
 __all__ = ["cpu_backward", "cpu_forward"]
 
@@ -24,31 +25,29 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` without a soft cap."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        out, lse = _FORWARD(q, k, v, 0.0, band == CAUSAL, attn_mask=_mask(q, k, band), scale=scale)
+        out, lse = _FORWARD(q, k, v, 0.0, band == CAUSAL, attn_mask=_mask(q, k, band), scale=scores.scale)
         return out, lse
 
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     return forward_by_tiles(attend, q, k, v, decompose(q.shape[2], k.shape[2], band))
 
 
-def cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward` without a soft cap."""
 
-    def attend_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = _mask(q, k, band)
-        dq, dk, dv = _BACKWARD(dout, q, k, v, out, lse, 0.0, band == CAUSAL, attn_mask=mask, scale=scale)
+    def attend_backward(dout: Tensor, saved: SavedForward, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, mask = saved.q, saved.k, saved.v, _mask(saved.q, saved.k, band)
+        is_causal = band == CAUSAL
+        dq, dk, dv = _BACKWARD(dout, q, k, v, saved.out, saved.lse, 0.0, is_causal, attn_mask=mask, scale=scores.scale)
         return dq, dk, dv
 
-    dout, q, k, v, out = (_dense_rows(x) for x in (dout, q, k, v, out))
-    return backward_by_tiles(attend_backward, dout, q, k, v, out, lse, _backward_tiles(q, k, band))
+    dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+    saved = SavedForward(q, k, v, out, saved.lse)
+    return backward_by_tiles(attend_backward, dout, saved, _backward_tiles(q, k, band))
 
 
 def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:

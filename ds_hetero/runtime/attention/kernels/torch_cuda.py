@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, Tile, decompose
@@ -27,9 +27,6 @@ __all__ = [
 _aten = torch.ops.aten
 
 
-# --- flash -----------------------------------------------------------------------------------------
-
-
 def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why torch's flash operator cannot run here, or None."""
     if not torch.backends.cuda.is_flash_attention_available():
@@ -43,7 +40,7 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return None
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` without a soft cap."""
     left, right = band.window(q.shape[2], k.shape[2])
     q, k, v = (_token_first(x) for x in (q, k, v))
@@ -56,21 +53,19 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> 
         q.shape[1],
         k.shape[1],
         0.0,
-        False,  # causal: said by the window, as the operator itself does
+        False,  # causal; the window says it, as in the operator itself
         False,
-        scale=scale,
+        scale=scores.scale,
         window_size_left=left,
         window_size_right=right,
     )
     return out.transpose(1, 2), lse
 
 
-def flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward` without a soft cap."""
-    left, right = band.window(q.shape[2], k.shape[2])
-    dout, q, k, v, out = (_token_first(x) for x in (dout, q, k, v, out))
+    left, right = band.window(saved.q.shape[2], saved.k.shape[2])
+    dout, q, k, v, out = (_token_first(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
     no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which nothing reads
     dq, dk, dv = _aten._flash_attention_backward(
         dout,
@@ -78,7 +73,7 @@ def flash_backward(
         k,
         v,
         out,
-        lse.contiguous(),  # the operator reads it as [B, H, Q] without looking at strides
+        saved.lse.contiguous(),  # the operator reads it as [B, H, Q] without looking at strides
         None,
         None,
         q.shape[1],
@@ -87,14 +82,11 @@ def flash_backward(
         False,
         no_dropout,
         no_dropout,
-        scale=scale,
+        scale=scores.scale,
         window_size_left=left,
         window_size_right=right,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-# --- memory-efficient ------------------------------------------------------------------------------
 
 
 def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -108,34 +100,30 @@ def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -
     return None
 
 
-def efficient_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` without a soft cap."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         if band not in _MASK_TYPES:
-            return plain_forward(q, k, v, band, scale, None)
+            return plain_forward(q, k, v, scores, band)
         q, k, v = (_token_first(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
         out, lse, *_ = _aten._efficient_attention_forward(
-            q, k, v, None, None, None, None, None, 0.0, _MASK_TYPES[band], True, scale=scale
+            q, k, v, None, None, None, None, None, 0.0, _MASK_TYPES[band], True, scale=scores.scale
         )
         return out.transpose(1, 2), lse[:, :, : q.shape[1]]
 
     return forward_by_tiles(attend, q, k, v, _efficient_tiles(q, k, band))
 
 
-def efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def efficient_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward` without a soft cap."""
 
-    def attend_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(dout: Tensor, saved: SavedForward, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         if band not in _MASK_TYPES:
-            return plain_backward(dout, q, k, v, out, lse, band, scale, None)
-        num_kv_heads = k.shape[1]
-        dout, q, out = (_token_first(x) for x in (dout, q, out))
-        k, v = (_token_first(_per_query_head(x, q.transpose(1, 2))) for x in (k, v))
+            return plain_backward(dout, saved, scores, band)
+        num_kv_heads = saved.k.shape[1]
+        dout, q, out = (_token_first(x) for x in (dout, saved.q, saved.out))
+        k, v = (_token_first(_per_query_head(x, saved.q)) for x in (saved.k, saved.v))
         no_dropout = torch.zeros((), dtype=torch.int64)
         dq, dk, dv, _ = _aten._efficient_attention_backward(
             dout,
@@ -148,18 +136,18 @@ def efficient_backward(
             None,
             q.shape[1],
             k.shape[1],
-            F.pad(lse, (0, -q.shape[1] % 32), value=torch.inf),  # as its forward pads it
+            F.pad(saved.lse, (0, -q.shape[1] % 32), value=torch.inf),  # as its forward pads it
             0.0,
             no_dropout,
             no_dropout,
             _MASK_TYPES[band],
             False,
-            scale=scale,
+            scale=scores.scale,
         )
         dk, dv = (x.unflatten(2, (num_kv_heads, -1)).sum(3, dtype=torch.float32) for x in (dk, dv))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    return backward_by_tiles(attend_backward, dout, q, k, v, out, lse, _efficient_tiles(q, k, band))
+    return backward_by_tiles(attend_backward, dout, saved, _efficient_tiles(saved.q, saved.k, band))
 
 
 # The operator also knows windows, but its backward counts them from another diagonal than its forward unless the block

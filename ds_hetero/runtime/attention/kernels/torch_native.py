@@ -1,13 +1,18 @@
-"""The "torch" kernel: what torch itself brings along, on every device."""
+"""The "torch" kernel: what torch itself brings along, on every device.
+
+CPU: the flash operator. CUDA: flash for fp16 and bf16 from Ampere on, else memory-efficient. Soft-capped scores, odd
+head sizes on CUDA and other devices: plain operations, correct and slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_cpu import cpu_backward, cpu_forward
 from ds_hetero.runtime.attention.kernels.torch_cuda import (
@@ -19,68 +24,53 @@ from ds_hetero.runtime.attention.kernels.torch_cuda import (
     flash_refusal,
 )
 
-__all__ = ["TorchKernel"]
+__all__ = ["TorchKernel", "torch_is_slow", "torch_refusal"]
+
+
+def torch_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
+    """Why this kernel cannot run such a block, or None."""
+    return None if dtype.is_floating_point else f"attention takes floating-point numbers, not {dtype}"
+
+
+def torch_is_slow(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
+    """Whether none of torch's fused operators takes such a block."""
+    return _operators(device, dtype, head_dim, softcap) is _PLAIN
 
 
 class TorchKernel:
-    """torch's fused operators where they apply, plain torch operations where none does.
-
-    CPU: the flash operator. CUDA: flash for fp16 and bf16 from Ampere on, else memory-efficient. Soft-capped scores,
-    odd head sizes on CUDA and other devices: plain operations, correct and slow.
-    """
+    """torch's fused operators where they apply, plain torch operations where none does."""
 
     name = "torch"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        return None if dtype.is_floating_point else f"attention takes floating-point numbers, not {dtype}"
+        return _operators(q.device, q.dtype, q.shape[-1], scores.softcap).forward(q, k, v, scores, band)
 
-    def is_fused(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
-        """Whether one of torch's fused operators does the work."""
-        return _operators(device, dtype, head_dim, softcap) is not None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`."""
-        operators = _operators(q.device, q.dtype, q.shape[-1], softcap)
-        return operators[0](q, k, v, band, scale) if operators else plain_forward(q, k, v, band, scale, softcap)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`."""
-        if operators := _operators(q.device, q.dtype, q.shape[-1], softcap):
-            return operators[1](dout, q, k, v, out, lse, band, scale)
-        return plain_backward(dout, q, k, v, out, lse, band, scale, softcap)
+        q = saved.q
+        return _operators(q.device, q.dtype, q.shape[-1], scores.softcap).backward(dout, saved, scores, band)
 
 
-_Forward = Callable[[Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor]]
-_Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band, float],
-    tuple[Tensor, Tensor, Tensor],
-]
+class _Operators(NamedTuple):
+    forward: Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, SavedForward, Scores, Band], tuple[Tensor, Tensor, Tensor]]
 
 
-def _operators(
-    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None
-) -> tuple[_Forward, _Backward] | None:
-    """The fused operators for such a block, or None; none of them caps scores."""
+_CPU = _Operators(cpu_forward, cpu_backward)
+_FLASH = _Operators(flash_forward, flash_backward)
+_EFFICIENT = _Operators(efficient_forward, efficient_backward)
+_PLAIN = _Operators(plain_forward, plain_backward)
+
+
+def _operators(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> _Operators:
+    """The fastest operators for such a block; only the plain ones cap scores."""
     if softcap is not None:
-        return None
+        return _PLAIN
     if device.type == "cpu":
-        return cpu_forward, cpu_backward
+        return _CPU
     if device.type == "cuda" and flash_refusal(device, dtype, head_dim) is None:
-        return flash_forward, flash_backward
+        return _FLASH
     if device.type == "cuda" and efficient_refusal(device, dtype, head_dim) is None:
-        return efficient_forward, efficient_backward
-    return None
+        return _EFFICIENT
+    return _PLAIN

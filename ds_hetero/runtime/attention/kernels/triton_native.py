@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band
+from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
 
-__all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes"]
+__all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes", "triton_is_slow", "triton_refusal"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -37,8 +37,8 @@ class Launch(NamedTuple):
 def block_sizes(head_dim: int, tensor_cores: bool) -> Launch:
     """Blocks whose accumulators fit into registers and whose tiles fit into every supported GPU's shared memory.
 
-    Found by compiling with Triton 3.9 for sm75, sm80, sm86 and sm90 and reading registers, spills and shared memory; on
-    no GPU was it timed. At most 80 KiB of shared memory on sm80 with tensor cores (sm86 has 99), 65 KiB without.
+    Chosen by compiling with Triton 3.9 for sm75, sm80, sm86 and sm90 and reading registers, spills and shared memory;
+    not timed on any GPU. At most 80 KiB of shared memory on sm80 with tensor cores (sm86 has 99), 65 KiB without.
 
     Args:
         head_dim: D padded to a power of two.
@@ -56,6 +56,32 @@ def block_sizes(head_dim: int, tensor_cores: bool) -> Launch:
     return Launch(*(BlockSizes(16, 16, 8, 1),) * 3)
 
 
+def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
+    """Why the Triton kernel cannot run such a block, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
+        return f"Triton runs on CUDA devices, not on {device.type} (in its interpreter with TRITON_INTERPRET=1)"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the Triton kernel takes float32, float16 and bfloat16, not {dtype}"
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        return "Triton's interpreter does not multiply bfloat16"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is not None and capability < (7, 0):
+        return "the Triton kernel needs a Volta GPU (sm70) or newer"
+    if capability is not None and capability < (8, 0) and dtype == torch.bfloat16:
+        return "bfloat16 needs an Ampere GPU (sm80) or newer"
+    limit = 128 if capability is not None and capability < (8, 0) else 256  # 64 KiB of shared memory on Turing
+    if head_dim > limit:
+        return f"the Triton kernel takes head sizes up to {limit} here, not {head_dim}"
+    return None
+
+
+def triton_is_slow(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
+    """Whether Triton interprets the kernel: a second for what a compiled one does in a microsecond."""
+    return device.type == "cpu"
+
+
 class TritonKernel:
     """Flash attention forward and backward in Triton, with every band, soft caps and grouped heads.
 
@@ -65,29 +91,7 @@ class TritonKernel:
 
     name = "triton"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-        """See `AttentionKernel`."""
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed: pip install triton"
-        if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
-            return f"Triton runs on CUDA devices, not on {device.type} (in its interpreter with TRITON_INTERPRET=1)"
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"the Triton kernel takes float32, float16 and bfloat16, not {dtype}"
-        if dtype == torch.bfloat16 and device.type == "cpu":
-            return "Triton's interpreter does not multiply bfloat16"
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if capability is not None and capability < (7, 0):
-            return "the Triton kernel needs a Volta GPU (sm70) or newer"
-        if capability is not None and capability < (8, 0) and dtype == torch.bfloat16:
-            return "bfloat16 needs an Ampere GPU (sm80) or newer"
-        limit = 128 if capability is not None and capability < (8, 0) else 256  # 64 KiB of shared memory on Turing
-        if head_dim > limit:
-            return f"the Triton kernel takes head sizes up to {limit} here, not {head_dim}"
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
         q, k, v = (_dense_rows(x) for x in (q, k, v))
         batch_size, heads, num_queries, head_dim = q.shape
@@ -98,26 +102,15 @@ class TritonKernel:
             *(q, k, v, out, lse),
             *_strides(q, k, v, out),
             *_sizes(q, k, band),
-            *_score_factors(scale, softcap),
-            **_constants(q, blocks, softcap),
+            *_score_factors(scores),
+            **_constants(q, blocks, scores.softcap),
         )
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        band: Band,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`; gradients in float32."""
-        dout, q, k, v, out = (_dense_rows(x) for x in (dout, q, k, v, out))
-        lse = lse.contiguous()
+        dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+        lse = saved.lse.contiguous()
         delta = torch.empty_like(lse)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         kernels, launch = _kernels(), _launch(q)
@@ -130,26 +123,23 @@ class TritonKernel:
             BLOCK_D=_padded(q.shape[3]),
         )
         operands = (q, k, v, dout, lse, delta)
-        factors = (*_score_factors(scale, softcap), scale)
+        factors = (*_score_factors(scores), scores.scale)
         heads, group, *sizes = _sizes(q, k, band)
         kernels.dq_kernel[_grid(q.shape[2], launch.dq.queries, q)](
             *(*operands, dq),
             *_strides(q, k, v, dout, dq),
             *(heads, group, *sizes),
             *factors,
-            **_constants(q, launch.dq, softcap),
+            **_constants(q, launch.dq, scores.softcap),
         )
         kernels.dkv_kernel[_grid(k.shape[2], launch.dkv.keys, k)](
             *(*operands, dk, dv),
             *_strides(q, k, v, dout, dk),
             *(heads // group, group, *sizes),
             *factors,
-            **_constants(q, launch.dkv, softcap),
+            **_constants(q, launch.dkv, scores.softcap),
         )
         return dq, dk, dv
-
-
-# --- launching -------------------------------------------------------------------------------------
 
 
 def _interpreted() -> bool:
@@ -157,7 +147,7 @@ def _interpreted() -> bool:
 
 
 def _kernels() -> Any:
-    """Imported at the first launch: what TRITON_INTERPRET says then holds for the process."""
+    """The module, imported at the first launch: the value of TRITON_INTERPRET at that time holds for the process."""
     return importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels")
 
 
@@ -180,9 +170,11 @@ def _sizes(q: Tensor, k: Tensor, band: Band) -> tuple[int, int, int, int, int, i
     return heads, heads // k.shape[1], num_queries, num_keys, *band.bounds(num_queries, num_keys)
 
 
-def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def _score_factors(scores: Scores) -> tuple[float, float]:
     """(inner, outer) of `triton_kernels`."""
-    return (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
+    if scores.softcap is None:
+        return scores.scale * _LOG2_E, 0.0
+    return scores.scale / scores.softcap, scores.softcap * _LOG2_E
 
 
 def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str, int | bool]:
