@@ -113,7 +113,7 @@ def _step(stage: int, partition: Any) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import ds_hetero
-    from ds_hetero.integrations.deepspeed.zero_weights import OPTIMIZERS
+    from ds_hetero.integrations.deepspeed.zero.optimizers import OPTIMIZERS
 
     handle = ds_hetero.register()
     torch.manual_seed(0)

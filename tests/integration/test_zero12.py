@@ -38,7 +38,7 @@ def train(
     import torch.distributed as dist
 
     import ds_hetero
-    from ds_hetero.integrations.deepspeed.zero_weights import OPTIMIZERS
+    from ds_hetero.integrations.deepspeed.zero.optimizers import OPTIMIZERS
 
     handle = ds_hetero.register()
     rank, world_size = int(dist.get_rank()), dist.get_world_size()
@@ -175,7 +175,7 @@ def test_impossible_combinations_are_refused() -> None:
 
 
 def _refuse_combinations(rank: int) -> None:
-    from ds_hetero.integrations.deepspeed.zero_weights import expect_possible
+    from ds_hetero.integrations.deepspeed.zero.optimizers import expect_possible
 
     for more, said in (
         ({"zero_optimization": {"stage": 0}}, "nothing to partition without ZeRO"),

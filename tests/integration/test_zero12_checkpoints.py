@@ -39,7 +39,7 @@ def make_engine(
     import torch.distributed as dist
 
     import ds_hetero
-    from ds_hetero.integrations.deepspeed.zero_weights import OPTIMIZERS
+    from ds_hetero.integrations.deepspeed.zero.optimizers import OPTIMIZERS
 
     ds_hetero.register()
     config = ds_config(stage, "ulysses", zero=zero or {}, **config) | {

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
-from ds_hetero.integrations.deepspeed.zero12_checkpoint import read_shard
+from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
+from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import read_shard
 from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["PRIVATE_NAMES", "guard_checkpoints"]

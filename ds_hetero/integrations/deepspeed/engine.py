@@ -35,9 +35,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hetero.config import sp_size_of
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.integrations.deepspeed import checkpoints, zero3, zero3_shards, zero12, zero_weights
+from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.checkpoints import guard_checkpoints
 from ds_hetero.integrations.deepspeed.losses import LossScaling
+from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.replicas import BatchSplit
@@ -74,10 +75,10 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.__init__",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
-    *zero_weights.PRIVATE_NAMES,
+    *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
-    *zero12.PRIVATE_NAMES,
-    *zero3.PRIVATE_NAMES,
+    *stage12.PRIVATE_NAMES,
+    *stage3.PRIVATE_NAMES,
     *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),
     *(f"deepspeed.runtime.zero.partition_parameters:{name}.wait" for name in _HANDLES),
 )
@@ -154,8 +155,8 @@ def install(handle: Handle) -> None:
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", door.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", door.adapter)
     replace(deepspeed, "initialize", door.initialize)
-    replace(deepspeed.zero.Init, "_all_gather", zero3_shards.gathering)
-    replace(deepspeed.zero.Init, "_partition_param", zero3_shards.writing_back)
+    replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
+    replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
     for name in _COLLECTIVES:
         replace(TorchBackend, name, _timed)
     for name in _HANDLES:
@@ -267,14 +268,14 @@ class _Door:
             mesh_param=None,
         )
         agreement = self._handle.agreement_on(converted)
-        weights = zero_weights.agree_on_weights(agreement, ds_config, model, given.get("optimizer"))
+        weights = optimizers.agree_on_weights(agreement, ds_config, model, given.get("optimizer"))
         truth = SequenceParallelState(replica, sp_size_of(sizes))
         with (
             _sequence_parallelism_hidden(truth, self._handle),
-            zero_weights.optimizers_in_place(given["config"], weights),
+            optimizers.optimizers_in_place(given["config"], weights),
         ):
             engine, *rest = stock(**given)
-        zero_weights.prepare(engine)
+        optimizers.prepare(engine)
         guard_checkpoints(engine)
         engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
         engine.seq_parallel_group = replica.sp_group

@@ -26,9 +26,9 @@ from deepspeed.moe.layer import MoE
 from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.zero3 import check_stage3, make_stage3_optimizer
-from ds_hetero.integrations.deepspeed.zero3_checkpoint import install_checkpoints
-from ds_hetero.integrations.deepspeed.zero12 import WeightedZeroOptimizer
+from ds_hetero.integrations.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
+from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import install_checkpoints
+from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.job.start import Agreement
 from ds_hetero.runtime.collectives import on_all_ranks

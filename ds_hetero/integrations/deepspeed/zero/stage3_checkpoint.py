@@ -20,14 +20,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.integrations.deepspeed.zero3_saved import (
+from ds_hetero.integrations.deepspeed.zero.stage3_saved import (
     Saved,
     examine,
     expect_same_parameters,
     own_frozen_shards,
     own_state,
 )
-from ds_hetero.integrations.deepspeed.zero3_shards import cut_of, is_weighted, parameter_moves
+from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, is_weighted, parameter_moves
 from ds_hetero.zero.partition import cut_as_deepspeed
 
 __all__ = ["equal_shards", "install_checkpoints"]

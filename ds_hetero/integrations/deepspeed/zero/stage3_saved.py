@@ -27,7 +27,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.integrations.deepspeed.zero3_shards import cut_of, parameter_moves
+from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import Move, cut_as_deepspeed
 

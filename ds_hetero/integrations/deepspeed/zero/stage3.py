@@ -24,9 +24,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.zero3_checkpoint import equal_shards
-from ds_hetero.integrations.deepspeed.zero3_saved import read_file
-from ds_hetero.integrations.deepspeed.zero3_shards import (
+from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import equal_shards
+from ds_hetero.integrations.deepspeed.zero.stage3_saved import read_file
+from ds_hetero.integrations.deepspeed.zero.stage3_shards import (
     all_gather_shards,
     cut_of,
     is_weighted,

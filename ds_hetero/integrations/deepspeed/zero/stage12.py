@@ -21,8 +21,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
 from torch import Tensor
 
-from ds_hetero.integrations.deepspeed import zero12_checkpoint
-from ds_hetero.integrations.deepspeed.zero12_checkpoint import RestoredGroup
+from ds_hetero.integrations.deepspeed.zero import stage12_checkpoint
+from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import RestoredGroup
 from ds_hetero.zero.partition import FlatGroup, Fragment, cut_flat_group
 
 __all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer", "gather_partitions"]
@@ -180,14 +180,14 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: DeepSpeed's, and where its parts lie."""
         state: dict[str, Any] = super().state_dict()
-        state[zero12_checkpoint.LAYOUT] = zero12_checkpoint.layout_to_save(self.group_names, self.layouts)
+        state[stage12_checkpoint.LAYOUT] = stage12_checkpoint.layout_to_save(self.group_names, self.layouts)
         return state
 
     def read_checkpoint(
         self, read: Callable[[int], dict[str, Any]], num_shards: int
     ) -> tuple[list[RestoredGroup], dict[str, Any]]:
-        """This rank's part of a checkpoint of any layout; see `zero12_checkpoint.read_groups`. Changes nothing yet."""
-        return zero12_checkpoint.read_groups(
+        """This rank's part of a checkpoint of any layout; see `stage12_checkpoint.read_groups`. Changes nothing yet."""
+        return stage12_checkpoint.read_groups(
             read,
             num_shards,
             self.group_names,
