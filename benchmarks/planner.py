@@ -34,7 +34,7 @@ from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
 from ds_hetero.models import load_model
-from ds_hetero.planner import make_problem, plan_workload, solve_exact
+from ds_hetero.planner import make_problem, plan, solve_exact
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.search import search
 
@@ -104,7 +104,7 @@ def growth(num_devices: int, repeats: int) -> dict[str, Any]:
     row: dict[str, Any] = {"devices": num_devices, "published_s": SCHEDULER_S.get(num_devices)}
     for cost_model in ("published", "calibrated"):
         work = Workload(seq_len=TOKENS_PER_DEVICE * num_devices, causal=cost_model == "calibrated")
-        found = [plan_workload(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
+        found = [plan(cluster, model, work, cost_model=cost_model) for _ in range(repeats)]
         problem, _ = make_problem(make_cost_model(cost_model, cluster, model, work))
         budget = EvaluationBudget.for_ranks(num_devices)
         budget.left_s *= MORE_BUDGET

@@ -35,11 +35,12 @@ from benchmarks.emulation.quota import SpeedLimits, speed_limits
 from benchmarks.measure import ranks
 from benchmarks.measure.machine import cpu_s_of, describe_machine, machine_busy_s
 from benchmarks.measure.results import FOLDER, write
+from ds_hetero.baselines import proportional, ring, ulysses, usp
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
-from ds_hetero.planner.planning import plan_workload
-from ds_hetero.schedule import Group, Schedule, proportional, ring, ulysses, usp
+from ds_hetero.planner.planning import plan
+from ds_hetero.schedule import Group, Schedule
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _VOCABULARY = 8, 4, 64, 2, 512
 _MODEL = {
@@ -189,7 +190,7 @@ def workload(tokens: int) -> Workload:
 
 def planned(cluster: dict[str, Any], tokens: int) -> Schedule:
     """The planner's schedule on a measured cluster; the same on every rank and here."""
-    return plan_workload(cluster_from_dict(cluster), load_model(_MODEL), workload(tokens)).schedule
+    return plan(cluster_from_dict(cluster), load_model(_MODEL), workload(tokens)).schedule
 
 
 def candidates(cores: Sequence[float]) -> dict[str, Schedule]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ds_hetero.baselines import UNIFORM, proportional, ulysses
 from ds_hetero.errors import ConfigError, ScheduleError
 from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
 from ds_hetero.replicas import holds_replicas, read_replicas
-from ds_hetero.schedule import STRATEGIES, Schedule, proportional, schedules_for_world, ulysses
+from ds_hetero.schedule import Schedule, schedules_for_world
 
 if TYPE_CHECKING:
     from ds_hetero.cluster import Cluster
@@ -44,7 +45,7 @@ __all__ = [
 SECTION = "heterogeneity"
 
 # Strategies by name: uniform ones, those that need to know the devices, and the search.
-_UNIFORM = tuple(STRATEGIES)
+_UNIFORM = tuple(UNIFORM)
 _FROM_DEVICES = ("proportional",)
 _FROM_PLANNER = ("plan", "lut", "formula")
 _STRATEGIES = (*_UNIFORM, *_FROM_DEVICES, *_FROM_PLANNER)
@@ -207,7 +208,7 @@ def resolve(
                 f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
             )
         if section.schedule in _UNIFORM:
-            uniform = STRATEGIES[section.schedule](sp_size, num_heads, num_kv_heads)
+            uniform = UNIFORM[section.schedule](sp_size, num_heads, num_kv_heads)
             schedules = schedules_for_world(uniform, world_size)
         elif sp_size == 1:  # nothing to decide
             schedules = schedules_for_world(ulysses(1, num_heads, num_kv_heads), world_size)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ds_hetero.errors import ModelError
+from ds_hetero.paths import config_dir
+from ds_hetero.text import nearest
 
 __all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names"]
-
-MODELS = Path(__file__).resolve().parent / "configs" / "models"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,23 +132,23 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     elif path.is_file():
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
     else:
-        path, name = MODELS / f"{source}.json", str(source)
+        path, name = config_dir() / "models" / f"{source}.json", str(source)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not JSON: {error}.") from error
     except (OSError, UnicodeDecodeError) as error:
-        close = get_close_matches(str(source), model_names(), n=1, cutoff=0.4)
+        close = nearest(str(source), model_names(), cutoff=0.4)
         raise ModelError(
             f"cannot read model {str(source)!r}: it is neither a Hugging Face config.json, a folder with one, nor a "
-            f"preset{f'; did you mean {close[0]!r}?' if close else '.'} Presets: {', '.join(model_names())}."
+            f"preset{f'; did you mean {close!r}?' if close else '.'} Presets: {', '.join(model_names())}."
         ) from error
     return model_from_config(config, name)
 
 
 def model_names() -> tuple[str, ...]:
     """Names of the presets."""
-    return tuple(sorted(path.stem for path in MODELS.glob("*.json")))
+    return tuple(sorted(path.stem for path in (config_dir() / "models").glob("*.json")))
 
 
 def model_from_config(config: Any, name: str) -> ModelSpec:

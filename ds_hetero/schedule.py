@@ -1,7 +1,7 @@
 """The schedule: who holds which tokens and which heads.
 
-A schedule is data. It is found by the planner, written by hand or made by one of the strategies below;
-the runtime executes it and does not ask how it came about. HexiSeq calls it T (arXiv:2605.07569, section
+A schedule is data. The planner finds it, somebody writes it by hand, or a rule in `ds_hetero.baselines` makes it; the
+runtime executes it and does not depend on its origin. HexiSeq calls it T (arXiv:2605.07569, section
 3.1): A2A groups, their ring order, per-rank tokens and per-rank heads.
 
     tokens are weights: `Schedule.tokens` turns them into whole tokens for a length, the same on every rank
@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import gcd
 from sys import float_info
 from typing import Any
 
@@ -27,16 +26,9 @@ from ds_hetero.splits import Piece, Split, refine, share
 
 __all__ = [
     "LAYOUTS",
-    "STRATEGIES",
     "Group",
     "Schedule",
-    "even",
-    "proportional",
-    "ring",
     "schedules_for_world",
-    "ulysses",
-    "usp",
-    "usp_meshes",
 ]
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -263,72 +255,6 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
             f"Launch a multiple of {schedule.sp_size} processes or plan for {world_size}: ds-hetero plan."
         )
     return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
-
-
-# --- strategies: the uniform baselines, and proportional shares -------------------------------------
-
-
-def ulysses(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """DeepSpeed-Ulysses (arXiv:2309.14509): one group, equal tokens, heads as equal as whole heads allow.
-
-    The layout is contiguous: inside one group it does not matter, and shards stay contiguous.
-    """
-    return _even_groups([range(num_ranks)], num_heads, num_kv_heads, "contiguous")
-
-
-def ring(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """Ring attention (arXiv:2310.01889): every rank a group of its own, equal tokens, zigzag."""
-    return _even_groups([[rank] for rank in range(num_ranks)], num_heads, num_kv_heads, "zigzag")
-
-
-def usp(num_ranks: int, num_heads: int, num_kv_heads: int, ulysses_size: int | None = None) -> Schedule:
-    """USP (arXiv:2405.07719): equal groups of ``ulysses_size`` neighbours, joined by a ring.
-
-    Left out, ``ulysses_size`` is the largest divisor of ``num_ranks`` that also divides the KV heads.
-
-    Raises:
-        ScheduleError: ``ulysses_size`` does not divide ``num_ranks``.
-    """
-    size = ulysses_size or gcd(num_ranks, num_kv_heads)
-    if num_ranks % size:
-        raise ScheduleError(f"ulysses_size {size} does not divide {num_ranks} ranks.")
-    groups = [range(first, first + size) for first in range(0, num_ranks, size)]
-    return _even_groups(groups, num_heads, num_kv_heads, "contiguous" if size == num_ranks else "zigzag")
-
-
-def usp_meshes(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[Schedule, ...]:
-    """Every USP mesh that other systems accept: ``ulysses_size`` divides the ranks and the query heads."""
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and num_heads % size == 0]
-    return tuple(usp(num_ranks, num_heads, num_kv_heads, size) for size in sizes)
-
-
-def even(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """The hetero-ring paper's even split: `ring` by another name, the counterpart of `proportional`."""
-    return ring(num_ranks, num_heads, num_kv_heads)
-
-
-def proportional(speeds: Sequence[float], num_heads: int, num_kv_heads: int) -> Schedule:
-    """The hetero-ring paper's proportional split: a zigzag ring with tokens in proportion to ``speeds``.
-
-    Queries and KV are both cut; with the zigzag layout causal work follows tokens exactly.
-    """
-    groups = tuple(Group(ranks=(r,), tokens=(speed,), heads=(num_heads,)) for r, speed in enumerate(speeds))
-    return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=groups, layout="zigzag")
-
-
-STRATEGIES = {"ulysses": ulysses, "ring": ring, "usp": usp, "even": even}
-
-
-def _even_groups(groups: Sequence[Sequence[int]], num_heads: int, num_kv_heads: int, layout: str) -> Schedule:
-    return Schedule(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        layout=layout,
-        groups=tuple(
-            Group(ranks=tuple(ranks), tokens=(1,) * len(ranks), heads=share(num_heads, (1,) * len(ranks)))
-            for ranks in groups
-        ),
-    )
 
 
 # --- derived tables, cached per length --------------------------------------------------------------

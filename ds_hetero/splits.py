@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-__all__ = ["Piece", "Split", "overlaps", "refine", "share", "share_in_units"]
+__all__ = ["Piece", "Split", "refine", "share", "share_in_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +102,6 @@ def refine(splits: Sequence[Split]) -> tuple[Piece, ...]:
         pieces.append(Piece(start, stop, tuple(parts)))
         start = stop
     return tuple(pieces)
-
-
-def overlaps(source: Split, target: Split) -> tuple[tuple[int, ...], ...]:
-    """Units that part ``i`` of ``source`` and part ``j`` of ``target`` share, as a table ``[i][j]``.
-
-    The table is what an all-to-all sends when an axis moves from one split to the other.
-    """
-    table = [[0] * len(target.sizes) for _ in source.sizes]
-    for piece in refine([source, target]):
-        table[piece.owners[0]][piece.owners[1]] += piece.size
-    return tuple(map(tuple, table))
 
 
 def share(total: int, weights: Sequence[float]) -> tuple[int, ...]:

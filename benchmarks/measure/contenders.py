@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hetero.baselines import UNIFORM
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.schedule import STRATEGIES, Schedule
+from ds_hetero.schedule import Schedule
 
 __all__ = [
     "CONTESTS",
@@ -211,4 +212,4 @@ def _torchs_ring() -> Any:
 
 
 def _engine(name: str, shape: Shape) -> Contender:
-    return make_engine(name, STRATEGIES[name](dist.get_world_size(), shape.num_heads, shape.num_kv_heads), shape)
+    return make_engine(name, UNIFORM[name](dist.get_world_size(), shape.num_heads, shape.num_kv_heads), shape)

@@ -33,13 +33,13 @@ from benchmarks.measure.results import FOLDER, write
 from benchmarks.reproduce import hexiseq_paper as paper
 from benchmarks.reproduce.hexiseq_paper import DATASHEET, Assumptions
 from benchmarks.reproduce.hexiseq_show import draw, show, summary
+from ds_hetero.baselines import ring, ulysses, usp_meshes
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.cluster.files import CLUSTERS
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.paths import config_dir
 from ds_hetero.planner import PlannedSchedule, plan
-from ds_hetero.schedule import ring, ulysses, usp_meshes
 
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")
 
@@ -98,7 +98,7 @@ def cluster_under(name: str, each: Assumptions) -> Cluster:
     it gets devices without end of memory, and `workload` has every rank keep the whole model.
     """
     endless = 1000 if each.cost_model == "calibrated" else 1
-    data = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+    data = yaml.safe_load((config_dir() / "clusters" / f"{name}.yaml").read_text())
     for node in data["nodes"]:
         node["link"]["latency_us"] = each.latency_us[0]
     data["network"] = {"bandwidth_gb_per_s": each.between_gb_per_s, "latency_us": each.latency_us[1]}
@@ -123,16 +123,7 @@ def workload(context: int, each: Assumptions) -> Workload:
 
 def search(cluster: Cluster, model: ModelSpec, context: int, each: Assumptions) -> PlannedSchedule:
     """Our plan for `workload`."""
-    work = workload(context, each)
-    return plan(
-        cluster,
-        model,
-        context,
-        causal=work.causal,
-        cost_model=each.cost_model,
-        micro_batches=work.micro_batches,
-        zero_stage=work.zero_stage,
-    )
+    return plan(cluster, model, workload(context, each), cost_model=each.cost_model)
 
 
 def baselines(cost: CostModel, fractional_heads: bool) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
@@ -16,7 +17,7 @@ from ds_hetero.cost.workload import CostModel, Prediction, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.planning import check_workload
-from ds_hetero.planner.strategies import STRATEGIES, strategy
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Job", "check_out", "print_json", "read_schedule", "terms_text"]

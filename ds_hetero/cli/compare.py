@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cli.common import Job, print_json
 from ds_hetero.cost.workload import Prediction
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planning import make_problem, plan_workload, schedule_of
+from ds_hetero.planner.hetero_ring import fit_formula, profile_table
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.exact import solve_exact
 from ds_hetero.planner.search.search import search
-from ds_hetero.planner.strategies import STRATEGIES, fit_formula, profile_table, strategy
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.text import time_text
 
 __all__ = ["run"]
@@ -26,10 +28,7 @@ def run(job: Job, with_exact: bool, as_json: bool) -> None:
     rows: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
         try:
-            if name == "plan":
-                schedule = plan_workload(job.cluster, job.model, job.workload, cost_model=job.cost_model).schedule
-            else:
-                schedule = strategy(name, cost)
+            schedule = strategy(name, cost)
         except PlanError as error:
             rows[name] = {"reason": str(error), "schedule": None, "predicted": None}
             continue

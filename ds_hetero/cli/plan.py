@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.cli.common import Job, check_out, print_json, terms_text
-from ds_hetero.planner.planning import PlannedSchedule, plan_workload
+from ds_hetero.planner import PlannedSchedule, plan
 from ds_hetero.text import bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ def run(job: Job, layout: str | None, token_unit: int, out: Path | None, as_json
     """Search, print, and write the schedule file if asked to."""
     if out is not None:
         check_out(out)
-    found = plan_workload(
-        job.cluster, job.model, job.workload, cost_model=job.cost_model, layout=layout, token_unit=token_unit
-    )
+    found = plan(job.cluster, job.model, job.workload, cost_model=job.cost_model, layout=layout, token_unit=token_unit)
     if out is not None:
         out.write_text(json.dumps(found.schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:

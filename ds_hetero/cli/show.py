@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from ds_hetero.cli.common import Job, check_out, print_json, read_schedule, terms_text
 from ds_hetero.cost.workload import CostModel, Prediction, Span
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planning import describe
+from ds_hetero.planner.explain import describe
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 from ds_hetero.units import GIB

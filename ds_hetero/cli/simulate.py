@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hetero.cli.common import Job, print_json, read_schedule, terms_text
-from ds_hetero.planner.planning import describe
+from ds_hetero.planner.explain import describe
 from ds_hetero.text import bytes_text, time_text
 
 __all__ = ["run"]

@@ -23,16 +23,15 @@ profile: {...}                                          # optional: raw measurem
 
 Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry measured values:
 ``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth, and ``all_to_all_latency_us``.
-Without ``nics`` every rank has a port of its own to the network. This file is the only place where GB/s, TFLOPS and
-microseconds exist.
+Without ``nics`` every rank has a port of its own to the network. A `Cluster` is in SI units: reading a file converts
+its units once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.errors import ClusterError
+from ds_hetero.paths import config_dir
+from ds_hetero.text import nearest
 from ds_hetero.units import GB, GIB, MICRO, TERA
 
 __all__ = ["cluster_from_dict", "cluster_names", "cluster_to_dict", "load_cluster"]
-
-CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "clusters"
 
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 
@@ -87,8 +86,9 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
     if isinstance(source, Mapping):
         return cluster_from_dict(source)
     path = Path(source)
-    if not path.is_file() and (CLUSTERS / f"{source}.yaml").is_file():
-        path = CLUSTERS / f"{source}.yaml"
+    ready = config_dir() / "clusters" / f"{source}.yaml"
+    if not path.is_file() and ready.is_file():
+        path = ready
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -101,7 +101,7 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
 
 def cluster_names() -> tuple[str, ...]:
     """Names of the cluster files that come with the package."""
-    return tuple(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in (config_dir() / "clusters").glob("*.yaml")))
 
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
@@ -353,10 +353,9 @@ def _whole(where: str, value: Any) -> int:
     return value
 
 
-def _did_you_mean(word: str, known: Any) -> str:
-    lower = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
-    return f"; did you mean {lower[close[0]]!r}?" if close else "."
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = nearest(word, known, cutoff=0.5)
+    return f"; did you mean {close!r}?" if close else "."
 
 
 def _link_to_dict(link: Link) -> dict[str, float]:

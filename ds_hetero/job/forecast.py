@@ -23,8 +23,8 @@ from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.cost import CostModel, Prediction, Workload, make_cost_model
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import ModelSpec, model_from_config
-from ds_hetero.planner import PlannedSchedule, strategy
-from ds_hetero.planner.planning import check_workload, describe, plan_workload
+from ds_hetero.planner import PlannedSchedule, planning, strategy
+from ds_hetero.planner.explain import describe
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 from ds_hetero.units import GIB
@@ -207,7 +207,7 @@ class Searcher:
         try:
             if name != "plan":
                 return strategy(name, make_cost_model(COST_MODEL, cluster, self._model, self._workload))
-            self.plans[cluster] = plan_workload(
+            self.plans[cluster] = planning.plan(
                 cluster, self._model, self._workload, cost_model=COST_MODEL, layout=self._layout
             )
         except PlanError as error:
@@ -258,7 +258,7 @@ def forecast(
     """
     found = []
     for schedule, cluster in zip(schedules, clusters, strict=True):
-        check_workload(cluster, workload)
+        planning.check_workload(cluster, workload)
         cost = make_cost_model(COST_MODEL, cluster, model, workload)
         prediction = cost.predict(schedule.shifted(0))
         found.append(Forecast(schedule=schedule, cost=cost, prediction=prediction, plan=plans.get(cluster)))

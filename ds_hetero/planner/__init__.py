@@ -1,12 +1,16 @@
-"""The searches: which schedule is best for this cluster, model and length, and why.
+"""The planner: which schedule is best for this cluster, model and workload, and why. It imports no torch.
 
-`plan` is the front door; `strategy` makes a schedule by the name of a strategy; `solve_exact` finds the true optimum of
-small cases. Imports neither torch nor DeepSpeed.
+`plan` searches; `strategy` makes a schedule by the name of a strategy; `solve_exact` computes the true optimum of small
+cases.
 """
 
-from ds_hetero.planner.planning import PlannedSchedule, Rejected, make_problem, plan, plan_workload, schedule_of
+from ds_hetero.baselines import STRATEGIES
+from ds_hetero.planner.hetero_ring import Formula, ProfileTable, fit_formula, profile_table
+from ds_hetero.planner.planned_schedule import PlannedSchedule, Rejected
+from ds_hetero.planner.planning import plan
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.exact import Exact, solve_exact
-from ds_hetero.planner.strategies import STRATEGIES, Formula, ProfileTable, fit_formula, profile_table, strategy
+from ds_hetero.planner.strategies import strategy
 
 __all__ = [
     "STRATEGIES",
@@ -18,7 +22,6 @@ __all__ = [
     "fit_formula",
     "make_problem",
     "plan",
-    "plan_workload",
     "profile_table",
     "schedule_of",
     "solve_exact",

@@ -21,7 +21,8 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.planning import PlannedSchedule, plan_workload
+from ds_hetero.planner.planned_schedule import PlannedSchedule
+from ds_hetero.planner.planning import plan
 from ds_hetero.replicas import BatchSplit
 from ds_hetero.schedule import Schedule
 
@@ -72,7 +73,7 @@ def plan_replicas(
         PlanError: a replica holds not one sample, or the global batch cannot be filled.
     """
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
-    plans = tuple(plan_workload(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
+    plans = tuple(plan(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
     times = [
         _times(cluster, model, work, found.schedule, global_batch, cost_model)
         for cluster, found in zip(clusters, plans, strict=True)

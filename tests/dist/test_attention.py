@@ -20,7 +20,8 @@ from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.schedule import Group, Schedule, ring, usp
+from ds_hetero.baselines import ring, usp
+from ds_hetero.schedule import Group, Schedule
 from tests.dist.cases import Case, random_case
 from tests.support import run_ranks
 

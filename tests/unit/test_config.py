@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.config import (
     batches_of_replicas,
@@ -26,7 +27,6 @@ from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, 
 from ds_hetero.job.forecast import Searcher, forecast, forecast_text
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
-from ds_hetero.schedule import ring, ulysses
 
 INLINE = {
     "version": 1,
@@ -210,7 +210,7 @@ def searched(
 
 def test_the_default_is_the_planners_schedule() -> None:
     (schedule,), searcher = searched({"cluster": CLUSTER})
-    expected = plan(cluster_from_dict(CLUSTER), MODEL, WORKLOAD.seq_len, tiled_logits=False)
+    expected = plan(cluster_from_dict(CLUSTER), MODEL, WORKLOAD)
     assert schedule == expected.schedule
     assert searcher.plans[cluster_from_dict(CLUSTER)].prediction == expected.prediction
     (again,), _ = searched({"cluster": CLUSTER, "schedule": "plan"})

@@ -7,11 +7,12 @@ import random
 
 import pytest
 
+from ds_hetero.baselines import ring, ulysses, usp_meshes
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.schedule import Group, Schedule, ring, ulysses, usp_meshes
+from ds_hetero.schedule import Group, Schedule
 
 C_H100, C_A100 = 989.5e12, 312e12
 

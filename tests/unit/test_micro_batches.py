@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from ds_hetero.baselines import ring
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
@@ -17,7 +18,6 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
 from ds_hetero.replicas import BatchSplit, holds_replicas, read_replicas, replicas_to_dict
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
-from ds_hetero.schedule import ring
 
 SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(3, 2))
 shares = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5)

@@ -13,7 +13,7 @@ from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner import make_problem, plan, plan_workload
+from ds_hetero.planner import make_problem, plan, strategy
 from ds_hetero.planner.search.bin_covers import best_levels, cover
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
@@ -186,7 +186,7 @@ def test_devices_behind_slow_links_stay_idle_and_are_named():
         "network": {"bandwidth_gb_per_s": 0.05, "latency_us": 100},
         "devices": KINDS,
     }
-    found = plan(cluster_from_dict(data), MODEL, 8192, zero_stage=0, cost_model="published")
+    found = plan(cluster_from_dict(data), MODEL, Workload(seq_len=8192, zero_stage=0), cost_model="published")
     assert found.idle == (4,)
     assert "idle" in found.name
 
@@ -211,13 +211,8 @@ def test_a_thousand_ranks_with_coarse_units_do_not_need_a_table_of_triples():
 
 def test_what_does_not_fit_is_told_by_how_much_and_what_would_help():
     with pytest.raises(PlanError) as caught:
-        plan(
-            load_cluster("hexiseq-setting-1"),
-            load_model("gpt-70b"),
-            65_536,
-            zero_stage=1,
-            activation_checkpointing=False,
-        )
+        workload = Workload(seq_len=65_536, zero_stage=1, activation_checkpointing=False)
+        plan(load_cluster("hexiseq-setting-1"), load_model("gpt-70b"), workload)
     message = str(caught.value)
     assert "gpt-70b with 65536 tokens fits on 8 devices" in message
     assert "GiB too much" in message
@@ -247,7 +242,18 @@ def test_the_longest_sequence_that_fits_is_a_remedy_that_works():
 def test_impossible_workloads_are_refused_by_name(changes, message):
     workload = replace(Workload(seq_len=65_536), **changes)
     with pytest.raises(PlanError, match=message):
-        plan_workload(load_cluster("hexiseq-setting-1"), load_model("gpt-7b"), workload)
+        plan(load_cluster("hexiseq-setting-1"), load_model("gpt-7b"), workload)
+
+
+def test_the_strategy_plan_is_the_schedule_of_the_planner():
+    """Where the search's best in fractions of tokens is not its best in whole ones, or a baseline is as fast."""
+    link, network = ({"bandwidth_gb_per_s": rate, "latency_us": 10} for rate in (50, 10))
+    nodes = [{"name": name, "device": name, "count": 2, "link": link} for name in ("A100-SXM-80GB", "L40S")]
+    cluster, model = cluster_from_dict({"nodes": nodes, "network": network}), load_model("llama-3.2-1b")
+    for seq_len in (4096, 8192, 16_384):
+        workload = Workload(seq_len=seq_len)
+        cost = make_cost_model("calibrated", cluster, model, workload)
+        assert strategy("plan", cost) == plan(cluster, model, workload).schedule
 
 
 def test_a_plan_explains_itself():

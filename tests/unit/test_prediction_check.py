@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import forecast
@@ -14,7 +15,6 @@ from ds_hetero.job.prediction_check import Comparison, Outlook, announce
 from ds_hetero.models import ModelSpec
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.ring_table import Rows
-from ds_hetero.schedule import ring, ulysses
 
 MODEL = ModelSpec(
     name="small",

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hetero.baselines import ring, ulysses, usp
 from ds_hetero.planner.replan.measured_shares import ProportionalEstimate, attention_shares
 from ds_hetero.planner.replan.observation import Observation, mean_observation
 from ds_hetero.planner.replan.policy import Decision, Policy
 from ds_hetero.planner.replan.unit_cost import UnitCost
-from ds_hetero.schedule import Group, Schedule, ring, ulysses, usp
+from ds_hetero.schedule import Group, Schedule
 
 LENGTH = 16384
 STEPS = 5  # per observation

@@ -10,20 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ds_hetero.baselines import proportional, ring, ulysses
 from ds_hetero.errors import ScheduleError
-from ds_hetero.schedule import (
-    LAYOUTS,
-    STRATEGIES,
-    Group,
-    Schedule,
-    even,
-    proportional,
-    ring,
-    schedules_for_world,
-    ulysses,
-    usp,
-    usp_meshes,
-)
+from ds_hetero.schedule import LAYOUTS, Group, Schedule, schedules_for_world
 from ds_hetero.splits import Piece, share
 
 # The example of the README: two groups of two ranks, 32 heads over 8 KV heads.
@@ -141,66 +130,6 @@ def test_a_rank_of_weight_zero_holds_nothing():
 
 def test_ring_order_is_the_order_given_when_left_out():
     assert ring(3, 4, 4).ring == (0, 1, 2)
-
-
-# --- strategies -------------------------------------------------------------------------------------
-
-
-def test_ulysses_is_one_group_with_heads_as_equal_as_they_go():
-    schedule = ulysses(3, 8, 8)
-    assert [group.heads for group in schedule.groups] == [(3, 3, 2)]
-    assert schedule.layout == "contiguous"
-    assert schedule.chunks(9) == (((0, 9),),)
-
-
-def test_ulysses_with_more_ranks_than_heads_leaves_some_without():
-    assert ulysses(3, 2, 2).groups[0].heads == (1, 1, 0)
-
-
-def test_ring_is_a_group_per_rank():
-    schedule = ring(2, 8, 8)
-    assert [(group.ranks, group.heads) for group in schedule.groups] == [((0,), (8,)), ((1,), (8,))]
-    assert schedule.layout == "zigzag"
-    assert even(2, 8, 8) == schedule
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_heads", "num_kv_heads", "ulysses_size"),
-    [(8, 32, 8, 8), (8, 32, 2, 2), (6, 12, 4, 2), (5, 10, 2, 1), (4, 4, 4, 4)],
-)
-def test_usp_takes_the_largest_group_that_divides_ranks_and_kv_heads(num_ranks, num_heads, num_kv_heads, ulysses_size):
-    schedule = usp(num_ranks, num_heads, num_kv_heads)
-    assert [len(group.ranks) for group in schedule.groups] == [ulysses_size] * (num_ranks // ulysses_size)
-
-
-def test_usp_makes_groups_of_a_given_size():
-    schedule = usp(6, 6, 2, ulysses_size=3)
-    assert [group.ranks for group in schedule.groups] == [(0, 1, 2), (3, 4, 5)]
-    assert [group.heads for group in schedule.groups] == [(2, 2, 2), (2, 2, 2)]
-    with pytest.raises(ScheduleError, match="ulysses_size 4 does not divide 6 ranks"):
-        usp(6, 6, 2, ulysses_size=4)
-
-
-def test_usp_meshes_run_from_ring_to_ulysses():
-    meshes = usp_meshes(4, 8, 2)
-    assert [mesh.ring_size for mesh in meshes] == [4, 2, 1]
-    assert meshes[0] == ring(4, 8, 2)
-    assert meshes[-1] == ulysses(4, 8, 2)
-    assert [mesh.ring_size for mesh in usp_meshes(4, 6, 2)] == [4, 2]  # four does not divide six heads
-
-
-def test_proportional_shares_tokens_by_speed():
-    schedule = proportional((4, 3, 2, 1), 8, 4)
-    assert schedule.tokens(100) == {0: 40, 1: 30, 2: 20, 3: 10}
-    assert schedule.group_tokens(100) == (40, 30, 20, 10)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_uniform_strategies_give_every_rank_the_same_tokens(name, num_ranks):
-    schedule = STRATEGIES[name](num_ranks, 8, 4)
-    assert schedule.sp_size == num_ranks
-    assert set(schedule.tokens(24).values()) == {24 // num_ranks}
 
 
 # --- replicas ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hetero.splits import Piece, Split, overlaps, refine, share, share_in_units
+from ds_hetero.splits import Piece, Split, refine, share, share_in_units
 
 sizes = st.lists(st.integers(0, 12), min_size=1, max_size=8).map(tuple)
 weights = st.lists(
@@ -117,36 +117,6 @@ def test_refining_a_refinement_changes_nothing(splits):
     pieces = refine(splits)
     again = refine([Split(tuple(piece.size for piece in pieces)), *splits])
     assert tuple((p.start, p.stop) for p in again) == tuple((p.start, p.stop) for p in pieces)
-
-
-# --- overlaps ---------------------------------------------------------------------------------------
-
-
-def test_overlaps_by_hand():
-    # 5 tokens held (3, 0, 2) are to be held (1, 4): rank 0 keeps 1 and sends 2, rank 2 sends its 2.
-    assert overlaps(Split((3, 0, 2)), Split((1, 4))) == ((1, 2), (0, 0), (0, 2))
-
-
-@given(splits_of_one_axis(min_splits=2, max_splits=2))
-def test_overlaps_add_up_to_what_each_part_holds(splits):
-    source, target = splits
-    table = overlaps(source, target)
-    assert tuple(map(sum, table)) == source.sizes
-    assert tuple(map(sum, zip(*table, strict=True))) == target.sizes
-
-
-@given(splits_of_one_axis(min_splits=2, max_splits=2))
-def test_overlaps_are_the_intersections_of_ranges(splits):
-    source, target = splits
-    assert overlaps(source, target) == tuple(
-        tuple(max(0, min(b, d) - max(a, c)) for c, d in target.ranges) for a, b in source.ranges
-    )
-
-
-@given(splits_of_one_axis(min_splits=2, max_splits=2))
-def test_overlaps_the_other_way_are_the_transpose(splits):
-    source, target = splits
-    assert overlaps(target, source) == tuple(zip(*overlaps(source, target), strict=True))
 
 
 # --- share ------------------------------------------------------------------------------------------

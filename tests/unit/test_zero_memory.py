@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from ds_hetero.baselines import proportional
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.memory import partitioned_bytes, static_bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.schedule import proportional
 from ds_hetero.zero.memory import GIB, weights_by_memory, weights_by_room
 
 MODEL = load_model("gpt-7b")

@@ -18,7 +18,7 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
-from ds_hetero.planner.planning import plan_workload
+from ds_hetero.planner import planning
 from ds_hetero.planner.replan.measured_shares import ProportionalEstimate
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.policy import Decision, GainEstimate, Policy
@@ -107,7 +107,7 @@ class PlannedFit:
         """The planner's choice; None where nothing fits into memory."""
         started = time.perf_counter()
         try:
-            plan = plan_workload(
+            plan = planning.plan(
                 self._cost.cluster,
                 self._cost.model,
                 self._cost.workload,

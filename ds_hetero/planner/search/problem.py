@@ -1,7 +1,4 @@
-"""The search problem in canonical order: what a planner may look at, as arrays by rank.
-
-Nodes are sorted by what they are and not by where the cluster file lists them, and so are the devices inside
-a node. Every later tie is broken by this order, so relabelling the ranks of a cluster relabels the plan.
+"""The search problem: everything that the search may use, as arrays by canonical rank (see `canonical`).
 
 Dimension key: D ranks (canonical), K groups, M nodes.
 """
@@ -9,61 +6,17 @@ Dimension key: D ranks (canonical), K groups, M nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ds_hetero.arrays import Bools, Floats, Ints
-from ds_hetero.cluster.topology import Cluster, Node
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.workload import CostModel, Workload
+from ds_hetero.cost.workload import CostModel
 from ds_hetero.planner.search.shares import whole_shares
 
-__all__ = ["Assignment", "Problem", "canonical"]
-
-
-def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, Ints]:
-    """The same cluster with its ranks in canonical order.
-
-    Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
-
-    Returns:
-        cluster, workload (whose per-rank weights move along), and the original rank of each canonical one, ``[D]``.
-    """
-    reach = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]
-
-    def device_key(node: Node, i: int) -> tuple[object, ...]:
-        device = node.devices[i]
-        return (-device.peak_flops_per_s, -device.memory_bytes, -device.memory_bytes_per_s, device.name, i)
-
-    inside = [sorted(range(len(node.devices)), key=partial(device_key, node)) for node in cluster.nodes]
-
-    def node_key(n: int) -> tuple[object, ...]:
-        node = cluster.nodes[n]
-        devices = tuple(device_key(node, i)[:-1] for i in inside[n])
-        return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-reach[n]), node.name, n)
-
-    nodes = sorted(range(len(cluster.nodes)), key=node_key)
-    place = {n: i for i, n in enumerate(nodes)}
-    first = np.concatenate([[0], np.cumsum([len(node.devices) for node in cluster.nodes])])
-    rank_of = np.array([first[n] + i for n in nodes for i in inside[n]], dtype=np.int64)
-    moved = Cluster(
-        nodes=tuple(
-            replace(cluster.nodes[n], devices=tuple(cluster.nodes[n].devices[i] for i in inside[n])) for n in nodes
-        ),
-        network=cluster.network,
-        links=tuple(
-            sorted(
-                (((min(place[a], place[b]), max(place[a], place[b])), link) for (a, b), link in cluster.links),
-                key=lambda item: item[0],
-            )
-        ),
-    )
-    weights = workload.zero_weights
-    if weights is not None:
-        workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
-    return moved, workload, rank_of
+__all__ = ["Assignment", "Problem"]
 
 
 @dataclass(frozen=True, slots=True)

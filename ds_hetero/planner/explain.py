@@ -1,0 +1,74 @@
+"""Sentences about schedules: what one is, why another was not chosen, why none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.workload import CostModel, Prediction
+from ds_hetero.planner.planned_schedule import Rejected
+from ds_hetero.planner.search.memory_fit import longest_sequence
+from ds_hetero.schedule import Schedule
+
+__all__ = ["compared", "describe", "does_not_fit", "idle_ranks"]
+
+
+def idle_ranks(schedule: Schedule) -> tuple[int, ...]:
+    """Ranks that get neither tokens nor heads, group after group."""
+    return tuple(
+        rank
+        for group in schedule.groups
+        for rank, tokens, heads in zip(group.ranks, group.tokens, group.heads, strict=True)
+        if not tokens + heads
+    )
+
+
+def describe(schedule: Schedule, cluster: Cluster) -> str:
+    """A schedule in a line: ``ring of 3 groups: 2 x (1 H100-SXM-80GB + 3 L40S), 8 A100-SXM-80GB``."""
+    idle = idle_ranks(schedule)
+    makeups: dict[str, int] = {}
+    for group in schedule.ring_groups:
+        names = [cluster.devices[rank].name for rank in group.ranks if rank not in idle]
+        counts = {name: names.count(name) for name in dict.fromkeys(names)}
+        makeup = " + ".join(f"{count} {name}" for name, count in counts.items())
+        makeups[makeup] = makeups.get(makeup, 0) + 1
+    listed = ", ".join(f"{count} x ({makeup})" if count > 1 else makeup for makeup, count in makeups.items())
+    shape = "one group" if schedule.ring_size == 1 else f"ring of {schedule.ring_size} groups"
+    return f"{shape}: {listed}" + (f"; {len(idle)} idle" if idle else "")
+
+
+def compared(name: str, schedule: Schedule, prediction: Prediction, best: Prediction) -> Rejected:
+    """The candidate ``name`` with the reason why the one of prediction ``best`` is preferred."""
+    if not prediction.feasible:
+        reason = f"does not fit: {prediction.reason}"
+    else:
+        slower = prediction.iteration_s / best.iteration_s - 1
+        reason = f"{100 * slower:.1f} % slower; {prediction.bottleneck.text}"
+    return Rejected(name=name, schedule=schedule, prediction=prediction, reason=reason)
+
+
+def does_not_fit(cost: CostModel, predictions: Sequence[Prediction]) -> str:
+    """By how much the best attempt misses, on which rank, and what would fit."""
+    work = cost.workload
+
+    def excess(prediction: Prediction) -> float:
+        return float((np.array(prediction.memory_bytes) - cost.capacity_bytes_D).max())
+
+    nearest = min(predictions, key=excess)
+    longest = longest_sequence(cost)
+    remedies = [f"sequences of up to about {longest} tokens"] if longest else []
+    if work.zero_stage < 3:
+        remedies.append("zero_stage=3")
+    if not work.activation_checkpointing:
+        remedies.append("activation checkpointing")
+    if not work.tiled_logits:
+        remedies.append("a tiled loss")
+    if work.micro_batch > 1:
+        remedies.append("micro_batch=1")
+    remedies.append("more or larger devices")
+    return (
+        f"no schedule of {cost.model.name} with {work.seq_len} tokens fits on {cost.cluster.num_ranks} devices. "
+        f"At the nearest one {nearest.reason}. What would fit or help: {', '.join(remedies)}."
+    )
