@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.baselines import UNIFORM
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -121,7 +122,7 @@ def make_contender(name: str, shape: Shape) -> Contender:
 
 def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
     """This engine with a schedule for all ranks; makes process groups, so every rank calls it in the same order."""
-    replica = make_replica([schedule])
+    replica = make_replica(Plan.of_replicas([schedule]))
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:

@@ -13,18 +13,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from ds_hetero.config import (
-    SECTION,
-    HeterogeneitySection,
-    clusters_of_replicas,
-    needs_planner,
-    read_section,
-    resolve,
-    sp_size_of,
-)
+from ds_hetero.config import SECTION, HeterogeneitySection, read_section
 from ds_hetero.cost import Workload
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.forecast import Searcher, forecast, forecast_text, mixed_precision, workload_from
+from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, resolve, sp_size_of
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
@@ -153,7 +146,7 @@ def _resolved(section: HeterogeneitySection, data: dict[str, Any], job: Job) -> 
         world_size=job.world_size,
         sp_sizes=sizes,
         search=searcher,
-    )
+    ).schedules
     found: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in schedules]}
     if section.cluster != "measure" and model is not None and seq_len is not None:
         clusters = clusters_of_replicas(section, None, [schedule.sp_size for schedule in schedules])

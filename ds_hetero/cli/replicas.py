@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_hetero.cli.common import Job, check_out, print_json
+from ds_hetero.plan import Plan
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
-from ds_hetero.replicas import replicas_to_dict
 from ds_hetero.text import time_text
 
 __all__ = ["run"]
@@ -27,7 +27,7 @@ def run(jobs: Sequence[Job], global_batch: int, layout: str | None, out: Path | 
         cost_model=first.cost_model,
         layout=layout,
     )
-    schedule = replicas_to_dict(found.schedules, found.split)
+    schedule = Plan.of_replicas(found.schedules, found.split).to_replicas_dict()
     if out is not None:
         out.write_text(json.dumps(schedule, indent=1) + "\n", encoding="utf-8")
     if as_json:

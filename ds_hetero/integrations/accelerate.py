@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.handle import Handle, enabled
-from ds_hetero.job.start import Dealing, agree_on_dealing
+from ds_hetero.job.start import ReplicaBatches, agree_on_replica_batches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import own_samples
 
@@ -51,11 +51,11 @@ class _Sharding:
 
     Args:
         sp_size: ranks that share a batch.
-        dealing: where the replicas take different batches.
+        batches: where the replicas take different batches.
     """
 
     sp_size: int
-    dealing: Dealing | None
+    batches: ReplicaBatches | None
 
 
 def install(handle: Handle) -> None:
@@ -76,14 +76,14 @@ def asks_for_engine(accelerator: Any) -> bool:
 
 
 @contextlib.contextmanager
-def loaders_over_replicas(sp_size: int, dealing: Dealing | None) -> Iterator[None]:
+def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Iterator[None]:
     """Have loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
 
     Args:
         sp_size: ranks that share a batch.
-        dealing: of replicas that take different batches; see `ds_hetero.job.start.agree_on_dealing`.
+        batches: of replicas that take different batches; see `ds_hetero.job.start.agree_on_replica_batches`.
     """
-    token = _sharding.set(_Sharding(sp_size, dealing))
+    token = _sharding.set(_Sharding(sp_size, batches))
     try:
         yield
     finally:
@@ -134,15 +134,15 @@ def _preparing(handle: Handle, stock: Any) -> Any:
                 'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
             )
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
-        dealing = agree_on_dealing(ds_config)
+        batches = agree_on_replica_batches(ds_config)
         with (
             handle.using(ds_config),
-            loaders_over_replicas(sp_size, dealing),
+            loaders_over_replicas(sp_size, batches),
             _steps_of_replicas(args, sp_size),
         ):
             prepared = stock(accelerator, *args)
-        if dealing is not None:
-            accelerator.gradient_accumulation_steps = dealing.split.micro_steps
+        if batches is not None:
+            accelerator.gradient_accumulation_steps = batches.split.micro_steps
         return prepared
 
     return prepare
@@ -167,10 +167,10 @@ def _sharding_over_replicas(stock: Any) -> Any:
         sharding = _sharding.get()
         if sharding is None:
             return stock(dataloader, *args, **kwargs)
-        dealing = sharding.dealing
+        batches = sharding.batches
         num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
-        if dealing is not None:
-            dataloader = own_samples(dataloader, dealing.split, dealing.replica_id)
+        if batches is not None:
+            dataloader = own_samples(dataloader, batches.split, batches.replica_id)
             num_replicas, replica = 1, 0  # nothing is left to shard
         kwargs.update(num_processes=num_replicas, process_index=replica)
         if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
@@ -178,7 +178,7 @@ def _sharding_over_replicas(stock: Any) -> Any:
         if num_replicas == 1:
             kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
         prepared = stock(dataloader, *args, **kwargs)
-        if dealing is not None:
+        if batches is not None:
             # Read ahead by an optimizer step, it would tell accelerate too early that the epoch ends; every optimizer
             # step has the same number of micro-batches, so that counting them is enough.
             prepared.begin = prepared.end = _do_nothing

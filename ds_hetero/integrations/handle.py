@@ -20,7 +20,7 @@ from ds_hetero.integrations.transformers import sharded_model
 from ds_hetero.job import start
 from ds_hetero.job.monitor import Change, Watch
 from ds_hetero.job.prediction_check import Outlook
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
@@ -61,7 +61,7 @@ class Handle:
         self.patches = Patches()
         self._models: list[sharded_model.ShardedModel] = []
         self._whole_model: nn.Module | None = None  # prepared last, without a section
-        self._replicas: dict[tuple[tuple[Schedule, ...], BatchSplit | None], Replica] = {}
+        self._replicas: dict[Plan, Replica] = {}
         self._groups = ProcessGroups()
         self._watches: dict[sharded_model.ShardedModel, Watch] = {}
         self._agreements: dict[sharded_model.ShardedModel, start.Agreement] = {}
@@ -212,9 +212,8 @@ class Handle:
         """
         known = self.find(model)
         before = None if known is None else self._agreements[known]
-        agreed = start.agree_on_schedules(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
-        dealing = start.agree_on_dealing(ds_config)
-        replica = self._replica_of(agreed.schedules, None if dealing is None else dealing.split)
+        agreed = start.agree_on_plan(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
+        replica = self._replica_of(agreed.plan)
         if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
             if known is not None:
                 known.restore()
@@ -228,7 +227,7 @@ class Handle:
             known.convention = agreed.section.loss
             agreed.outlook.introduce()
             if replica.rank == 0:
-                count, schedule = len(agreed.schedules), agreed.schedules[0]
+                count, schedule = len(agreed.plan.schedules), agreed.plan.schedules[0]
                 logger.info("%d replica(s) of this schedule: %s", count, schedule.to_json())
         return known
 
@@ -236,12 +235,11 @@ class Handle:
         """What the ranks have agreed on for a converted model."""
         return self._agreements[model]
 
-    def _replica_of(self, schedules: tuple[Schedule, ...], batch_split: BatchSplit | None) -> Replica:
-        """This rank's replica under ``schedules``, made when it is first asked for; every rank of the world."""
-        key = schedules, batch_split
-        if key not in self._replicas:
-            self._replicas[key] = make_replica(schedules, self._groups, batch_split)
-        return self._replicas[key]
+    def _replica_of(self, plan: Plan) -> Replica:
+        """This rank's replica under ``plan``, made when it is first asked for; every rank of the world."""
+        if plan not in self._replicas:
+            self._replicas[plan] = make_replica(plan, self._groups)
+        return self._replicas[plan]
 
     def watch(self, engine: Any, model: sharded_model.ShardedModel) -> None:
         """Take the times of an engine's steps from now on, and change the schedule if that is asked for.
@@ -249,9 +247,9 @@ class Handle:
         Caller: every rank of the world, when the engine has been built.
         """
 
-        def change(schedules: tuple[Schedule, ...]) -> None:
-            model.change_replica(self._replica_of(schedules, model.replica.batch_split))
-            self._agreements[model] = replace(self._agreements[model], schedules=schedules)
+        def change(plan: Plan) -> None:
+            model.change_replica(self._replica_of(plan))
+            self._agreements[model] = replace(self._agreements[model], plan=plan)
 
         self._watches[model] = Watch(engine.steps_per_print(), model, self._agreements[model], change)
         self._watches[model].attach(engine)

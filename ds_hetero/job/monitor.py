@@ -35,6 +35,7 @@ from ds_hetero.job.rank_times import (
 )
 from ds_hetero.job.start import Agreement
 from ds_hetero.models import ModelSpec
+from ds_hetero.plan import Plan
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
@@ -71,7 +72,7 @@ class Watch:
         steps_per_print: of the engine's configuration; None or infinite, as accelerate sets it, if it does not say.
         model: what the engine trains.
         agreed: what the ranks agreed on for the model.
-        change: called on every rank with all replicas' schedules when one has changed.
+        change: called on every rank with the new plan when a schedule has changed.
 
     Attributes:
         changes: of the schedules, oldest first; the same on every rank.
@@ -84,17 +85,17 @@ class Watch:
         steps_per_print: float | None,
         model: ShardedModel,
         agreed: Agreement,
-        change: Callable[[tuple[Schedule, ...]], None],
+        change: Callable[[Plan], None],
     ) -> None:
         self.changes: list[Change] = []
         self._model, self._agreed, self._change = model, agreed, change
-        self._schedules = agreed.schedules
+        self._plan = agreed.plan
         self._paces = Paces()
         self._device = default_device()
         self._peak = peak_flops_per_s(self._device)
         self._control_device = message_device()
         replan = agreed.section.replan
-        self._replans = replan.enabled and any(schedule.sp_size > 1 for schedule in self._schedules)
+        self._replans = replan.enabled and any(schedule.sp_size > 1 for schedule in self._plan.schedules)
         printed = int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
         interval = replan.interval_steps if self._replans else printed
         (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
@@ -121,7 +122,7 @@ class Watch:
         if self._replans:
             causal = any(getattr(module, "is_causal", False) for module in self._model.pretrained.modules())
             self._replanner = Replanner(
-                len(self._schedules),
+                len(self._plan.schedules),
                 [forecast.cost for forecast in forecasts],
                 section.replan.min_gain,
                 section.layout,
@@ -195,9 +196,9 @@ class Watch:
     def _replan(self, everyone: Sequence[RankTimes]) -> None:
         payload = b""
         if self._replanner is not None:
-            looks = [observation_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._schedules]
+            looks = [observation_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._plan.schedules]
             try:
-                decisions = self._replanner.decide(self._schedules, looks)
+                decisions = self._replanner.decide(self._plan.schedules, looks)
             except Exception:  # the other ranks wait for an answer, and training can go on without a new schedule
                 logger.exception("re-planning failed; the schedule stays from now on")
                 self._replanner, decisions = None, []
@@ -206,7 +207,7 @@ class Watch:
         _, payloads = all_gather_bytes([], payload)
         if not payloads[0]:
             return
-        schedules = list(self._schedules)
+        schedules = list(self._plan.schedules)
         for replica, (data, gain) in json.loads(payloads[0]).items():
             schedules[int(replica)] = Schedule.from_dict(data)
             self.changes.append(
@@ -217,8 +218,8 @@ class Watch:
                     f"step {self._steps}: replica {replica} goes on under another schedule, predicted to save "
                     f"{gain:.1%} of a step: {json.dumps(data)}"
                 )
-        self._schedules = tuple(schedules)
-        self._change(self._schedules)
+        self._plan = self._plan.with_schedules(schedules)
+        self._change(self._plan)
         self._before_change = _s_per_token(everyone)
         self._model.clock.restart()
         self._paces.restart()

@@ -6,7 +6,7 @@ waits for ever. Only rank 0 reads the schedule and cluster files, searches and p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
@@ -18,34 +18,31 @@ from torch import nn
 
 from ds_hetero import __version__
 from ds_hetero.cluster import Cluster
-from ds_hetero.config import (
-    SECTION,
-    HeterogeneitySection,
-    batches_of_replicas,
-    check_schedules,
-    cluster_of_job,
-    clusters_of_replicas,
-    needs_measuring,
-    needs_planner,
-    read_section,
-    resolve,
-    sp_size_of,
-)
+from ds_hetero.config import SECTION, HeterogeneitySection, read_section
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.job.forecast import Searcher, forecast, model_of, training_dtype, workload_of
 from ds_hetero.job.prediction_check import Outlook, announce
+from ds_hetero.job.resolve import (
+    check_plan_fits,
+    cluster_of_job,
+    clusters_of_replicas,
+    needs_measuring,
+    needs_planner,
+    plan_in_file,
+    resolve,
+    sp_size_of,
+)
 from ds_hetero.models import ModelSpec
+from ds_hetero.plan import BatchSplit, Plan, read_plan
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.profiler.measure import cache_folder, default_device
-from ds_hetero.replicas import BatchSplit, read_replicas
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["Agreement", "Dealing", "agree_on_dealing", "agree_on_schedules"]
+__all__ = ["Agreement", "ReplicaBatches", "agree_on_plan", "agree_on_replica_batches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +51,18 @@ class Agreement:
 
     Args:
         section: the configuration's.
-        schedules: one per replica, in global ranks.
+        plan: what every rank does.
         outlook: what is predicted; without forecasts on ranks other than 0, and where the devices are not known.
         weights_by_memory: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
     """
 
     section: HeterogeneitySection
-    schedules: tuple[Schedule, ...]
+    plan: Plan
     outlook: Outlook
     weights_by_memory: tuple[float, ...] | None = None
 
 
-def agree_on_schedules(
+def agree_on_plan(
     model: nn.Module,
     ds_config: Mapping[str, Any],
     sp_sizes: Mapping[str, int | None],
@@ -73,13 +70,13 @@ def agree_on_schedules(
     before: Agreement | None,
     profiles: dict[tuple[str | None, str], dict[str, Any]],
 ) -> Agreement:
-    """Check the section and the model on every rank, resolve the schedules on rank 0, and hand them to all.
+    """Check the section and the model on every rank, resolve the plan on rank 0, and hand it to all.
 
     Args:
         model: the model to be split.
         ds_config: the DeepSpeed configuration, with the section.
         sp_sizes: see `ds_hetero.config.sp_size_of`.
-        before: an earlier agreement on the same model. If the section has not changed, its schedules stay, whatever
+        before: an earlier agreement on the same model. If the section has not changed, its plan stays, whatever
             has become known of the training since: loaders may rely on them already.
         profiles: of the ranks, by kernel and dtype, as far as this process has measured them; added to.
 
@@ -134,7 +131,7 @@ def agree_on_schedules(
             return {}
         if settled:
             assert before is not None
-            check_schedules(before.schedules, **heads, sp_sizes=sp_sizes)
+            check_plan_fits(before.plan, **heads, sp_sizes=sp_sizes)
             return {}
         on_host = default_device().type == "cpu"
         whole = cluster_of_job(section, measured, dist.get_world_size())
@@ -143,7 +140,7 @@ def agree_on_schedules(
         if needs_planner(section):
             num_replicas = dist.get_world_size() // (sp_size_of(sp_sizes) or dist.get_world_size())
             searcher = Searcher(*training.of(num_replicas), section.layout)
-        schedules = resolve(
+        plan = resolve(
             section,
             **heads,
             world_size=dist.get_world_size(),
@@ -153,10 +150,10 @@ def agree_on_schedules(
         )
         weights = None
         if section.zero_partition == "memory":
-            weights = _weights_by_memory(section, schedules, training, measured)
+            weights = _weights_by_memory(section, plan, training, measured)
             training = replace(training, zero_weights=weights)
-        outlook = _outlook(section, schedules, training, measured, {} if searcher is None else searcher.plans)
-        return {"schedules": [schedule.to_dict() for schedule in schedules], "weights by memory": weights}
+        outlook = _outlook(section, plan, training, measured, {} if searcher is None else searcher.plans)
+        return {"plan": plan.to_dict(), "weights by memory": weights}
 
     told = on_all_ranks(settle)[0]
     if before is not None and settled:
@@ -164,15 +161,15 @@ def agree_on_schedules(
     weights = told["weights by memory"]
     return Agreement(
         section=section,
-        schedules=tuple(Schedule.from_dict(data) for data in told["schedules"]),
+        plan=read_plan(told["plan"]),
         outlook=outlook,
         weights_by_memory=None if weights is None else tuple(weights),
     )
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """Replicas that take different batches, and this rank's place among them.
+class ReplicaBatches:
+    """The batches of one replica among replicas that take different ones.
 
     Args:
         split: the batches of all replicas.
@@ -183,35 +180,30 @@ class Dealing:
     replica_id: int
 
 
-def agree_on_dealing(ds_config: Mapping[str, Any]) -> Dealing | None:
-    """How samples are dealt to replicas, if the section says so; known before there is a model.
+def agree_on_replica_batches(ds_config: Mapping[str, Any]) -> ReplicaBatches | None:
+    """Return this rank's batches where the replicas of the section's plan take different ones.
+
+    They are needed before there is a model.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
 
     Raises:
-        HeteroError: as `agree_on_schedules`.
+        HeteroError: as `agree_on_plan`.
     """
 
     def read() -> dict[str, Any] | None:
         section = read_section(ds_config)
-        listed = batches_of_replicas(section) if section is not None and dist.get_rank() == 0 else None
-        if listed is not None:
-            ranks = [list(schedule.ranks) for schedule in read_replicas(listed)[0]]
-            if sorted(chain.from_iterable(ranks)) != list(range(dist.get_world_size())):
-                raise ScheduleError(
-                    f"the schedules of the replicas hold ranks {ranks}, the job has {dist.get_world_size()} processes; "
-                    "each needs one place."
-                )
-        return listed
+        plan = plan_in_file(section, dist.get_world_size()) if section is not None and dist.get_rank() == 0 else None
+        return None if plan is None or plan.batch_split is None else plan.to_dict()
 
-    listed = on_all_ranks(read)[0]
-    if listed is None:
+    content = on_all_ranks(read)[0]
+    if content is None:
         return None
-    schedules, split = read_replicas(listed)
-    assert split is not None
-    (replica_id,) = (i for i, schedule in enumerate(schedules) if dist.get_rank() in schedule.ranks)
-    return Dealing(split, replica_id)
+    plan = read_plan(content)
+    place = plan.place_of(dist.get_rank())
+    assert plan.batch_split is not None and place is not None
+    return ReplicaBatches(plan.batch_split, place[0])
 
 
 def _measure(section: HeterogeneitySection, dtype: torch.dtype) -> dict[str, Any]:
@@ -244,37 +236,36 @@ class _Training:
 
 def _weights_by_memory(
     section: HeterogeneitySection,
-    schedules: Sequence[Schedule],
+    plan: Plan,
     training: _Training,
     measured: Mapping[str, Any] | None,
 ) -> tuple[float, ...]:
     """ZeRO shares of all ranks, in the order of the replicas, whose ranks are consecutive."""
-    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in schedules])
-    found = forecast(schedules, clusters, *training.of(len(schedules)), {})
+    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in plan.schedules])
+    found = forecast(plan.schedules, clusters, *training.of(len(plan.pipelines)), {})
     return weights_by_memory([(each.cost, each.prediction) for each in found])
 
 
 def _outlook(
     section: HeterogeneitySection,
-    schedules: Sequence[Schedule],
+    plan: Plan,
     training: _Training,
     measured: Mapping[str, Any] | None,
-    plans: Mapping[Cluster, PlannedSchedule],
+    searched: Mapping[Cluster, PlannedSchedule],
 ) -> Outlook:
     """Forecasts, wherever the devices are known; a model that no cost model describes is trained without one."""
     if section.cluster == "measure" and measured is None:
         return Outlook(())
-    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in schedules])
-    listed = batches_of_replicas(section)
-    split = None if listed is None else read_replicas(listed)[1]
+    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in plan.schedules])
+    split = plan.batch_split
     try:
-        model, work = training.of(len(schedules))
-        works = [work] * len(schedules)
+        model, work = training.of(len(plan.pipelines))
+        works = [work] * len(plan.pipelines)
         if split is not None:
             batches = zip(split.micro_batch_sizes, split.micro_batches, strict=True)
             works = [replace(work, micro_batch=size, micro_batches=count) for size, count in batches]
-        each = zip(schedules, clusters, works, strict=True)
-        return Outlook(tuple(chain.from_iterable(forecast([s], [c], model, w, plans) for s, c, w in each)))
+        each = zip(plan.schedules, clusters, works, strict=True)
+        return Outlook(tuple(chain.from_iterable(forecast([s], [c], model, w, searched) for s, c, w in each)))
     except (ModelError, PlanError, ScheduleError) as error:
         return Outlook((), str(error))
 

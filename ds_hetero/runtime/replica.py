@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import BatchSplit, Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.schedule import Group, Schedule
 
@@ -21,22 +22,38 @@ class Replica:
     """This rank's place in its sequence-parallel replica.
 
     Args:
-        schedule: the replica's schedule, in global ranks.
+        plan: what all ranks of the job do.
         rank: this process's global rank.
-        replica_id: index of the replica in the job.
-        num_replicas: replicas in the job; data parallelism runs over them.
         sp_group: process group of all ranks of the replica; the ring's point-to-point traffic runs on it.
         a2a_group: process group of this rank's all-to-all group; None where the rank is alone in it.
-        batch_split: how the samples of an optimizer step are shared by the replicas; None where all take the same.
     """
 
-    schedule: Schedule
+    plan: Plan
     rank: int
-    replica_id: int
-    num_replicas: int
     sp_group: ProcessGroup
     a2a_group: ProcessGroup | None
-    batch_split: BatchSplit | None = None
+
+    @cached_property
+    def replica_id(self) -> int:
+        """Index of the replica among the plan's pipelines."""
+        place = self.plan.place_of(self.rank)
+        assert place is not None
+        return place[0]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The replica's schedule, in global ranks."""
+        return self.plan.schedules[self.replica_id]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas in the job; data parallelism runs over them."""
+        return len(self.plan.pipelines)
+
+    @property
+    def batch_split(self) -> BatchSplit | None:
+        """How the samples of an optimizer step are shared by the replicas; None where all take the same."""
+        return self.plan.batch_split
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -65,7 +82,7 @@ class Replica:
 
 
 class ProcessGroups:
-    """Process groups by their ranks, made when they are first asked for and kept for schedules to come.
+    """Process groups by their ranks, made when they are first asked for and kept for plans to come.
 
     Every rank of the world must ask for the same groups in the same order.
     """
@@ -81,53 +98,42 @@ class ProcessGroups:
         return self._made[key]
 
 
-def make_replica(
-    schedules: Sequence[Schedule], groups: ProcessGroups | None = None, batch_split: BatchSplit | None = None
-) -> Replica:
-    """Compare the schedules of all ranks, then make every process group that they need.
+def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
+    """Compare the plans of all ranks, then make every process group that they need.
 
     Args:
-        schedules: one per replica, together holding every rank of the world once (see
-            `ds_hetero.schedule.schedules_for_world`); the same on every rank.
-        groups: those of the schedules before, to be used again; left out, all are made anew.
-        batch_split: the batches of replicas that differ in them; the same on every rank.
+        plan: of replicas, which together hold every rank of the world once; the same on every rank.
+        groups: those of the plans before, to be used again; left out, all are made anew.
 
-    Caller: every rank of the world, at start and whenever the schedules change.
+    Caller: every rank of the world, at start and whenever the plan changes.
     Collectives: one `on_all_ranks` with a fingerprint; one new_group for every replica and every all-to-all group that
     ``groups`` does not have, in the same order on every rank.
 
     Raises:
-        ScheduleError: on every rank, when the schedules differ between ranks or do not fit the world.
+        ScheduleError: on every rank, when the plans differ between ranks or do not fit the world.
+        PlanError: on every rank, when the plan has pipelines of several stages.
     """
+    _expect_same_plan(plan)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = sorted(r for schedule in schedules for r in schedule.ranks)
-    _expect_same_schedules(schedules)
-    if ranks != list(range(world_size)):
+    if plan.ranks != tuple(range(world_size)):
         raise ScheduleError(
-            f"the schedules hold ranks {ranks}, the job has {world_size} processes; each needs one place."
+            f"the schedules hold ranks {list(plan.ranks)}, the job has {world_size} processes; each needs one place."
         )
     groups = ProcessGroups() if groups is None else groups
-    mine: Replica | None = None
-    for replica_id, schedule in enumerate(schedules):
+    replica: Replica | None = None
+    for schedule in plan.schedules:
         sp_group = groups.of(schedule.ranks)
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
-            mine = Replica(
-                schedule=schedule,
-                rank=rank,
-                replica_id=replica_id,
-                num_replicas=len(schedules),
-                sp_group=sp_group,
-                a2a_group=a2a_groups[schedule.ring_position(rank)],
-                batch_split=batch_split,
-            )
-    assert mine is not None
-    return mine
+            a2a_group = a2a_groups[schedule.ring_position(rank)]
+            replica = Replica(plan=plan, rank=rank, sp_group=sp_group, a2a_group=a2a_group)
+    assert replica is not None
+    return replica
 
 
-def _expect_same_schedules(schedules: Sequence[Schedule]) -> None:
-    """Raise on every rank if the ranks do not hold the same schedules."""
-    by_rank = on_all_ranks(lambda: hash(tuple(schedule.fingerprint for schedule in schedules)))
+def _expect_same_plan(plan: Plan) -> None:
+    """Raise on every rank if the ranks do not hold the same plan."""
+    by_rank = on_all_ranks(lambda: plan.fingerprint)
     if len(set(by_rank)) > 1:
         raise ScheduleError(
             "the ranks do not hold the same schedule: fingerprints by rank are "

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -42,7 +43,7 @@ def _check_cases(rank, num_cases, dtypes):
     world_size = dist.get_world_size()
     for seed in range(num_cases):
         case = random_case(1000 * world_size + seed, world_size)
-        replica = make_replica([case.schedule])
+        replica = make_replica(Plan.of_replicas([case.schedule]))
         for dtype in dtypes:
             torch.manual_seed(seed)
             whole = case.tensors(dtype)
@@ -102,7 +103,7 @@ def test_activation_checkpointing_recomputes_the_same(use_reentrant):
 
 def _check_checkpointing(rank, use_reentrant):
     case = random_case(7, 3)
-    replica = make_replica([case.schedule])
+    replica = make_replica(Plan.of_replicas([case.schedule]))
     torch.manual_seed(0)
     q, k, v, dout, _ = case.tensors(torch.float64)
     mine = case.schedule.positions(case.length, rank)
@@ -153,7 +154,7 @@ def _count_bytes(rank, schedule, causal, window):
         return original(self, receives, sends)
 
     channel_module.Channel.post = post
-    replica = make_replica([schedule])
+    replica = make_replica(Plan.of_replicas([schedule]))
     mine = schedule.positions(64, rank)
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     q = torch.randn(1, 8, len(mine), 4, requires_grad=True)
@@ -187,7 +188,7 @@ def test_every_phase_is_named_and_work_is_counted_where_it_is_done():
 
 
 def _trace(rank, schedule):
-    replica = make_replica([schedule])
+    replica = make_replica(Plan.of_replicas([schedule]))
     mine = schedule.positions(96, rank)
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     spec, clock = AttentionSpec(select(CPU, torch.float32, 4, None, None)), StepClock(CPU)
@@ -222,7 +223,7 @@ def _die(rank, strategy):
         else (Group(ranks=(0, 1, 2), tokens=(1, 1, 1), heads=(2, 1, 1)),)
     )
     schedule = Schedule(num_heads=4, num_kv_heads=4, groups=groups)
-    replica = make_replica([schedule])
+    replica = make_replica(Plan.of_replicas([schedule]))
     mine = schedule.positions(48, rank)
     batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
     q, k, v = torch.randn(3, 1, 4, len(mine), 8)

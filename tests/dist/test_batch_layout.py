@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import BatchError
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
@@ -34,7 +35,7 @@ def test_ranks_agree_on_the_rows_that_their_masks_and_positions_describe():
 
 
 def _layouts(rank):
-    replica = make_replica([SCHEDULE])
+    replica = make_replica(Plan.of_replicas([SCHEDULE]))
     mine = SCHEDULE.positions(LENGTH, rank)
     plain = torch.arange(LENGTH).expand(2, -1)
     restarts = torch.stack([torch.cat([torch.arange(7), torch.arange(18)]), torch.arange(25)])
@@ -86,7 +87,7 @@ def test_a_faulty_batch_is_refused_on_every_rank(fault, words):
 
 
 def _fault(rank, fault):
-    replica = make_replica([SCHEDULE])
+    replica = make_replica(Plan.of_replicas([SCHEDULE]))
     mine = SCHEDULE.positions(LENGTH, rank)
     odd = rank == 1
     shape, dtype, kwargs = (2, len(mine)), torch.float32, {}
@@ -125,7 +126,7 @@ def _before_a_change(rank):
         return Schedule(num_heads=2, num_kv_heads=2, groups=groups, layout=layout)
 
     old, zigzag, new = one_ring(1, 3), one_ring(1, 1, layout="zigzag"), one_ring(1, 1)
-    replica = make_replica([new])
+    replica = make_replica(Plan.of_replicas([new]))
 
     def agree(schedule, told, earlier=(old, zigzag), **kwargs):
         mine = schedule.positions(40, rank)

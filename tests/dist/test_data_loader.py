@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import BatchSplit, Plan
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.data.shards import is_weightless, marked_items
@@ -113,7 +113,7 @@ def test_shards_equal_slicing_the_whole_batch():
 
 def _check_shards(rank):
     for schedule in (UNEVEN, WITHOUT_TOKENS):
-        replica = make_replica([schedule])
+        replica = make_replica(Plan.of_replicas([schedule]))
         same = ShardedLoader(map_style(NUM_BATCHES), replica, CPU)
         own = ShardedLoader(map_style(9, 3, rank), replica, CPU)
         stream = ShardedLoader(DataLoader(Stream(3, rank), collate_fn=collate), replica, CPU)
@@ -147,7 +147,7 @@ def test_a_batch_costs_one_collective():
 
 
 def _count_traffic(rank):
-    replica = make_replica([UNEVEN])
+    replica = make_replica(Plan.of_replicas([UNEVEN]))
     same = iter(ShardedLoader(map_style(NUM_BATCHES), replica, CPU))
     with CommDebugMode() as comms:
         next(same)
@@ -177,7 +177,7 @@ def _check_replicas(rank):
     logger = logging.getLogger("ds_hetero.runtime.data.loader")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    replica = make_replica(schedules_for_world(PAIR, 4))
+    replica = make_replica(Plan.of_replicas(schedules_for_world(PAIR, 4)))
     for loader, numbers in (
         (ShardedLoader(map_style(8, 2, rank // 2), replica, CPU), range(rank // 2, 8, 2)),
         (
@@ -198,7 +198,7 @@ def test_a_resumed_loader_goes_on_in_the_middle_of_an_epoch():
 
 
 def _check_resume(rank):
-    replica = make_replica([UNEVEN])
+    replica = make_replica(Plan.of_replicas([UNEVEN]))
 
     def shuffled(count=1, index=0, stateful=False):
         sampler = DistributedSampler(Numbers(12), num_replicas=count, rank=index, seed=5)
@@ -297,7 +297,7 @@ EXPECTED = {
 
 
 def _collect_errors(rank):
-    replica = make_replica([UNEVEN])
+    replica = make_replica(Plan.of_replicas([UNEVEN]))
     good = {"input_ids": torch.arange(8)[None]}
     masked = {**good, "attention_mask": torch.ones(1, 1, 8, 8)}
     short = {"input_ids": torch.arange(2)[None]}
@@ -366,7 +366,7 @@ def rows(numbers):
 
 
 def _check_dealing(rank):
-    replica = make_replica(TWO_AND_ONE, batch_split=SPLIT)
+    replica = make_replica(Plan.of_replicas(TWO_AND_ONE, SPLIT))
     loader = ShardedLoader(DataLoader(Numbers(13), 4, collate_fn=rows), replica, CPU)
     assert loader.batches == "dealt"
     # Steps of five samples: 0 1 | 2 | 3 | 4, 5 6 | 7 | 8 | 9, and of the last three, shared 1.2 : 1.8, 10 | 11 | 12.
@@ -402,8 +402,8 @@ def _check_dealing(rank):
     bad = [rows([0]), {"labels": torch.ones(1, 6)}]
     cases = {
         "a replica goes on": (mine if rank < 2 else [rows([0])] * 11, replica, None),
-        "without split": ([rows([0])] * (3 if rank < 2 else 2), make_replica(TWO_AND_ONE), "same"),
-        "own without split": ([rows([0])], make_replica(TWO_AND_ONE), "own"),
+        "without split": ([rows([0])] * (3 if rank < 2 else 2), make_replica(Plan.of_replicas(TWO_AND_ONE)), "same"),
+        "own without split": ([rows([0])], make_replica(Plan.of_replicas(TWO_AND_ONE)), "own"),
         "shuffled": (DataLoader(Numbers(13), 4, shuffle=True, generator=seeded, collate_fn=rows), replica, None),
         "sharded": (map_style(6, 3, rank), replica, None),
         "asked": (DataLoader(Numbers(13), 4, collate_fn=rows), replica, "own"),

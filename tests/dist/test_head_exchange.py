@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,
@@ -36,7 +37,7 @@ def _check_exchange(rank):
     for ranks, tokens, heads, num_kv_heads in CASES:
         group = Group(ranks=ranks, tokens=tokens, heads=heads)
         schedule = Schedule(num_heads=sum(heads), num_kv_heads=num_kv_heads, groups=(group,), layout="contiguous")
-        replica = make_replica([schedule])
+        replica = make_replica(Plan.of_replicas([schedule]))
         for length, batch_size in ((11, 2), (37, 1)):
             exchange = make_exchange(replica, length)
             torch.manual_seed(length)
@@ -81,7 +82,7 @@ def test_schedules_that_differ_are_refused_on_every_rank():
 def _disagree(rank):
     group = Group(ranks=(0, 1, 2), tokens=(1, 1, 1 + (rank == 1)), heads=(1, 1, 2))
     try:
-        make_replica([Schedule(num_heads=4, num_kv_heads=4, groups=(group,))])
+        make_replica(Plan.of_replicas([Schedule(num_heads=4, num_kv_heads=4, groups=(group,))]))
     except ValueError as error:
         return str(error)
     return "accepted"

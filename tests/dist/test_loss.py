@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.data.shards import read_batch
@@ -112,7 +113,7 @@ def test_loss_and_gradients_equal_one_process(replicas):
 
 
 def _check_loss(rank, replicas):
-    replica = make_replica(make_schedules(replicas))
+    replica = make_replica(Plan.of_replicas(make_schedules(replicas)))
     _check_token_mean(replica, micro_batches=3)
     _check_mean_over_replicas(replica)
     _check_without_labels(replica)
@@ -188,7 +189,7 @@ def test_half_precision_losses_are_added_in_double_and_equal_on_every_rank():
 
 
 def _half_precision(rank):
-    replica = make_replica(make_schedules([((0, 1), (1, 1), (2, 1))]))
+    replica = make_replica(Plan.of_replicas(make_schedules([((0, 1), (1, 1), (2, 1))])))
     many = 2**24 + 1  # not a float32
     loss = sequence_parallel_loss(torch.tensor(2.5 * many), many, replica)
     return str(loss.dtype), loss.item()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from ds_hetero.paths import config_dir
-from ds_hetero.replicas import read_replicas
+from ds_hetero.plan import read_plan
 
 
 def _run(*arguments):
@@ -152,10 +152,10 @@ def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
     run = _run("replicas", *clusters, *job, "--out", out, "--json")
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
-    schedules, split = read_replicas(json.loads(out.read_text()))
+    plan = read_plan(json.loads(out.read_text()))
     assert told["schedule"] == json.loads(out.read_text())
-    assert [schedule.sp_size for schedule in schedules] == [8, 12]
-    assert told["global_batch"] == split.samples == 24
+    assert [schedule.sp_size for schedule in plan.schedules] == [8, 12]
+    assert told["global_batch"] == plan.batch_split.samples == 24
     predicted = told["predicted"]
     assert max(predicted["busy_s"]) == predicted["step_s"] <= predicted["even_step_s"]
     impossible = _run("replicas", *clusters, *job[:-4], "--global-batch", 1)

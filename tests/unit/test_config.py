@@ -13,18 +13,11 @@ import pytest
 
 from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.config import (
-    batches_of_replicas,
-    cluster_of_job,
-    needs_measuring,
-    needs_planner,
-    read_section,
-    resolve,
-    sp_size_of,
-)
+from ds_hetero.config import read_section
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
 from ds_hetero.job.forecast import Searcher, forecast, forecast_text
+from ds_hetero.job.resolve import cluster_of_job, needs_measuring, needs_planner, plan_in_file, resolve, sp_size_of
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
 
@@ -53,7 +46,7 @@ def read(**section: Any) -> Any:
 
 
 def schedules(section: dict[str, Any], world_size: int = 2, **sizes: int | None) -> Any:
-    return resolve(read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes)
+    return resolve(read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes).schedules
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -163,8 +156,50 @@ def test_replicas_of_different_sizes_come_from_a_file() -> None:
     assert [s.sp_size for s in schedules({"schedule": both}, 3, sp_size=3)] == [2, 1]  # one worker on all ranks
     with pytest.raises(ConfigError, match=r"has replicas of \[2, 1\] ranks, but sp_size is 2. Set it to 3, all ranks"):
         schedules({"schedule": both}, 3, sp_size=2)
-    assert batches_of_replicas(read(schedule=both)) == both
-    assert batches_of_replicas(read(schedule=INLINE)) is batches_of_replicas(read(schedule="ring")) is None
+    plan = plan_in_file(read(schedule=both), 3)
+    assert plan is not None and str(plan.batch_split) == "2 x 3 + 1 x 2 = 8 samples"
+    alike = plan_in_file(read(schedule=INLINE), 2)
+    assert alike is not None and alike.batch_split is plan_in_file(read(schedule="ring"), 2) is None
+
+
+def plan_of_version_2(*stages: dict[str, Any]) -> dict[str, Any]:
+    model = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
+    return {"version": 2, "model": model, "pipelines": [{"stages": list(stages)}]}
+
+
+def test_a_plan_of_replicas_is_a_schedule_too(tmp_path: Path) -> None:
+    stage = {"ranks": [0, 1], "layers": [0, 4], "inner": "sequence", "schedule": INLINE}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of_version_2(stage)))
+    assert schedules({"schedule": str(path)}) == schedules({"schedule": INLINE})
+    with pytest.raises(ScheduleError, match=r"hold ranks \[\[0, 1\]\], the job has 4 processes"):
+        schedules({"schedule": str(path)}, 4)
+    with pytest.raises(PlanError, match=r"inline schedule: pipelines\[0\]: the stages hold layers \[\[0, 3\]\]"):
+        schedules({"schedule": plan_of_version_2({**stage, "layers": [0, 3]})})
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (
+            [{"ranks": [0], "layers": [0, 3]}, {"ranks": [1], "layers": [3, 4]}],
+            r"pipelines\[0\] has 2 stages; pipelines of several stages are planned, not run yet",
+        ),
+        (
+            [{"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}],
+            r'pipelines\[0\] is a stage with "inner": "tensor"; such stages are planned, not run yet',
+        ),
+    ],
+)
+def test_a_plan_that_cannot_run_yet_is_refused_by_name(stages: list[dict[str, Any]], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        schedules({"schedule": plan_of_version_2(*stages)})
+
+
+def test_zero_of_a_plan_is_refused_by_name() -> None:
+    stage = {"ranks": [0, 1], "layers": [0, 4], "inner": "sequence", "schedule": INLINE}
+    with pytest.raises(PlanError, match='"zero" of a plan is not used yet'):
+        schedules({"schedule": {**plan_of_version_2(stage), "zero": {"stage": 1}}})
 
 
 def test_proportional_follows_the_devices() -> None:
@@ -178,7 +213,7 @@ def test_proportional_follows_the_devices() -> None:
 def test_measured_speeds_take_the_place_of_measure() -> None:
     section = read(schedule="proportional")
     assert needs_measuring(section) and not needs_measuring(read(schedule="ring"))
-    (schedule,) = resolve(section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, measured=CLUSTER)
+    (schedule,) = resolve(section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, measured=CLUSTER).schedules
     assert schedule.tokens(40) == {0: 30, 1: 10}
 
 
@@ -205,7 +240,7 @@ def searched(
     found = resolve(
         read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes, search=searcher
     )
-    return found, searcher
+    return found.schedules, searcher
 
 
 def test_the_default_is_the_planners_schedule() -> None:
@@ -319,5 +354,5 @@ def test_a_schedule_for_another_model_or_world_is_refused() -> None:
 
 
 def test_reading_a_section_needs_no_torch() -> None:
-    code = "import sys, ds_hetero.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, ds_hetero.config, ds_hetero.job.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,8 +15,8 @@ from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
+from ds_hetero.plan import BatchSplit, Plan, read_plan
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
-from ds_hetero.replicas import BatchSplit, holds_replicas, read_replicas, replicas_to_dict
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
 
 SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(3, 2))
@@ -112,11 +112,11 @@ def test_loaders_that_cannot_be_dealt_are_refused() -> None:
 
 def test_a_file_of_replicas_is_written_and_read_back() -> None:
     schedules = (ring(3, 4, 2), ring(1, 4, 2).shifted(3))
-    written = replicas_to_dict(schedules, SPLIT)
-    assert holds_replicas(written) and not holds_replicas(schedules[0].to_dict())
-    assert read_replicas(written) == (schedules, SPLIT)
+    plan = read_plan(Plan.of_replicas(schedules, SPLIT).to_replicas_dict())
+    assert (plan.schedules, plan.batch_split) == (schedules, SPLIT)
+    assert read_plan(schedules[0].to_dict()).batch_split is None
     alike = {"version": 1, "replicas": [{"schedule": ring(1, 4, 2).shifted(i).to_dict()} for i in (0, 1)]}
-    assert read_replicas(alike)[1] is None
+    assert read_plan(alike).batch_split is None
 
 
 @pytest.mark.parametrize(
@@ -129,22 +129,22 @@ def test_a_file_of_replicas_is_written_and_read_back() -> None:
     ],
 )
 def test_mistakes_in_the_file_are_named(change: dict[str, Any], says: str) -> None:
-    written = replicas_to_dict((ring(3, 4, 2), ring(1, 4, 2).shifted(3)), SPLIT)
+    written = Plan.of_replicas((ring(3, 4, 2), ring(1, 4, 2).shifted(3)), SPLIT).to_replicas_dict()
     written["replicas"][1] |= change
     with pytest.raises(ScheduleError, match=says):
-        read_replicas(written)
+        read_plan(written)
 
 
 def test_replicas_of_different_sizes_say_what_they_train_on() -> None:
-    written = replicas_to_dict((ring(3, 4, 2), ring(1, 4, 2).shifted(3)), SPLIT)
+    written = Plan.of_replicas((ring(3, 4, 2), ring(1, 4, 2).shifted(3)), SPLIT).to_replicas_dict()
     del written["replicas"][0]["micro_batches"]
     with pytest.raises(ScheduleError, match="must be given for every replica, or for none"):
-        read_replicas(written)
+        read_plan(written)
     bare = {"version": 1, "replicas": [{"schedule": entry["schedule"]} for entry in written["replicas"]]}
     with pytest.raises(ScheduleError, match=r"replicas of \[3, 1\] ranks must say what each is to train on"):
-        read_replicas(bare)
+        read_plan(bare)
     with pytest.raises(ScheduleError, match='takes "version": 1 and "replicas"'):
-        read_replicas({"replicas": []})
+        read_plan({"replicas": []})
     with pytest.raises(ScheduleError, match="need one entry per replica"):
         BatchSplit(micro_batch_sizes=(1,), micro_batches=(1, 2))
 

@@ -33,7 +33,6 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hetero.config import sp_size_of
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.checkpoints import guard_checkpoints
@@ -41,7 +40,8 @@ from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
 from ds_hetero.integrations.handle import Handle, enabled
 from ds_hetero.integrations.loader import ModelLoader
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.job.resolve import sp_size_of
+from ds_hetero.plan import BatchSplit
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, running_clock

@@ -20,7 +20,7 @@ from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_repl
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers.sharded_model import sharding
-from ds_hetero.job.start import Dealing, agree_on_dealing
+from ds_hetero.job.start import ReplicaBatches, agree_on_replica_batches
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
@@ -65,16 +65,16 @@ def _accumulating_micro_steps(stock: Any) -> Any:
     def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         trainer, arguments = given["self"], given["args"]
-        dealing = _dealing(trainer)
-        if dealing is None:
+        batches = _replica_batches(trainer)
+        if batches is None:
             return stock(*args, **kwargs)
         if not arguments.average_tokens_across_devices:
             raise ConfigError(
                 "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
-                f"({dealing.split}); leave it out."
+                f"({batches.split}); leave it out."
             )
         steps = arguments.gradient_accumulation_steps
-        arguments.gradient_accumulation_steps = dealing.split.micro_steps
+        arguments.gradient_accumulation_steps = batches.split.micro_steps
         try:
             return stock(*args, **kwargs)
         finally:
@@ -88,7 +88,7 @@ def _loading_over_replicas(stock: Any) -> Any:
     def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_training") or not _is_sharded(trainer):
             return stock(trainer, *args, **kwargs)
-        with loaders_over_replicas(trainer.get_sp_size(), _dealing(trainer)):
+        with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(trainer)):
             return stock(trainer, *args, **kwargs)
 
     return get_dataloader
@@ -189,11 +189,11 @@ def _not_counting_placeholders(stock: Any) -> Any:
     return track_num_input_tokens
 
 
-def _dealing(trainer: Any) -> Dealing | None:
-    """How samples are dealt to the replicas of this training, if they take different ones; asked on every rank."""
+def _replica_batches(trainer: Any) -> ReplicaBatches | None:
+    """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
     if not _is_sharded(trainer):
         return None
-    return agree_on_dealing(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+    return agree_on_replica_batches(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
 
 
 def _is_sharded(trainer: Any) -> bool:

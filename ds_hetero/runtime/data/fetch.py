@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from ds_hetero.errors import BatchError
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import BatchSplit
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest

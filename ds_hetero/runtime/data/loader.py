@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import BatchSplit
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, message_device, raise_failures
 from ds_hetero.runtime.data.batch_mode import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
 from ds_hetero.runtime.data.fetch import Dealt, Own, Round, Same, checksum

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
-from ds_hetero.replicas import BatchSplit
+from ds_hetero.plan import BatchSplit
 
 __all__ = ["OwnSampler", "OwnStream", "all_samples", "own_samples", "reader_of", "steps_in_epoch"]
 
