@@ -1,7 +1,7 @@
 """The planning half at the start of a job: what is trained, searched for and predicted on rank 0.
 
     model, workload = model_of(pretrained), workload_of(pretrained, ds_config, section, num_replicas)
-    searcher = Searcher(model, workload, section.layout)         # `ds_hetero.config.resolve` calls it
+    searcher = Searcher(model, workload, section.layout)         # `ds_hetero.job.resolve.resolve` calls it
     forecasts = forecast(schedules, clusters, model, workload, searcher.plans)
     print(forecast_text(forecasts))
 
@@ -184,7 +184,7 @@ def _offloads(zero: Mapping[str, Any], key: str) -> bool:
 
 
 class Searcher:
-    """Finds schedules for `ds_hetero.config.resolve`, and keeps what the planner said of them.
+    """Finds schedules for `ds_hetero.job.resolve.resolve`, and keeps what the planner said of them.
 
     Args:
         model, workload: what is trained.

@@ -75,7 +75,7 @@ def agree_on_plan(
     Args:
         model: the model to be split.
         ds_config: the DeepSpeed configuration, with the section.
-        sp_sizes: see `ds_hetero.config.sp_size_of`.
+        sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
         before: an earlier agreement on the same model. If the section has not changed, its plan stays, whatever
             has become known of the training since: loaders may rely on them already.
         profiles: of the ranks, by kernel and dtype, as far as this process has measured them; added to.

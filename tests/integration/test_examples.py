@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_hetero.config import read_section, resolve
+from ds_hetero.config import read_section
+from ds_hetero.job.resolve import resolve
 from ds_hetero.schedule import Schedule
 from tests.support import ROOT, free_port, run_deepspeed
 
@@ -76,7 +77,7 @@ def test_ready_configuration_is_valid(stage):
     config = json.loads((CONFIGS / f"zero{stage}.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
     section = read_section(config)
-    (schedule,) = resolve(section, num_heads=10, num_kv_heads=5, world_size=4, sp_sizes={})
+    (schedule,) = resolve(section, num_heads=10, num_kv_heads=5, world_size=4, sp_sizes={}).schedules
     assert schedule == Schedule.from_dict(json.loads((CONFIGS / "schedules/four_ranks_4_3_2_1.json").read_text()))
 
 
