@@ -1,0 +1,226 @@
+"""The one reader of JSON and YAML files that people write: ds_config.json, schedules, plans, clusters, models, caches.
+
+    content = read_file(path, "schedule", ScheduleError)
+
+What it lets through is plain data: objects with text keys that occur once, lists, text, true, false, null, and numbers
+that are finite and fit into 64 bits. Everything else is refused by name before it can do harm further down: files that
+are too large, nesting that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ds_hetero.errors import HeteroError
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "check_content", "parse", "read_file", "shortened"]
+
+MAX_BYTES = 16 * 2**20
+MAX_DEPTH = 64
+MAX_VALUES = 2_000_000
+
+_LARGEST_WHOLE = 2**63 - 1
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlist, _short.maxdict = 3, 80, 80, 8, 6
+
+
+def shortened(value: Any) -> str:
+    """Return the value as error messages show it: its repr, of a hundred or two characters at most."""
+    try:
+        text = _short.repr(value)
+    except ValueError:  # Python does not write whole numbers of more than 4,300 digits
+        text = f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def read_file(path: str | Path, what: str, error: type[HeteroError], *, max_bytes: int = MAX_BYTES) -> Any:
+    """Read a JSON or YAML file; YAML if its name ends in .yaml or .yml.
+
+    Args:
+        path: the file.
+        what: what it should be, for messages: ``"schedule"``.
+        error: class of the errors that are raised.
+        max_bytes: size above which the file is not opened.
+
+    Raises:
+        HeteroError: of class ``error``; the file cannot be read, is no JSON or YAML, or holds what the module's
+            docstring does not list.
+    """
+    try:
+        size = Path(path).stat().st_size
+        if size > max_bytes:
+            raise error(f"{what} file {shortened(str(path))} has {size:,} bytes; at most {max_bytes:,} are read.")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as cause:
+        if isinstance(cause, HeteroError):
+            raise
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise error(f"cannot read the {what} file {shortened(str(path))}: {reason}.") from None
+    return parse(text, f"{what} file {shortened(str(path))}", error, yaml=Path(path).suffix in (".yaml", ".yml"))
+
+
+def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False) -> Any:
+    """Parse JSON or YAML.
+
+    Args:
+        text: the content.
+        where: where it comes from, for messages.
+        error: class of the errors that are raised.
+        yaml: whether it is YAML, of which JSON is not taken to be a part.
+
+    Raises:
+        HeteroError: of class ``error``, as `read_file`.
+    """
+    content = _parse_yaml(text, where, error) if yaml else _parse_json(text, where, error)
+    check_content(content, where, error)
+    return content
+
+
+def check_content(content: Any, where: str, error: type[HeteroError]) -> None:
+    """Refuse content that did not come from `parse`, such as a dict given to a function, where it is no plain data.
+
+    Raises:
+        HeteroError: of class ``error``; names the place inside the content.
+    """
+    num_values = 0
+    pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    while pending:
+        place, value = pending.pop()
+        num_values += 1
+        if num_values > MAX_VALUES or len(place) > MAX_DEPTH:
+            raise error(_too_large(where))
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    raise error(f"{_at(where, place)}: the key {shortened(key)} must be text.")
+                pending.append(((*place, key), inner))
+        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            pending.extend(((*place, str(i)), inner) for i, inner in enumerate(value))
+        else:
+            _check_scalar(value, where, place, error)
+
+
+def _check_scalar(value: Any, where: str, place: Iterable[str], error: type[HeteroError]) -> None:
+    if isinstance(value, float) and not isfinite(value):
+        raise error(f"{_at(where, place)} is {value}; numbers must be finite.")
+    if isinstance(value, int) and abs(value) > _LARGEST_WHOLE:
+        raise error(f"{_at(where, place)} is {shortened(value)}; whole numbers must fit into 64 bits.")
+    if not (value is None or isinstance(value, (str, bool, int, float))):
+        raise error(
+            f"{_at(where, place)} is a {type(value).__name__}; only objects, lists, text, numbers, true, false and "
+            "null are read."
+        )
+
+
+def _at(where: str, place: Iterable[str]) -> str:
+    path = ".".join(place)
+    return f"{where}: {shortened(path)[1:-1]}" if path else where
+
+
+def _too_large(where: str) -> str:
+    return f"{where} is nested more than {MAX_DEPTH} deep or holds more than {MAX_VALUES:,} values."
+
+
+def _parse_json(text: str, where: str, error: type[HeteroError]) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise error(f"{where}: the key {shortened(twice)} is given twice in one object.")
+        return content
+
+    def refuse(number: str) -> NoReturn:
+        raise error(f"{where}: {number} is no number of JSON; numbers must be finite.")
+
+    def whole(digits: str) -> int:
+        if len(digits) > 20:
+            raise error(f"{where}: {shortened(digits)[1:-1]} does not fit into 64 bits.")
+        return int(digits)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_int=whole)
+    except RecursionError:
+        raise error(_too_large(where)) from None
+    except json.JSONDecodeError as cause:
+        raise error(f"{where} is not JSON: {cause}.") from None
+
+
+def _parse_yaml(text: str, where: str, error: type[HeteroError]) -> Any:
+    import yaml  # takes 20 ms, and JSON files do without
+
+    loader = _yaml_loader()
+    try:
+        _check_events(yaml.parse(text, Loader=loader), where, error)
+        return yaml.load(text, Loader=loader)  # a safe loader
+    except (yaml.YAMLError, ValueError) as cause:
+        if isinstance(cause, HeteroError):
+            raise
+        if isinstance(cause, _DuplicateKey):
+            raise error(f"{where}: the key {shortened(cause.key)} is given twice in one object.") from None
+        raise error(f"{where} is not YAML: {_one_line(cause)}.") from None
+
+
+class _DuplicateKey(ValueError):
+    def __init__(self, key: Any) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _yaml_loader() -> Any:
+    """Return a safe loader that refuses keys given twice and reads dates as text."""
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise _DuplicateKey(key)
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()
+    }
+    return Loader
+
+
+def _check_events(events: Iterable[Any], where: str, error: type[HeteroError]) -> None:
+    """Count nesting and values, those that aliases stand for included, without building anything."""
+    import yaml
+
+    sizes: dict[str, int] = {}
+    open_sizes: list[tuple[str | None, int]] = [(None, 0)]  # anchor of every open collection, values in it so far
+    for event in events:
+        size = 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_sizes.append((event.anchor, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_sizes.pop()
+            if anchor is not None:
+                sizes[anchor] = size
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            if event.anchor is not None:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise error(f"{where}: the alias *{event.anchor} stands for nothing that is complete before it.")
+            size = sizes[event.anchor]
+        anchor, so_far = open_sizes[-1]
+        open_sizes[-1] = (anchor, so_far + size)
+        if len(open_sizes) > MAX_DEPTH or so_far + size > MAX_VALUES:
+            raise error(_too_large(where))
+
+
+def _one_line(cause: Exception) -> str:
+    return " ".join(str(cause).split())[:300].rstrip(".")

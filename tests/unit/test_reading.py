@@ -1,0 +1,130 @@
+"""Files that people write are read by one reader, which lets plain, finite, bounded data through and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hetero.errors import ClusterError, ScheduleError
+from ds_hetero.reading import MAX_DEPTH, check_content, parse, read_file, shortened
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8", exclude_characters="\x00\x85\u2028\u2029\ufeff", categories=("L", "N"))),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_data_comes_back_as_it_was_written(content: Any) -> None:
+    assert parse(json.dumps(content), "here", ScheduleError) == content
+
+
+def test_yaml_is_read_as_yaml_and_dates_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: &all [{name: a, since: 2020-99-99}]\nagain: *all\n")
+    node = {"name": "a", "since": "2020-99-99"}
+    assert read_file(path, "cluster", ClusterError) == {"nodes": [node], "again": [node]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        ("[" * 100_000, "nested more than"),
+        ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested more than"),
+        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": -Infinity}', "must be finite"),
+        ('{"a": {"b": 1e999}}', r"a\.b is inf"),
+        ('{"a": ' + "9" * 5_000 + "}", "fit into 64 bits"),
+        ('{"a": [0, 9223372036854775808]}', r"a\.1 is 9223372036854775808"),
+        ('{"a": ', "is not JSON"),
+        ("", "is not JSON"),
+    ],
+)
+def test_json_that_is_not_plain_data_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message) as raised:
+        parse(text, "schedule file x.json", ScheduleError)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "'a' is given twice"),
+        ("[" * 100_000, "nested more than"),
+        ("a: .nan\n", "a is nan"),
+        ("a: [1, .inf]\n", r"a\.1 is inf"),
+        ("1: a\n", "key 1 must be text"),
+        ("a: !!python/object/apply:os.system [true]\n", "is not YAML"),
+        ("a: !!binary aGk=\n", "a is a bytes"),
+        ("a: !!set {x}\n", "a is a set"),
+        ("a: &a [*a]\n", r"alias \*a stands for nothing"),
+        ("a: [1\n", "is not YAML"),
+        ("? [a]\n: b\n", "is not YAML"),
+    ],
+)
+def test_yaml_that_is_not_plain_data_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message) as raised:
+        parse(text, "cluster file x.yaml", ClusterError, yaml=True)
+    assert len(str(raised.value)) < 500
+
+
+def test_aliases_that_expand_to_billions_of_values_are_refused_at_once() -> None:
+    lines = ["x0: &x0 [0, 0, 0, 0, 0, 0, 0, 0, 0]"]
+    lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 10)]
+    start = time.process_time()
+    with pytest.raises(ClusterError, match="more than 2,000,000 values"):
+        parse("\n".join(lines), "cluster file x.yaml", ClusterError, yaml=True)
+    assert time.process_time() - start < 1.0
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    large.write_text("[]" + " " * 200)
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    looping = tmp_path / "loop.json"
+    os.symlink(looping, looping)
+    for path, message in [
+        (tmp_path / "absent.json", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("a\0b", "null"),
+        ("x" * 300, "name too long"),
+        (binary, "utf-8"),
+        (looping, "symbolic links"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            read_file(path, "schedule", ScheduleError)
+    with pytest.raises(ScheduleError, match="has 202 bytes; at most 100 are read"):
+        read_file(large, "schedule", ScheduleError, max_bytes=100)
+
+
+def test_content_given_as_an_object_is_held_to_the_same_rules() -> None:
+    check_content({"a": [1, 2.5, None, True, "x", (1, 2)]}, "the section", ScheduleError)
+    nested: Any = []
+    for _ in range(3_000):
+        nested = [nested]
+    for content, message in [({1: 2}, "must be text"), ({"a": object()}, "a is a object"), (nested, "nested")]:
+        with pytest.raises(ScheduleError, match=message):
+            check_content(content, "the section", ScheduleError)
+
+
+def test_values_are_shown_shortened() -> None:
+    nested: Any = []
+    for _ in range(9):
+        nested = [nested] * 9
+    start = time.process_time()
+    assert all(len(shortened(value)) <= 200 for value in (nested, "x" * 10**6, 10**400, {i: i for i in range(10**5)}))
+    assert time.process_time() - start < 1.0
