@@ -1,0 +1,161 @@
+"""What hangs or goes wrong under NCCL is found on gloo: planted defects, one per rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.nccl_rules.events import Call, Event, Message, Wait
+from tests.nccl_rules.recorder import recording
+from tests.nccl_rules.replay import violations
+from tests.support import run_ranks
+
+
+def _record(rank: int, body: Callable[[int], None]) -> list[Event]:
+    with recording() as events:
+        body(rank)
+    return events
+
+
+def _swapped_sends(rank: int) -> None:
+    """Rank 0 sends the small tensor first, rank 1 receives the large one first; tags would pair them."""
+    small, large = torch.ones(2), torch.ones(8)
+    if rank == 0:
+        works = [dist.isend(small, 1, tag=1), dist.isend(large, 1, tag=2)]
+    else:
+        works = [dist.irecv(small, 0, tag=1), dist.irecv(large, 0, tag=2)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _messages(rank: int, together: bool) -> None:
+    """Each of two ranks sends before it receives: NCCL needs that to be one group of messages."""
+    out, into, peer = torch.full((4,), float(rank)), torch.empty(4), 1 - rank
+    operations = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+    works = dist.batch_isend_irecv(operations) if together else [op.op(op.tensor, op.peer) for op in operations]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert into.tolist() == [float(peer)] * 4
+
+
+def _sends_apart(rank: int) -> None:
+    _messages(rank, together=False)
+
+
+def _sends_together(rank: int) -> None:
+    _messages(rank, together=True)
+
+
+def _collectives(rank: int) -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.broadcast(x, src=1)
+    parts = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(parts, x)
+    split = [1, 2] if rank == 0 else [2, 1]
+    dist.all_to_all_single(torch.empty(3), x, split, split)
+    dist.barrier()
+
+
+def _missing_receive(rank: int) -> None:
+    if rank == 0:
+        work = dist.isend(torch.ones(1), 1)
+        assert work is not None
+    dist.barrier()
+
+
+def test_code_that_keeps_the_rules_passes() -> None:
+    assert violations(run_ranks(_record, 2, _collectives)) == []
+    assert violations(run_ranks(_record, 2, _sends_together)) == []
+
+
+def test_messages_that_wait_for_each_other_are_found() -> None:
+    (text,) = violations(run_ranks(_record, 2, _sends_apart))
+    assert "wait for each other" in text and "rank 0: send to 1 of 16 bytes" in text and "rank 1: send to 0" in text
+    assert "test_nccl_rules.py" in text
+
+
+def test_a_message_that_nobody_receives_is_found() -> None:
+    (text,) = violations(run_ranks(_record, 2, _missing_receive))
+    assert "a call that no rank makes" in text and "rank 0: send to 1 of 4 bytes" in text
+
+
+def test_messages_that_only_tags_can_pair_are_found() -> None:
+    def pair(rank: int, sizes: tuple[int, int]) -> list[Event]:
+        calls = [
+            Call(
+                i, "group 0, pair 0-1", rank, 2, "", (), None, (Message(rank == 0, 1 - rank, size, "float32"),), "here"
+            )
+            for i, size in enumerate(sizes)
+        ]
+        return [*calls, Wait(0), Wait(1)]
+
+    assert violations([pair(0, (8, 32)), pair(1, (8, 32))]) == []
+    (text,) = violations([pair(0, (8, 32)), pair(1, (32, 8))])
+    assert "differ in size or type" in text and "send to 1 of 8 bytes" in text and "receive from 0 of 32 bytes" in text
+    assert violations(run_ranks(_record, 2, _swapped_sends)) == []
+
+
+@pytest.mark.parametrize(
+    ("calls_of_ranks", "message"),
+    [
+        ([["all_reduce", "broadcast"], ["broadcast", "all_reduce"]], "make different calls"),
+        ([["all_reduce 3"], ["all_reduce 4"]], "make different calls"),
+        ([["all_reduce", "all_reduce"], ["all_reduce"]], "a call that no rank makes"),
+    ],
+    ids=["other order", "unequal sizes", "one call too many"],
+)
+def test_collectives_that_differ_between_ranks_are_found(calls_of_ranks: list[list[str]], message: str) -> None:
+    logs: list[list[Event]] = [
+        [Call(i, "group 0", rank, 2, name, (), None, (), f"line {i}") for i, name in enumerate(calls)]
+        for rank, calls in enumerate(calls_of_ranks)
+    ]
+    (text,) = violations(logs)
+    assert message in text and "rank 0: all_reduce" in text and "line" in text
+
+
+def test_splits_of_an_all_to_all_that_do_not_match_are_found() -> None:
+    def call(rank: int, sent: tuple[int, int], expected: tuple[int, int]) -> list[Event]:
+        return [Call(0, "group 0", rank, 2, "alltoall_base", (), (sent, expected), (), "here")]
+
+    assert violations([call(0, (1, 2), (1, 3)), call(1, (3, 1), (2, 1))]) == []
+    (text,) = violations([call(0, (1, 2), (1, 3)), call(1, (3, 1), (4, 1))])
+    assert "2 elements are sent where 4 are expected" in text
+
+
+def test_a_wait_orders_calls_of_different_communicators() -> None:
+    """Each rank waits for another communicator first: no queue is wrong, all of them together are."""
+
+    def calls(rank: int, order: str) -> list[Event]:
+        events: list[Event] = []
+        for i, group in enumerate(order):
+            events += [Call(i, f"group {group}", rank, 2, "barrier", (), None, (), group), Wait(i)]
+        return events
+
+    assert violations([calls(0, "ab"), calls(1, "ab")]) == []
+    (text,) = violations([calls(0, "ab"), calls(1, "ba")])
+    assert "wait for each other" in text
+
+
+def _wrong_tensor(rank: int, kind: str) -> None:
+    tensors: dict[str, Any] = {"strided": torch.ones(4, 4)[:, 1], "int16": torch.ones(4, dtype=torch.int16)}
+    dist.broadcast(tensors[kind], src=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("strided", "contiguous tensors only"), ("int16", "no data type for int16")]
+)
+def test_tensors_that_nccl_does_not_take_are_refused(kind: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(_record_wrong, 1, kind)
+
+
+def _record_wrong(rank: int, kind: str) -> None:
+    with recording():
+        _wrong_tensor(rank, kind)

@@ -1,0 +1,69 @@
+"""What a rank did with torch.distributed, in order: the events that `recorder` writes and `replay` reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Call", "Event", "Message", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A send or a receive.
+
+    Args:
+        sends: whether this rank sends.
+        peer: rank in the group.
+        num_bytes: size of the tensor.
+        dtype: of the tensor, by name.
+    """
+
+    sends: bool
+    peer: int
+    num_bytes: int
+    dtype: str
+
+    def __str__(self) -> str:
+        direction = "send to" if self.sends else "receive from"
+        return f"{direction} {self.peer} of {self.num_bytes} bytes of {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective, a message, or a group of messages that are posted together.
+
+    Args:
+        work: number of the call on this rank, by which `Wait` names it.
+        communicator: process group; messages that are not posted together have one for each pair of ranks.
+        rank: this rank's rank in the group.
+        size: ranks in the group.
+        name: of the collective; empty for messages.
+        shape: what must be equal on all ranks of a collective.
+        splits: (elements sent to each rank, elements received from each rank) of an uneven all-to-all.
+        messages: posted together.
+        site: file and line of the code that made the call.
+    """
+
+    work: int
+    communicator: str
+    rank: int
+    size: int
+    name: str
+    shape: tuple[object, ...]
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None
+    messages: tuple[Message, ...]
+    site: str
+
+    def __str__(self) -> str:
+        what = f"{self.name}{self.shape}" if self.name else "; ".join(map(str, self.messages))
+        return f"{what} on {self.communicator} at {self.site}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The rank waited for a call: what it posts afterwards runs after that call."""
+
+    work: int
+
+
+Event = Call | Wait

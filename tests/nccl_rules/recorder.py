@@ -1,0 +1,226 @@
+"""Records the collectives and messages of a gloo rank, and pairs messages by the order of posting as NCCL does.
+
+NCCL knows no tags: the k-th send from a to b meets the k-th receive that b posts for a. So tags are replaced by
+counters here, and code that relies on them gets the wrong tensor, as it would on GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.nccl_rules.events import Call, Event, Message, Wait
+
+__all__ = ["recording"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_COLLECTIVES = (
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allreduce",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+_UNEVEN = ("all_to_all_single", "alltoall_base")
+# The argument that is alike on all ranks. Others may differ: parts of unequal size, lists that only the root has.
+_ALIKE = {"allgather": 0, "gather": 1, "reduce_scatter": 1, "scatter": 0}
+# What ncclDataType_t has, as torch maps it.
+_DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16} | {
+    torch.float32,
+    torch.float64,
+}
+
+
+@contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Record everything that this process posts inside, in order."""
+    recorder = _Recorder()
+    group_type = dist.ProcessGroup
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        replaced.append((owner, name, original))
+        setattr(owner, name, wrap(original))
+
+    for name in _COLLECTIVES:
+        if hasattr(group_type, name):
+            replace(group_type, name, functools.partial(recorder.collective, name))
+    replace(group_type, "send", functools.partial(recorder.message, True))
+    replace(group_type, "recv", functools.partial(recorder.message, False))
+    replace(dist.Work, "wait", recorder.wait)
+    replace(dist, "batch_isend_irecv", recorder.batch)
+    try:
+        yield recorder.events
+    finally:
+        for owner, name, original in reversed(replaced):
+            setattr(owner, name, original)
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._num_calls = 0
+        self._work_numbers: dict[int, int] = {}  # by id of the Work, while its owner holds it
+        self._num_messages: Counter[tuple[str, int, int]] = Counter()  # by group, sender, receiver
+        self._together: list[tuple[dist.ProcessGroup, Message, int]] | None = None
+
+    def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            tensors = [_tensors(arg) for arg in (*args, *kwargs.values())]
+            _check_tensors(name, tensors)
+            splits = None
+            if name in _UNEVEN:
+                output, source, received, sent = args[:4]
+                splits = (_sizes(sent, source, group), _sizes(received, output, group))
+                shape: tuple[object, ...] = (_dtype(source),)
+            else:
+                options = next((arg for arg in args if hasattr(arg, "timeout")), None)
+                alike = [tensors[_ALIKE[name]]] if name in _ALIKE else tensors
+                shape = (*filter(None, map(_described, alike)), *_described_options(options))
+            self._post(group, _name(group), name, shape, splits, ())
+            work = original(group, *args, **kwargs)
+            self._work_numbers[id(work)] = self._num_calls
+            if getattr(next((a for a in args if hasattr(a, "asyncOp")), None), "asyncOp", True) is False:
+                self.events.append(Wait(self._num_calls))  # torch waits below Python
+            return work
+
+        return call
+
+    def message(self, sends: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(group: dist.ProcessGroup, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            _check_tensors("send" if sends else "recv", [tensors])
+            (tensor,) = tensors
+            message = Message(sends, peer, tensor.numel() * tensor.itemsize, _dtype(tensor))
+            ends = (group.rank(), peer) if sends else (peer, group.rank())
+            key = (_name(group), *ends)
+            self._num_messages[key] += 1
+            work = original(group, tensors, peer, self._num_messages[key])
+            if self._together is not None:
+                self._together.append((group, message, id(work)))
+            else:
+                low, high = sorted(ends)
+                self._post(group, f"{_name(group)}, pair {low}-{high}", "", (), None, (message,))
+                self._work_numbers[id(work)] = self._num_calls
+            return work
+
+        return call
+
+    def batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(operations: Sequence[dist.P2POp]) -> Any:
+            self._together = []
+            works = original(operations)
+            posted, self._together = self._together, None
+            group = posted[0][0]
+            self._post(group, _name(group), "", (), None, tuple(message for _, message, _ in posted))
+            for _, _, work in posted:
+                self._work_numbers[work] = self._num_calls
+            return works
+
+        return call
+
+    def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            if id(work) in self._work_numbers:
+                self.events.append(Wait(self._work_numbers[id(work)]))
+            return original(work, *args, **kwargs)
+
+        return call
+
+    def _post(
+        self,
+        group: dist.ProcessGroup,
+        communicator: str,
+        name: str,
+        shape: tuple[object, ...],
+        splits: tuple[tuple[int, ...], tuple[int, ...]] | None,
+        messages: tuple[Message, ...],
+    ) -> None:
+        self._num_calls += 1
+        self.events.append(
+            Call(self._num_calls, communicator, group.rank(), group.size(), name, shape, splits, messages, _site())
+        )
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    return f"group {group.group_name}"
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    if isinstance(argument, Tensor):
+        return [argument]
+    if isinstance(argument, (list, tuple)):
+        return [tensor for inner in argument for tensor in _tensors(inner)]
+    return []
+
+
+def _check_tensors(name: str, arguments: list[list[Tensor]]) -> None:
+    """Refuse at once what torch's NCCL backend refuses of tensors."""
+    tensors = [tensor for argument in arguments for tensor in argument]
+    if any(not tensor.is_contiguous() for tensor in tensors):
+        raise AssertionError(f"NCCL takes contiguous tensors only; {name} at {_site()} was given another.")
+    if wrong := {_dtype(tensor) for tensor in tensors if tensor.dtype not in _DTYPES}:
+        raise AssertionError(f"NCCL has no data type for {', '.join(sorted(wrong))}, given to {name} at {_site()}.")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise AssertionError(f"tensors of one call are on one device; those of {name} at {_site()} are not.")
+
+
+def _described(tensors: list[Tensor]) -> tuple[object, ...]:
+    return tuple((_dtype(tensor), tensor.numel()) for tensor in tensors)
+
+
+def _described_options(options: Any) -> tuple[object, ...]:
+    described = [str(options.reduceOp.op)] if hasattr(options, "reduceOp") else []
+    return (*described, *(f"{name} {getattr(options, name)}" for name in ("rootRank",) if hasattr(options, name)))
+
+
+def _sizes(splits: list[int] | None, tensor: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the elements for each rank of an all-to-all."""
+    per_row = tensor.numel() // len(tensor) if len(tensor) else 1
+    rows = splits or [len(tensor) // group.size()] * group.size()
+    return tuple(count * per_row for count in rows)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _site() -> str:
+    """Return file and line of the nearest caller inside this repository, or outside torch."""
+    frame = sys._getframe(1)
+    outside = None
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_ROOT) and "nccl_rules" not in path.parts and ".venv" not in path.parts:
+            return f"{path.relative_to(_ROOT)}:{frame.f_lineno}"
+        if outside is None and not {"torch", "nccl_rules"} & set(path.parts):
+            outside = f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return outside or "unknown"
