@@ -35,6 +35,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.nccl_rules.replay import violations
+
 __all__ = ["ROOT", "free_port", "run_deepspeed", "run_ranks", "start_server"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +51,12 @@ _preload = ["tests.support", "torch", "torch.distributed", "torch._inductor.conf
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    nccl_rules: bool = True,
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on gloo ranks of their own and return what each returned, in rank order.
 
@@ -59,11 +66,19 @@ def run_ranks(
         args: passed to every rank; they and the result must pickle.
         timeout_s: a collective gives up after half of it; a rank still running at the end is killed, its stack shown.
         env: environment variables of the ranks.
+        nccl_rules: hold what the ranks post to what NCCL demands, see `tests.nccl_rules`; not where ranks fail on
+            purpose or use gloo for what NCCL cannot do.
 
     Raises:
-        AssertionError: a rank raised, died or hung. Shows every failed rank, the cause before its consequences.
+        AssertionError: a rank raised, died or hung, or the ranks break NCCL's rules. Shows every failed rank, the cause
+            before its consequences.
     """
-    return _run(_in_process_group, fn, world_size, args, timeout_s, dict(env or {}))
+    if not nccl_rules:
+        return _run(_in_process_group, fn, world_size, args, timeout_s, dict(env or {}))
+    outcomes = _run(_recorded, fn, world_size, args, timeout_s, dict(env or {}))
+    if wrong := violations([events for _, events in outcomes]):
+        raise AssertionError(f"{fn.__qualname__} breaks NCCL's rules: " + "\n".join(wrong))
+    return [result for result, _ in outcomes]
 
 
 def run_deepspeed(
@@ -246,6 +261,15 @@ def _in_process_group(
         timeout=timedelta(seconds=timeout_s / 2),
     )
     return fn(rank, *args)
+
+
+def _recorded(
+    fn: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], timeout_s: float, folder: str
+) -> Any:
+    from tests.nccl_rules.recorder import recording
+
+    with recording() as events:
+        return _in_process_group(fn, rank, world_size, args, timeout_s, folder), events
 
 
 def _in_launcher_env(

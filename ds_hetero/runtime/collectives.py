@@ -25,6 +25,7 @@ __all__ = [
     "encode_failure",
     "message_device",
     "on_all_ranks",
+    "pairs_by_order",
     "raise_failures",
     "reporting_lost_peers",
 ]
@@ -37,6 +38,11 @@ def message_device(group: ProcessGroup | None = None) -> torch.device:
     if "gloo" in dist.get_backend(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def pairs_by_order(group: ProcessGroup | None = None) -> bool:
+    """Whether ``group`` pairs messages by the order in which they are posted, as NCCL does, and not by their tags."""
+    return dist.get_backend(group) == "nccl"
 
 
 def all_gather_bytes(

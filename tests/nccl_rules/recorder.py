@@ -1,7 +1,8 @@
 """Records the collectives and messages of a gloo rank, and pairs messages by the order of posting as NCCL does.
 
 NCCL knows no tags: the k-th send from a to b meets the k-th receive that b posts for a. So tags are replaced by
-counters here, and code that relies on them gets the wrong tensor, as it would on GPUs.
+counters here, and code that relies on them gets the wrong tensor, as it would on GPUs. The ring posts the messages of a
+round together, as it does on NCCL.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hetero.runtime.attention import channel
 from tests.nccl_rules.events import Call, Event, Message, Wait
 
 __all__ = ["recording"]
@@ -73,6 +75,7 @@ def recording() -> Iterator[list[Event]]:
     replace(group_type, "recv", functools.partial(recorder.message, False))
     replace(dist.Work, "wait", recorder.wait)
     replace(dist, "batch_isend_irecv", recorder.batch)
+    replace(channel, "pairs_by_order", lambda original: lambda group: True)
     try:
         yield recorder.events
     finally:

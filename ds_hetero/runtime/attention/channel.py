@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.collectives import pairs_by_order, reporting_lost_peers
 
 __all__ = ["Channel", "Message", "PendingReceives"]
 
@@ -25,14 +25,13 @@ class Message(NamedTuple):
 class PendingReceives:
     """What a round receives, in flight. `Channel.finish` waits for the sends, so that no step waits for a slow peer."""
 
-    def __init__(self, receives: list[tuple[dist.Work, int]]) -> None:
-        self._receives = receives
+    def __init__(self, pending: Sequence[_Pending]) -> None:
+        self._pending = pending
 
     def wait(self) -> None:
         """Wait until everything this round receives is here (on CUDA: make the current stream wait)."""
-        for work, peer in self._receives:
-            _wait(work, peer, "receiving from")
-        self._receives = []
+        for pending in self._pending:
+            pending.wait()
 
 
 class Channel:
@@ -40,42 +39,56 @@ class Channel:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._coalesce = dist.get_backend(group) == "nccl"
-        self._sends: list[tuple[dist.Work, int, Tensor | None]] = []
+        self._posts_together = pairs_by_order(group)
+        self._unfinished: list[_Pending] = []
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
         """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send."""
-        if self._coalesce:
-            return self._post_coalesced(receives, sends)
+        if self._posts_together:
+            return self._post_together(receives, sends)
         group = self._group
         pending = []
         for message in receives:
             work = dist.irecv(message.tensor, message.peer, group=group, tag=message.tag)
-            assert work is not None
-            pending.append((work, message.peer))
+            pending.append(_Pending(work, f"receiving from rank {message.peer}", (message.tensor,)))
         for message in sends:
             work = dist.isend(message.tensor, message.peer, group=group, tag=message.tag)
-            assert work is not None
-            self._sends.append((work, message.peer, message.tensor))
+            self._unfinished.append(_Pending(work, f"sending to rank {message.peer}", (message.tensor,)))
         return PendingReceives(pending)
 
     def finish(self) -> None:
         """Wait for the sends of all rounds; their buffers may be reused afterwards."""
-        for work, peer, _ in self._sends:
-            _wait(work, peer, "sending to")
-        self._sends = []
+        for pending in self._unfinished:
+            pending.wait()
+        self._unfinished = []
 
-    def _post_coalesced(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
-        ops = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in receives]
-        ops += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in sends]
-        if not ops:
+    def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
+        """Post a round as one group of messages, which is over when all of them are."""
+        operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in receives]
+        operations += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in sends]
+        if not operations:
             return PendingReceives([])
-        peer = (receives or sends)[0].peer
-        works = dist.batch_isend_irecv(ops)
-        self._sends += [(work, peer, m.tensor) for work in works for m in sends]
-        return PendingReceives([(work, peer) for work in works])
+        peers = ", ".join(str(peer) for peer in sorted({message.peer for message in (*receives, *sends)}))
+        tensors = tuple(message.tensor for message in (*receives, *sends))
+        works = dist.batch_isend_irecv(operations)
+        pending = [_Pending(work, f"exchanging messages with rank {peers}", tensors) for work in works]
+        self._unfinished += pending
+        return PendingReceives(pending)
 
 
-def _wait(work: dist.Work, peer: int, doing: str) -> None:
-    with reporting_lost_peers(f"{doing} rank {peer} in ring attention"):
-        work.wait()
+class _Pending:
+    """Messages that have been posted and not yet waited for; holds their tensors until then."""
+
+    def __init__(self, work: dist.Work | None, doing: str, tensors: tuple[Tensor, ...]) -> None:
+        assert work is not None
+        self._work: dist.Work | None = work
+        self._doing = doing
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Wait for the messages; later calls return at once, since gloo would wait for another message."""
+        if self._work is None:
+            return
+        with reporting_lost_peers(f"{self._doing} in ring attention"):
+            self._work.wait()
+        self._work, self._tensors = None, ()
