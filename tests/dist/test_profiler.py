@@ -39,7 +39,7 @@ def test_a_damaged_cache_is_not_trusted(tmp_path, caplog, damage, monkeypatch):
     from ds_hetero.profiler import measure
 
     measured = {"nodes": [{"name": "a", "device": "CPU"}], "profile": {"version": 1}}
-    monkeypatch.setattr(profile, "measure", lambda **_: measured)
+    monkeypatch.setattr(measure, "measure", lambda **_: measured)
     monkeypatch.delenv("RANK", raising=False)
     measure.measure_cached(folder=tmp_path)
     (path,) = tmp_path.iterdir()
