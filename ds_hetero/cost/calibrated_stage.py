@@ -1,0 +1,325 @@
+"""Stages, hops and gradients as the runtime runs them, at the rates that devices and links achieve.
+
+    one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
+                 two all-reduces of b S H elements in the forward and two in the backward of a layer
+    sequence     a block of `CalibratedCostModel` on the devices, Ulysses, ring or mesh, whichever is fastest
+    hop          every receiver takes its part of the activations once, receivers take from the senders by turns
+    gradients    what `AsymmetricGradientSync` sends: each element once per holder to its owner, and back from it
+    memory       parameters, fp32 gradient sums and owned optimizer state of the slice; what micro-batches in flight
+                 keep; the working set of one layer; buffers of hops; logits on the last stage
+
+Dimension key: N nodes, P pipelines, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.baselines import usp_meshes
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost import flops
+from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.cost.memory import LOGIT_TILE_TOKENS, WIDE
+from ds_hetero.cost.pipeline_time import closed_form, run_pipeline
+from ds_hetero.cost.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.workload import Workload
+from ds_hetero.cost.zero_time import Collective
+from ds_hetero.models import ModelSpec
+from ds_hetero.schedule import Schedule
+
+__all__ = ["CalibratedStageCosts"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
+
+
+class _Pass(NamedTuple):
+    """Forward or backward of one layer, without what it repeats."""
+
+    products: int
+    attention: str
+    operations: int
+
+
+_FORWARD = _Pass(1, "attention_forward", flops.ATTENTION_FORWARD_FLOPS)
+_BACKWARD = _Pass(flops.MATMUL_BACKWARD, "attention_backward", flops.ATTENTION_BACKWARD_FLOPS)
+
+
+class CalibratedStageCosts:
+    """`ds_hetero.cost.stage.StageCosts` of what the runtime does.
+
+    Args:
+        cluster: all devices.
+        model: what is trained.
+        workload: length, attention, checkpointing, loss and bytes; its batches and ZeRO stage take no part, since
+            `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
+    """
+
+    name = "calibrated"
+    hop_in_step = False
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
+        self.cluster = cluster
+        self.model = model
+        self.workload = workload
+        self.seq_len = workload.seq_len
+        self.pools = Pools(cluster)
+        self.stage = cache(self._stage)
+        self.sequence_schedule = cache(self._sequence_schedule)
+        self._hop = cache(self._hop_uncached)
+        self._held = cache(self._held_uncached)
+        self._s_per_byte_NN = cluster.node_p2p_s_per_byte
+        self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s
+
+    # --- stages
+
+    def _stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        if inner == "sequence":
+            return self._sequence_stage(kind, size, micro_batch_size, pipelines)
+        if self.model.num_heads % size:
+            return None
+        model, work, device = self.model, self.workload, self.pools.kinds[kind].device
+        tokens = micro_batch_size * self.seq_len
+        forward_s, backward_s = (self._layer_s(kind, size, micro_batch_size, each) for each in (_FORWARD, _BACKWARD))
+        all_reduce_s = 0.0
+        if size > 1:
+            collective = Collective.over(self._devices(kind, size))
+            all_reduce_s = 2 * 2 * collective(tokens * model.hidden_size * work.element_bytes)
+        forward_s, backward_s = forward_s + all_reduce_s, backward_s + all_reduce_s
+        if work.activation_checkpointing:
+            backward_s += forward_s
+        s_per_flop = 1 / (device.peak_flops_per_s * device.efficiency.matmul)
+        logits_s = flops.logit_flops(model, tiled=work.tiled_logits) * s_per_flop
+        loss_s = logits_s * (tokens / size + device.efficiency.matmul_half_tokens)
+        loss_s += tokens / size * flops.logit_elements(model) * WIDE * self._memory_s_per_byte(kind)
+        kept, layer = self._activation_bytes(tokens, size)
+        state = self._state_bytes(size, pipelines)
+        return StageOption(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            last_s=loss_s,
+            capacity_bytes=device.memory_bytes - device.reserved_bytes,
+            layer_bytes=model.layer_parameters / size * state,
+            kept_bytes=kept,
+            fixed_bytes=layer + self._hop_buffer_bytes(tokens),
+            first_bytes=model.vocab_size * model.hidden_size / size * state,
+            last_bytes=self._head_bytes(tokens, size, state / size),
+        )
+
+    def _layer_s(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
+        """One pass of a layer on one of ``size`` devices that cut it by heads and columns, without communication."""
+        model, device = self.model, self.pools.kinds[kind].device
+        share, seq_len = device.efficiency, self.seq_len
+        tokens = micro_batch_size * seq_len
+        product_s = flops.matmul_flops(model) / (device.peak_flops_per_s * share.matmul)
+        whole = 10 * model.hidden_size  # norms and residuals, which every rank computes
+        elements = whole + (flops.elementwise_elements(model) - whole) / size
+        element_s = elements * self.workload.element_bytes * self._memory_s_per_byte(kind)
+        linear_s = product_s * (tokens / size + share.matmul_half_tokens) + tokens * element_s + share.kernel_overhead_s
+        achieved: float = getattr(share, each.attention)
+        key_s = each.operations * model.head_dim / (device.peak_flops_per_s * achieved)
+        rows = tokens * model.num_heads / size
+        causal = 0.5 if self.workload.causal else 1.0
+        edge = share.attention_edge_keys if self.workload.causal else 0.0
+        attention_s = causal * key_s * (rows + share.attention_half_rows) * (seq_len + share.attention_half_kv)
+        return each.products * linear_s + attention_s + share.attention_overhead_s + rows * key_s * edge
+
+    def _sequence_stage(self, kind: int, size: int, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        if size < 2 or self.seq_len < size:
+            return None
+        model, device = self.model, self.pools.kinds[kind].device
+        schedule = self.sequence_schedule(kind, size, micro_batch_size)
+        again, once = (self._sequence_cost(kind, size, micro_batch_size, repeat) for repeat in (True, False))
+        flat = again.arrays(schedule)
+        forward_s = again.block_s(*flat) - once.block_s(*flat)
+        chosen = again if self.workload.activation_checkpointing else once
+        parts = {name: float(part.max()) for name, part in chosen.memory_parts(*flat).items()}
+        state = self._state_bytes(1, pipelines, copies=size)
+        tokens = micro_batch_size * self.seq_len / size
+        return StageOption(
+            forward_s=forward_s,
+            backward_s=chosen.block_s(*flat) - forward_s,
+            last_s=chosen.outside_blocks_s(flat[1])["loss_s"],
+            capacity_bytes=device.memory_bytes - device.reserved_bytes,
+            layer_bytes=model.layer_parameters * state,
+            kept_bytes=parts["activations"] / model.num_layers,
+            fixed_bytes=parts["layer"]
+            + parts["ring_buffers"]
+            + parts["exchange_buffers"]
+            + self._hop_buffer_bytes(tokens),
+            first_bytes=model.vocab_size * model.hidden_size * state,
+            last_bytes=self._head_bytes(tokens, 1, state),
+        )
+
+    def _sequence_schedule(self, kind: int, size: int, micro_batch_size: int) -> Schedule:
+        """The fastest mesh of equal groups on ``size`` devices of a kind, ranks from 0."""
+        cost = self._sequence_cost(kind, size, micro_batch_size, True)
+        meshes = usp_meshes(size, self.model.num_heads, self.model.num_kv_heads)
+        return min(meshes, key=lambda schedule: cost.block_s(*cost.arrays(schedule)))
+
+    def _sequence_cost(self, kind: int, size: int, micro_batch_size: int, checkpointing: bool) -> CalibratedCostModel:
+        work = self.workload
+        own = Workload(
+            seq_len=self.seq_len,
+            micro_batch=micro_batch_size,
+            causal=work.causal,
+            zero_stage=1,
+            activation_checkpointing=checkpointing,
+            tiled_logits=work.tiled_logits,
+            element_bytes=work.element_bytes,
+        )
+        return CalibratedCostModel(self._devices(kind, size), self.model, own)
+
+    def _devices(self, kind: int, size: int) -> Cluster:
+        return self.cluster.subset(self.pools.largest[kind].ranks[:size])
+
+    def _memory_s_per_byte(self, kind: int) -> float:
+        device = self.pools.kinds[kind].device
+        return 1 / (device.memory_bytes_per_s * device.efficiency.memory)
+
+    # --- memory
+
+    def _state_bytes(self, size: int, pipelines: int, copies: int = 1) -> float:
+        """Model states per parameter that a rank holds: owners of an element are those who add to its gradient."""
+        owned = self.workload.optimizer_bytes / (copies + pipelines - 1)
+        return self.workload.element_bytes + GRADIENT_SUM_BYTES + owned
+
+    def _activation_bytes(self, tokens: int, size: int) -> tuple[float, float]:
+        """What a layer keeps of a micro-batch, and the working set of a layer's backward: see `memory_parts`."""
+        model, element = self.model, self.workload.element_bytes
+        mlp_width = (3 if model.gated_mlp else 2) * model.mlp_size * max(model.experts_per_token, 1) / size
+        heads, kv_heads = model.num_heads / size, max(model.num_kv_heads / size, 1)
+        kept = element * tokens * (4 * model.hidden_size + heads * model.head_dim + mlp_width)
+        kept += tokens * (element * model.head_dim * 2 * (heads + kv_heads) + WIDE * heads)
+        widest = element * tokens * (mlp_width + model.hidden_size)
+        if self.workload.activation_checkpointing:
+            return element * tokens * model.hidden_size, kept + widest
+        return kept, widest
+
+    def _hop_buffer_bytes(self, tokens: float) -> float:
+        """Two inputs and two outputs, so that a transfer runs while the next one is computed."""
+        return 4 * tokens * self.model.hidden_size * self.workload.element_bytes
+
+    def _head_bytes(self, tokens: float, size: int, state_bytes: float) -> float:
+        tile = min(tokens, LOGIT_TILE_TOKENS) if self.workload.tiled_logits else tokens
+        logits = tile * self.model.vocab_size / size * (self.workload.element_bytes + 2 * WIDE)
+        return self.model.vocab_size * self.model.hidden_size * state_bytes + logits
+
+    def kept_in_flight(self, stage: int, stages: int) -> int:
+        """Micro-batches whose activations a stage keeps under 1F1B."""
+        return stages - stage
+
+    # --- hops and pipelines
+
+    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+        """One direction: latency and the busiest port, of a sender, a receiver or the node."""
+        return self._hop(link, source.kind, source.size, source.inner, *target[:1], *target[2:], micro_batch_size)
+
+    def _hop_uncached(
+        self, link: int, kind: int, size: int, inner: str, to_kind: int, to_size: int, to_inner: str, samples: int
+    ) -> float:
+        wire = self.cluster.link_classes[link]
+        volume = samples * self.seq_len * self.model.hidden_size * self.workload.element_bytes
+        received = volume / to_size if to_inner == "sequence" else volume
+        total = received * to_size
+        sent = total / size if inner == "sequence" else -(-to_size // size) * received
+        busiest_s = max(received, sent) / (wire.bytes_per_s * wire.p2p_efficiency)
+        kinds: tuple[DeviceKind, ...] = (self.pools.kinds[kind], self.pools.kinds[to_kind])
+        inside = any(wire == each.link for each in kinds)
+        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
+        return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
+
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
+        """See `ds_hetero.cost.pipeline_time.closed_form`."""
+        return closed_form(forward_s, backward_s, hop_s)
+
+    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
+        """See `ds_hetero.cost.pipeline_time.run_pipeline`."""
+        return run_pipeline(forward_s.tolist(), backward_s.tolist(), hop_s.tolist(), micro_batches).total_s
+
+    # --- gradients
+
+    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+        """Reduce gradients to their owners, step the optimizer, gather the parameters from them.
+
+        An element of a layer is held, summed and wanted by C ranks: one of a ``tensor`` stage, every rank of a
+        ``sequence`` stage. A rank sends all but 1 / C of what it holds, an equal part to every other one, and as much
+        again when the values come back. Bytes add up at a rank's port in its node, at its port towards other nodes and
+        at the node's NIC. Embedding and head are layers of their own.
+        """
+        held = [self._held(pipeline.blocks, pipeline.layers) for pipeline in pipelines]
+        node_PL = np.stack([each.node_L for each in held])
+        copies_PL = np.stack([each.copies_L for each in held])
+        bytes_PL = np.stack([each.bytes_L for each in held])
+        num_nodes, num_layers = len(self.cluster.nodes), node_PL.shape[1]
+        count_NL = np.zeros((num_nodes, num_layers))
+        layer_PL = np.broadcast_to(np.arange(num_layers), node_PL.shape)
+        np.add.at(count_NL, (node_PL, layer_PL), copies_PL)
+        total_L = count_NL.sum(axis=0)
+        part_PL = 2 * bytes_PL / total_L
+        inside_PL = count_NL[node_PL, layer_PL]
+        inner_s_PL = part_PL * (inside_PL - 1) * self._s_per_byte_NN.diagonal()[node_PL]
+        outside_NN = self._s_per_byte_NN.copy()
+        np.fill_diagonal(outside_NN, 0.0)
+        outer_s_PL = part_PL * (outside_NN @ count_NL)[node_PL, layer_PL]
+        starts = [each.starts for each in held]
+        worst = 0.0
+        for seconds_PL in (inner_s_PL, outer_s_PL):
+            worst = max(worst, *(np.add.reduceat(row, at).max() for row, at in zip(seconds_PL, starts, strict=True)))
+        if np.isfinite(self.cluster.nic_bytes_per_s).any():
+            ranks_PL = np.stack([each.ranks_L for each in held])
+            leaving_N = np.zeros(num_nodes)
+            np.add.at(leaving_N, node_PL, ranks_PL * part_PL * (total_L - inside_PL))
+            worst = max(worst, float((leaving_N * self._nic_s_per_byte_N).max()))
+        return float(worst) + self._update_s(held, total_L)
+
+    def _update_s(self, held: Sequence[_Held], total_L: Floats) -> float:
+        """Adam reads and writes master weight and moments, reads the gradient and writes the parameter."""
+        work = self.workload
+        per_parameter = 2 * work.optimizer_bytes + GRADIENT_SUM_BYTES + work.element_bytes
+        owned = [np.add.reduceat(each.bytes_L / total_L, each.starts) / work.element_bytes for each in held]
+        return max(
+            float((share * per_parameter * each.memory_s).max()) for share, each in zip(owned, held, strict=True)
+        )
+
+    def _held_uncached(self, blocks: tuple[Block, ...], layers: tuple[int, ...]) -> _Held:
+        """What a rank of every stage holds, by layer; the embedding comes before the first, the head after the last."""
+        model, element = self.model, self.workload.element_bytes
+        table = model.vocab_size * model.hidden_size
+        parameters_L = np.array([table, *[model.layer_parameters] * model.num_layers, table + model.hidden_size])
+        repeats = list(layers)
+        repeats[0] += 1
+        repeats[-1] += 1
+        sequence = [block.inner == "sequence" for block in blocks]
+        cut = [1 if whole else block.size for whole, block in zip(sequence, blocks, strict=True)]
+        copies = [block.size if whole else 1 for whole, block in zip(sequence, blocks, strict=True)]
+        return _Held(
+            node_L=np.repeat([block.node for block in blocks], repeats),
+            copies_L=np.repeat(np.array(copies, dtype=np.float64), repeats),
+            ranks_L=np.repeat([float(block.size) for block in blocks], repeats),
+            bytes_L=parameters_L * element / np.repeat(cut, repeats),
+            starts=np.concatenate([[0], np.cumsum(repeats)[:-1]]),
+            memory_s=np.array([self._memory_s_per_byte(block.kind) for block in blocks]),
+        )
+
+    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
+        """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
+        return pipelines_s + max(0.0, gradients_s - overlap_s)
+
+
+class _Held(NamedTuple):
+    """What a rank of every stage of a pipeline holds of every layer."""
+
+    node_L: Ints
+    copies_L: Floats  # ranks of the pipeline that add to the gradient of one element
+    ranks_L: Floats
+    bytes_L: Floats
+    starts: Ints  # first layer of every stage
+    memory_s: Floats  # per byte, by stage

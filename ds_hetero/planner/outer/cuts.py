@@ -1,0 +1,250 @@
+"""The layers of one pipeline, cut over its stages.
+
+A stage takes l t + o seconds for l layers, so a period tau leaves it room for (tau - o) / t of them, and no more than
+fit into its memory. For every period at which some stage gains a layer, layers go to the stages that are fastest per
+layer, as far as they have room: the least sum under this period (HexiScale's Eq. 9, arXiv:2409.01143, is a sum and a
+maximum). Where a law couples stages (round trips, barriers), single layers are then moved while that helps. What stays
+are the cuts that no other one beats in both fill and period; which of them is best depends on the micro-batches.
+
+Dimension key: C candidates, S stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cost.stage import Block, StageCosts, StageOption
+
+__all__ = ["Cut", "LayerCuts", "make_cut"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
+TOLERANCE = 1e-9  # of a period, for layers that just fit
+POLISHED = (1, 4, 16, 64)  # micro-batches for which single layers are moved
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Layers of every stage, and the time that follows: ``fill_s + (m - 1) period_s`` for m micro-batches.
+
+    Args:
+        layers: by stage.
+        fill_s: of the first micro-batch.
+        period_s: of each following one.
+        forward_s: of a micro-batch, by stage.
+        backward_s: likewise.
+        hop_s: between neighbours, one direction.
+    """
+
+    layers: tuple[int, ...]
+    fill_s: float
+    period_s: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    hop_s: tuple[float, ...]
+
+    def time_s(self, micro_batches: int) -> float:
+        """Closed form for ``micro_batches`` micro-batches."""
+        return self.fill_s + (micro_batches - 1) * self.period_s
+
+    @property
+    def overlap_s(self) -> float:
+        """Backward of the first stage, beside which gradients of the last micro-batch may leave."""
+        return self.backward_s[0]
+
+
+class LayerCuts:
+    """The best cuts of pipelines; kept by what their blocks are, not by which.
+
+    Args:
+        costs: the cost model.
+    """
+
+    def __init__(self, costs: StageCosts) -> None:
+        self.costs = costs
+        self.num_solved = 0
+        self._by_blocks: dict[tuple[tuple[Block, ...], int, int], tuple[Cut, ...]] = {}
+        self._by_kind: dict[tuple[object, ...], tuple[Cut, ...]] = {}
+
+    def __call__(self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int) -> tuple[Cut, ...]:
+        """Return the undominated cuts, shortest period first; none if the layers do not fit.
+
+        Args:
+            blocks: of the stages, first to last.
+            micro_batch_size: samples.
+            pipelines: of the plan.
+        """
+        key = blocks, micro_batch_size, pipelines
+        cuts = self._by_blocks.get(key)
+        if cuts is None:
+            links = links_between(self.costs, blocks)
+            kinds = tuple((block.kind, block.size, block.inner) for block in blocks)
+            kind_key = kinds, links, micro_batch_size, pipelines
+            cuts = self._by_kind.get(kind_key)
+            if cuts is None:
+                cuts = self._by_kind[kind_key] = self._solve(blocks, links, micro_batch_size, pipelines)
+                self.num_solved += 1
+            self._by_blocks[key] = cuts
+        return cuts
+
+    def best(
+        self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int, micro_batches: float
+    ) -> Cut | None:
+        """Return the cut that is fastest for about so many micro-batches; None if none fits."""
+        cuts = self(blocks, micro_batch_size, pipelines)
+        if len(cuts) < 2:
+            return cuts[0] if cuts else None
+        return min(cuts, key=lambda cut: cut.fill_s + (micro_batches - 1) * cut.period_s)
+
+    def _solve(
+        self, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int, pipelines: int
+    ) -> tuple[Cut, ...]:
+        costs, num_layers, stages = self.costs, self.costs.model.num_layers, len(blocks)
+        if stages > num_layers:
+            return ()
+        options = stage_options(costs, blocks, micro_batch_size, pipelines)
+        if options is None:
+            return ()
+        room = [
+            min(num_layers, option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)))
+            for j, option in enumerate(options)
+        ]
+        if min(room) < 1 or sum(room) < num_layers:
+            return ()
+        hop_s = hops_s(costs, blocks, links, micro_batch_size)
+        law = _Law(costs, options, hop_s)
+        layers_CS = _candidates(law, np.array(room), num_layers)
+        fill_C, period_C = law(layers_CS)
+        layers_CS, fill_C, period_C = _undominated(layers_CS, fill_C, period_C)
+        if stages > 1:
+            polished = [_polish(law, layers_CS[_fastest(fill_C, period_C, m)], np.array(room), m) for m in POLISHED]
+            layers_CS = np.concatenate([layers_CS, polished])
+            layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
+        return tuple(law.cut(layers) for layers in layers_CS)
+
+
+def stage_options(
+    costs: StageCosts, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int
+) -> list[StageOption] | None:
+    """What the stages of a pipeline take; None if some block cannot run one."""
+    options = []
+    for block in blocks:
+        option = costs.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
+        if option is None:
+            return None
+        options.append(option)
+    return options
+
+
+def links_between(costs: StageCosts, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    """Class of the link between neighbouring stages, ``[S - 1]``."""
+    return tuple(int(costs.cluster.link_class[a.node, b.node]) for a, b in pairwise(blocks))
+
+
+def hops_s(costs: StageCosts, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int) -> Floats:
+    """Hops between neighbouring stages, ``[S - 1]``."""
+    neighbours = zip(links, blocks, blocks[1:], strict=False)
+    return np.array([costs.hop_s(link, a, b, micro_batch_size) for link, a, b in neighbours], dtype=np.float64)
+
+
+def make_cut(
+    costs: StageCosts, blocks: tuple[Block, ...], layers: tuple[int, ...], micro_batch_size: int, pipelines: int
+) -> Cut | None:
+    """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage."""
+    options, stages = stage_options(costs, blocks, micro_batch_size, pipelines), len(blocks)
+    if options is None:
+        return None
+    for j, (option, number) in enumerate(zip(options, layers, strict=True)):
+        if number > option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)):
+            return None
+    hop_s = hops_s(costs, blocks, links_between(costs, blocks), micro_batch_size)
+    return _Law(costs, options, hop_s).cut(np.array(layers))
+
+
+class _Law:
+    """Time of one pipeline as a function of its layers."""
+
+    def __init__(self, costs: StageCosts, options: list[StageOption], hop_s: Floats) -> None:
+        last = len(options) - 1
+        self._costs, self.hop_s = costs, hop_s
+        self.layer_s = np.array([option.layer_s for option in options])
+        extra_s = np.array([option.extra_s(j == 0, j == last) for j, option in enumerate(options)])
+        self._forward_s = np.array([option.forward_s for option in options])
+        self._backward_s = np.array([option.backward_s for option in options])
+        self._extra_forward_s, self._extra_backward_s = extra_s * HEAD_FORWARD, extra_s * (1 - HEAD_FORWARD)
+        self.offset_s = extra_s + (np.append(hop_s, 0.0) if costs.hop_in_step else 0.0)
+
+    def passes_s(self, layers_CS: Ints) -> tuple[Floats, Floats]:
+        """Forward and backward of every stage, ``[C, S]`` each."""
+        forward = layers_CS * self._forward_s + self._extra_forward_s
+        return forward, layers_CS * self._backward_s + self._extra_backward_s
+
+    def __call__(self, layers_CS: Ints) -> tuple[Floats, Floats]:
+        """Fill and period, ``[C]`` each."""
+        return self._costs.pipeline_times(*self.passes_s(layers_CS), self.hop_s)
+
+    def cut(self, layers_S: Ints) -> Cut:
+        """Return the cut with these layers."""
+        forward, backward = self.passes_s(layers_S[None])
+        fill, period = self._costs.pipeline_times(forward, backward, self.hop_s)
+        return Cut(
+            layers=tuple(layers_S.tolist()),
+            fill_s=float(fill[0]),
+            period_s=float(period[0]),
+            forward_s=tuple(forward[0].tolist()),
+            backward_s=tuple(backward[0].tolist()),
+            hop_s=tuple(self.hop_s.tolist()),
+        )
+
+
+def _candidates(law: _Law, room_S: Ints, num_layers: int) -> Ints:
+    """The cut of least sum under every period at which some stage gains a layer, ``[C, S]``."""
+    every_l = np.arange(1, room_S.max() + 1)[:, None]
+    steps = every_l * law.layer_s + law.offset_s
+    periods_C = np.unique(steps[every_l <= room_S])
+    fitting_CS = np.floor((periods_C[:, None] * (1 + TOLERANCE) - law.offset_s) / law.layer_s).astype(np.int64)
+    fitting_CS = np.minimum(fitting_CS, room_S)
+    fitting_CS = fitting_CS[(fitting_CS >= 1).all(axis=1) & (fitting_CS.sum(axis=1) >= num_layers)]
+    order = np.argsort(law.layer_s, kind="stable")
+    more_CS = fitting_CS[:, order] - 1
+    before_CS = more_CS.cumsum(axis=1) - more_CS
+    taken_CS = np.clip(num_layers - len(room_S) - before_CS, 0, more_CS) + 1
+    layers_CS: Ints = np.empty_like(taken_CS)
+    layers_CS[:, order] = taken_CS
+    return layers_CS
+
+
+def _undominated(layers_CS: Ints, fill_C: Floats, period_C: Floats) -> tuple[Ints, Floats, Floats]:
+    """Candidates that no other one beats in both fill and period, shortest period first."""
+    order = np.lexsort((fill_C, period_C))
+    fill_C = fill_C[order]
+    before_C = np.concatenate([[np.inf], np.minimum.accumulate(fill_C)[:-1]])
+    kept = order[fill_C < before_C]
+    return layers_CS[kept], fill_C[fill_C < before_C], period_C[kept]
+
+
+def _fastest(fill_C: Floats, period_C: Floats, micro_batches: int) -> int:
+    return int((fill_C + (micro_batches - 1) * period_C).argmin())
+
+
+def _polish(law: _Law, layers_S: Ints, room_S: Ints, micro_batches: int) -> Ints:
+    """Move single layers between stages while the time of ``micro_batches`` falls."""
+    stages = len(layers_S)
+    moves = np.eye(stages, dtype=np.int64)[:, None] - np.eye(stages, dtype=np.int64)[None]
+    moves = moves.reshape(-1, stages)[np.flatnonzero(~np.eye(stages, dtype=bool).ravel())]
+    time_s = np.inf
+    while True:
+        tried = np.concatenate([layers_S[None], layers_S + moves])
+        tried = tried[(tried >= 1).all(axis=1) & (tried <= room_S).all(axis=1)]
+        fill_C, period_C = law(tried)
+        best = _fastest(fill_C, period_C, micro_batches)
+        new_s = float(fill_C[best] + (micro_batches - 1) * period_C[best])
+        if new_s >= time_s * (1 - TOLERANCE):
+            return layers_S
+        layers_S, time_s = np.asarray(tried[best]), new_s

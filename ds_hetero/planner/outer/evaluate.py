@@ -1,0 +1,213 @@
+"""From blocks to a judged plan: layers of every pipeline, micro-batches of all, gradients, the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stage import Block, PlacedPipeline, StageCosts
+from ds_hetero.planner.outer.batches import batch_bound_s, split_batch
+from ds_hetero.planner.outer.cuts import Cut, LayerCuts, make_cut
+
+__all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layers", "place"]
+
+BOUND_S = 2e-5  # what a look at the bound of a candidate takes
+BOUND_PIPELINE_S = 2e-6
+FULL_S = 4e-4  # what the rest of an evaluation takes
+FULL_PIPELINE_S = 2e-5
+SOLVE_S = 6e-4  # what the cuts of one pipeline take
+
+
+class Shape(NamedTuple):
+    """A pipeline before its layers and micro-batches are chosen.
+
+    Args:
+        blocks: of the stages, first to last.
+        micro_batch_size: samples of a micro-batch.
+    """
+
+    blocks: tuple[Block, ...]
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan as the search sees it.
+
+    Args:
+        shapes: its pipelines.
+        cuts: their layers.
+        micro_batches: of every pipeline.
+        pipelines_s: the slowest pipeline.
+        gradients_s: synchronization after it, before any of it is hidden.
+        step_s: of the whole step.
+        value: what the objective says; less is better.
+    """
+
+    shapes: tuple[Shape, ...]
+    cuts: tuple[Cut, ...]
+    micro_batches: tuple[int, ...]
+    pipelines_s: float
+    gradients_s: float
+    step_s: float
+    value: float
+
+    @property
+    def placed(self) -> tuple[PlacedPipeline, ...]:
+        """The pipelines with their layers and batches."""
+        return place(self.shapes, self.cuts, self.micro_batches)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices with work."""
+        return sum(block.size for shape in self.shapes for block in shape.blocks)
+
+
+class Evaluator:
+    """Judges plans under one cost model, global batch and objective.
+
+    Args:
+        costs: the cost model.
+        samples: the global batch.
+        objective: what is made small.
+        cuts: layer cuts to share with other evaluators of the same cost model.
+
+    Attributes:
+        spent_s: what all evaluations take by a count of their work, so that a search stops at the same place on every
+            machine.
+    """
+
+    def __init__(self, costs: StageCosts, samples: int, objective: Objective, cuts: LayerCuts | None = None) -> None:
+        self.costs = costs
+        self.samples = samples
+        self.objective = objective
+        self.cuts = LayerCuts(costs) if cuts is None else cuts
+        self.spent_s = 0.0
+        self.num_evaluated = 0
+        self._rates: dict[tuple[Block, ...], float] = {}
+
+    def __call__(self, shapes: Sequence[Shape], better_than: float = inf) -> Candidate | None:
+        """Judge pipelines of these shapes; None if they do not fit, or cannot be better than ``better_than``."""
+        count, solved = len(shapes), self.cuts.num_solved
+        self.num_evaluated += 1
+        micro_batches = self.samples / sum(shape.micro_batch_size for shape in shapes)
+        cuts = []
+        for shape in shapes:
+            cut = self.cuts.best(shape.blocks, shape.micro_batch_size, count, micro_batches)
+            if cut is None:
+                break
+            cuts.append(cut)
+        self.spent_s += BOUND_S + BOUND_PIPELINE_S * count + SOLVE_S * (self.cuts.num_solved - solved)
+        if len(cuts) < count or micro_batches < 1:
+            return None
+        sizes = [shape.micro_batch_size for shape in shapes]
+        bound_s = batch_bound_s([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
+        rate = sum(self._rate(shape.blocks) for shape in shapes)
+        if self.objective.value(self.costs.step_s(bound_s, 0.0, 0.0), rate, 0.0) >= better_than:
+            return None
+        self.spent_s += FULL_S + FULL_PIPELINE_S * count
+        return self._judge(tuple(shapes), cuts, sizes, rate)
+
+    def _judge(self, shapes: tuple[Shape, ...], cuts: list[Cut], sizes: list[int], rate: float) -> Candidate | None:
+        counts = split_batch([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
+        if counts is None:
+            return None
+        # Cuts were chosen for an average number of micro-batches; now the numbers are known.
+        again = [
+            self.cuts.best(shape.blocks, shape.micro_batch_size, len(shapes), number) or cut
+            for shape, number, cut in zip(shapes, counts, cuts, strict=True)
+        ]
+        best = self._finish(shapes, cuts, counts, rate)
+        if any(new is not old for new, old in zip(again, cuts, strict=True)):
+            best = min(best, self._finish(shapes, again, counts, rate), key=lambda plan: plan.value)
+            counts = split_batch([cut.fill_s for cut in again], [cut.period_s for cut in again], sizes, self.samples)
+            if counts is not None:
+                best = min(best, self._finish(shapes, again, counts, rate), key=lambda plan: plan.value)
+        return best
+
+    def _finish(self, shapes: tuple[Shape, ...], cuts: list[Cut], counts: list[int], rate: float) -> Candidate:
+        times = [cut.time_s(number) for cut, number in zip(cuts, counts, strict=True)]
+        pipelines_s = max(times)
+        gradients_s = self.costs.gradients_s(place(shapes, cuts, counts))
+        step_s = self.costs.step_s(pipelines_s, gradients_s, cuts[times.index(pipelines_s)].overlap_s)
+        return Candidate(
+            shapes=shapes,
+            cuts=tuple(cuts),
+            micro_batches=tuple(counts),
+            pipelines_s=pipelines_s,
+            gradients_s=gradients_s,
+            step_s=step_s,
+            value=self.objective.value(step_s, rate, busy_rate(self.objective, shapes, cuts, counts)),
+        )
+
+    def exact(self, plan: Candidate) -> Candidate:
+        """Judge a candidate again, by the last word on every pipeline instead of its closed form."""
+        return judge(self.costs, self.objective, plan.shapes, plan.cuts, plan.micro_batches)
+
+    def _rate(self, blocks: tuple[Block, ...]) -> float:
+        if blocks not in self._rates:
+            self._rates[blocks] = sum(block.size * self.objective.per_s[block.kind] for block in blocks)
+        return self._rates[blocks]
+
+
+def judge(
+    costs: StageCosts,
+    objective: Objective,
+    shapes: Sequence[Shape],
+    cuts: Sequence[Cut],
+    micro_batches: Sequence[int],
+) -> Candidate:
+    """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`)."""
+    known: dict[tuple[int, int], float] = {}
+    for cut, number in zip(cuts, micro_batches, strict=True):
+        if (id(cut), number) not in known:
+            forward, backward, hop = (np.array(part) for part in (cut.forward_s, cut.backward_s, cut.hop_s))
+            known[id(cut), number] = costs.pipeline_s(forward, backward, hop, number)
+    times = [known[id(cut), number] for cut, number in zip(cuts, micro_batches, strict=True)]
+    pipelines_s = max(times)
+    gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
+    step_s = costs.step_s(pipelines_s, gradients_s, cuts[times.index(pipelines_s)].overlap_s)
+    rate = sum(block.size * objective.per_s[block.kind] for shape in shapes for block in shape.blocks)
+    return Candidate(
+        shapes=tuple(shapes),
+        cuts=tuple(cuts),
+        micro_batches=tuple(micro_batches),
+        pipelines_s=pipelines_s,
+        gradients_s=gradients_s,
+        step_s=step_s,
+        value=objective.value(step_s, rate, busy_rate(objective, shapes, cuts, micro_batches)),
+    )
+
+
+def judge_layers(costs: StageCosts, objective: Objective, pipelines: Sequence[PlacedPipeline]) -> Candidate | None:
+    """Judge a plan of whatever origin, with its own layers and micro-batches; None if it does not fit."""
+    cuts = []
+    for pipeline in pipelines:
+        cut = make_cut(costs, pipeline.blocks, pipeline.layers, pipeline.micro_batch_size, len(pipelines))
+        if cut is None:
+            return None
+        cuts.append(cut)
+    shapes = [Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in pipelines]
+    return judge(costs, objective, shapes, cuts, [pipeline.micro_batches for pipeline in pipelines])
+
+
+def place(shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[PlacedPipeline, ...]:
+    """Put shapes, layers and micro-batches together."""
+    together = zip(shapes, cuts, counts, strict=True)
+    return tuple(PlacedPipeline(s.blocks, cut.layers, s.micro_batch_size, number) for s, cut, number in together)
+
+
+def busy_rate(objective: Objective, shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> float:
+    """Sum over devices of `Objective.per_busy_s` x the seconds that they compute."""
+    if not any(objective.per_busy_s):
+        return 0.0
+    return sum(
+        number * block.size * objective.per_busy_s[block.kind] * (forward + backward)
+        for shape, cut, number in zip(shapes, cuts, counts, strict=True)
+        for block, forward, backward in zip(shape.blocks, cut.forward_s, cut.backward_s, strict=True)
+    )

@@ -1,0 +1,202 @@
+"""Local search over the blocks of all pipelines, from the best of many starts, with restarts.
+
+Every move is judged with the best layers and the best micro-batches for it, which are exact and cheap
+(`cuts`, `batches`); most moves fall at a bound before that. Effort is a count of evaluations, not a clock, so every
+machine finds the same plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape
+from ds_hetero.planner.outer.moves import Shapes, neighbours
+from ds_hetero.planner.outer.starts import starts, uniform_grids
+
+__all__ = ["Progress", "Search", "SearchResult", "default_effort_s"]
+
+Progress = Callable[[Candidate, float], None]
+"""Called with every better plan and the share of the effort that is spent."""
+
+KEPT = 6  # starts that are refined
+STARTS_SHARE = 0.25  # of the effort
+KICK_MOVES = 3  # random moves of a restart, at most
+KICK_TRIES = 10  # neighbours that are looked at for one of them
+KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
+LAST_WORD = 8  # plans that are compared by the recurrence in the end
+LEAST_GAIN = 1e-9
+
+
+def default_effort_s(num_ranks: int) -> float:
+    """Return the effort of a search: 0.5 s for 8 devices, 1 s for 16, 3 s for 64 and above, by `Evaluator.spent_s`."""
+    return min(3.0, max(0.5, num_ranks / 16))
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search ends with.
+
+    Args:
+        best: by the last word of the cost model.
+        first: the best start.
+        others: plans of other shapes that came close, best first, by the last word.
+        num_evaluated: plans looked at.
+        interrupted: it was stopped before its effort was spent.
+    """
+
+    best: Candidate
+    first: Candidate
+    others: tuple[Candidate, ...]
+    num_evaluated: int
+    interrupted: bool
+
+
+class Search:
+    """One search.
+
+    Args:
+        evaluate: judges plans.
+        sizes: micro-batches to try.
+        inners: ways in which blocks of several devices may share their work.
+        effort_s: what may be spent, by `Evaluator.spent_s`.
+        progress: see `Progress`.
+        seed: of the restarts.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluator,
+        sizes: Sequence[int] = (1, 2, 4),
+        inners: Sequence[str] = ("tensor",),
+        effort_s: float = 1.0,
+        progress: Progress | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._evaluate = evaluate
+        self._pools = evaluate.costs.pools
+        self._sizes, self._inners = tuple(sizes), tuple(inners)
+        self._effort_s = effort_s
+        self._progress = progress
+        self._rng = np.random.default_rng(seed)
+        self._start_s = evaluate.spent_s
+        self._best: Candidate | None = None
+        self._close: dict[tuple[int, ...], Candidate] = {}
+
+    def run(self, warm: Iterable[Shapes] = ()) -> SearchResult:
+        """Search from plans that are known, and from all starts.
+
+        Args:
+            warm: plans to begin with.
+
+        Raises:
+            PlanError: no start fits.
+        """
+        interrupted = False
+        kept: list[Candidate] = []
+        try:
+            kept = self._starts(warm)
+            self._refine(kept)
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            interrupted = True
+        if self._best is None:
+            raise PlanError("no plan fits")
+        finalists = sorted(self._close.values(), key=lambda plan: plan.value)[:LAST_WORD]
+        ranked = sorted((self._evaluate.exact(plan) for plan in finalists), key=lambda plan: plan.value)
+        return SearchResult(
+            best=ranked[0],
+            first=kept[0] if kept else self._best,
+            others=tuple(ranked[1:]),
+            num_evaluated=self._evaluate.num_evaluated,
+            interrupted=interrupted,
+        )
+
+    # --- parts of it
+
+    def _starts(self, warm: Iterable[Shapes]) -> list[Candidate]:
+        """The best few starts, each of another time or number of pipelines."""
+        tops: list[Candidate] = []
+        sources = itertools.chain(warm, self._grids(), self._families())
+        limit_s = self._effort_s * STARTS_SHARE
+        for shapes in sources:
+            plan = self._evaluate(shapes, tops[-1].value if len(tops) == KEPT else float("inf"))
+            if plan is not None and all(_differs(plan, top) for top in tops):
+                tops = sorted([*tops, plan], key=lambda top: top.value)[:KEPT]
+                self._note(plan)
+            if tops and self._spent_s > limit_s:
+                break
+        return tops
+
+    def _grids(self) -> Iterable[Shapes]:
+        for _, pipelines in uniform_grids(self._evaluate.costs, self._evaluate.samples, self._sizes):
+            yield tuple(Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in pipelines)
+
+    def _families(self) -> Iterable[Shapes]:
+        for inner in self._inners:
+            for pipelines in starts(self._pools, inner):
+                for size in self._sizes:
+                    yield tuple(Shape(blocks, size) for blocks in pipelines)
+
+    def _refine(self, tops: Sequence[Candidate]) -> None:
+        for plan in tops:
+            self._descend(plan)
+            if self._is_spent():
+                return
+        while tops and not self._is_spent():
+            assert self._best is not None
+            self._descend(self._kicked(self._best))
+
+    def _descend(self, plan: Candidate) -> Candidate:
+        """Take the first move that helps, until none does."""
+        better = True
+        while better and not self._is_spent():
+            better = False
+            for shapes in neighbours(plan.shapes, self._pools, self._sizes, self._inners, self._rng):
+                found = self._evaluate(shapes, plan.value * (1 - LEAST_GAIN))
+                if found is not None and found.value < plan.value * (1 - LEAST_GAIN):
+                    plan, better = found, True
+                    break
+                if self._is_spent():
+                    break
+        self._note(plan)
+        return plan
+
+    def _kicked(self, plan: Candidate) -> Candidate:
+        """A plan some random moves away that is not much worse."""
+        assert self._best is not None
+        for _ in range(int(self._rng.integers(1, KICK_MOVES + 1))):
+            around = itertools.islice(neighbours(plan.shapes, self._pools, self._sizes, self._inners, self._rng), 400)
+            some = list(around)
+            for index in self._rng.permutation(len(some))[:KICK_TRIES].tolist():
+                found = self._evaluate(some[index], KICK_LOSS * self._best.value)
+                if found is not None and found.value < KICK_LOSS * self._best.value:
+                    plan = found
+                    break
+        return plan
+
+    def _note(self, plan: Candidate) -> None:
+        """Remember the best plan of every shape, and the best of all."""
+        shape = tuple(sorted(len(shape.blocks) for shape in plan.shapes))
+        if shape not in self._close or plan.value < self._close[shape].value:
+            self._close[shape] = plan
+        if self._best is None or plan.value < self._best.value:
+            self._best = plan
+            if self._progress is not None:
+                self._progress(plan, min(1.0, self._spent_s / self._effort_s))
+
+    @property
+    def _spent_s(self) -> float:
+        return self._evaluate.spent_s - self._start_s
+
+    def _is_spent(self) -> bool:
+        return self._spent_s >= self._effort_s
+
+
+def _differs(plan: Candidate, other: Candidate) -> bool:
+    return len(plan.shapes) != len(other.shapes) or abs(plan.value - other.value) > 1e-6 * other.value

@@ -1,0 +1,128 @@
+"""What a stage takes, against the cost model of a single device, and what its gradients send, against the chunks."""
+
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+
+from ds_hetero.baselines import ulysses
+from ds_hetero.cluster.files import load_cluster
+from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stage import Block, PlacedPipeline, Pools
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.gradient_sync.chunks import chunks_of, gathered_elements, reduced_elements
+from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.models import ModelSlice, load_model
+
+MODEL = load_model("llama-3.1-8b")
+CLUSTER = load_cluster("hexiscale-setting-2")
+WORK = Workload(seq_len=4096, zero_stage=0)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
+    work = replace(WORK, activation_checkpointing=checkpointing, causal=causal, micro_batch=2)
+    costs = CalibratedStageCosts(CLUSTER, MODEL, work)
+    for kind, pool in enumerate(costs.pools.largest):
+        option = costs.stage(kind, 1, "one", 2, 1)
+        alone = CalibratedCostModel(CLUSTER.subset(pool.ranks[:1]), MODEL, work)
+        flat = alone.arrays(ulysses(1, MODEL.num_heads, MODEL.num_kv_heads))
+        assert option.layer_s == pytest.approx(alone.block_s(*flat), 1e-9)
+        assert option.last_s == pytest.approx(alone.outside_blocks_s(flat[1])["loss_s"], 1e-9)
+        parts = alone.memory_parts(*flat)
+        assert option.kept_bytes == pytest.approx(parts["activations"][0] / MODEL.num_layers, 1e-9)
+
+
+def test_tensor_parallelism_divides_work_and_adds_all_reduces():
+    costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
+    options = [costs.stage(3, size, "tensor", 1, 1) for size in (1, 2, 4)]
+    assert options[0].layer_s > options[1].layer_s > options[2].layer_s
+    assert options[0].layer_s < 2 * options[1].layer_s
+    assert options[0].layer_bytes == pytest.approx(4 * options[2].layer_bytes)
+    assert costs.stage(3, 3, "tensor", 1, 1) is None  # 32 heads
+
+
+def test_sequence_parallelism_keeps_parameters_and_divides_activations():
+    costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
+    one, four = costs.stage(3, 1, "one", 1, 1), costs.stage(3, 4, "sequence", 1, 1)
+    assert four.kept_bytes == pytest.approx(one.kept_bytes / 4)
+    assert four.layer_bytes < one.layer_bytes  # four ranks own the optimizer state
+    assert four.layer_bytes > one.layer_bytes / 4
+    assert one.layer_s / 4 < four.layer_s < one.layer_s
+
+
+def test_hops_are_bound_by_the_busiest_port():
+    costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
+    network, volume = CLUSTER.link_class[2, 3], 4096 * MODEL.hidden_size * 2
+    rate = CLUSTER.network.bytes_per_s
+
+    def seconds(source, target):
+        ends = Block(2, 2, *source), Block(3, 3, *target)
+        return (costs.hop_s(int(network), *ends, 1) - CLUSTER.network.latency_s) * rate / volume
+
+    assert seconds((1, "one"), (1, "one")) == pytest.approx(1)
+    assert seconds((1, "one"), (2, "tensor")) == pytest.approx(2)  # one sender, two receivers
+    assert seconds((2, "tensor"), (2, "tensor")) == pytest.approx(1)
+    assert seconds((2, "sequence"), (1, "one")) == pytest.approx(1)
+    assert seconds((4, "sequence"), (4, "sequence")) == pytest.approx(1 / 4)
+
+
+def test_gradients_take_what_the_chunks_send():
+    """One matrix in two pipelines that cut it over 2 and 1 ranks on three nodes: the busiest port by its chunks."""
+    model = replace(MODEL, num_layers=1)
+    costs = CalibratedStageCosts(CLUSTER, model, WORK)
+    blocks = Block(2, 2, 2, "tensor"), Block(3, 3, 1, "one"), Block(1, 1, 1, "one")
+    pipelines = [PlacedPipeline((block,), (1,), 1, 1) for block in blocks]
+    width = 96 * 2**20
+    layout = ParameterLayout(
+        (width,), (Cut.along(0, (0, 1), (width // 2,) * 2), Cut.whole((width,), 2), Cut.whole((width,), 3))
+    )
+    chunks = chunks_of("weight", layout)
+    sent = [reduced_elements(chunks, rank) + gathered_elements(chunks, rank) for rank in range(4)]
+    parameters = ModelSlice.of(model, 0, 1).num_parameters
+    busiest_s = max(sent) / width * parameters * 2 / CLUSTER.network.bytes_per_s
+    update_s = costs.gradients_s(pipelines[:1])
+    assert costs.gradients_s(pipelines) == pytest.approx(busiest_s, rel=0.05)
+    assert costs.gradients_s(pipelines) > busiest_s
+    assert update_s < 0.1 * busiest_s
+
+
+def test_devices_are_pooled_by_node_and_kind():
+    pools = Pools(load_cluster("workstation-4090-3090"))
+    assert sum(len(pool.ranks) for pool in pools.pools) == pools.cluster.num_ranks
+    assert [name for name, _ in groupby(pools.kinds[pool.kind].device.name for pool in pools.pools)]
+    whole = Pools(CLUSTER)
+    assert [len(pool.ranks) for pool in whole.pools] == [8, 8, 8, 8]
+    assert len(whole.kinds) == 4
+
+
+def test_objectives_need_what_they_are_computed_from():
+    devices = [kind.device for kind in Pools(CLUSTER).kinds]
+    assert Objective.of("time", devices, 100).value(3.0, 0.0, 0.0) == 3
+    with pytest.raises(PlanError, match=r"price_per_hour.*RTX-3080Ti"):
+        Objective.of("cost", devices, 100)
+    priced = [replace(device, price_per_hour=3.6) for device in devices]
+    cost = Objective.of("cost", priced, 100)
+    assert cost.value(50.0, 2 * cost.per_s[0], 0.0) == pytest.approx(50 * 2 * 3.6 / 3600 / 100)
+    energy = Objective.of("energy", devices, 100)
+    joules = 10 * 0.25 * 350 + 4 * 0.75 * 350  # a 3090 for 10 s, of which it computes 4
+    assert energy.value(10, energy.per_s[1], 4 * energy.per_busy_s[1]) == pytest.approx(joules / 100)
+    assert Objective.of("time", devices, 100, at_most_s=2).value(3.0, 0.0, 0.0) == float("inf")
+
+
+def test_a_subset_keeps_devices_and_links():
+    subset = CLUSTER.subset([9, 25, 1])
+    assert [device.name for device in subset.devices] == ["RTX-3080Ti", "RTX-3090", "A800-SXM-80GB"]
+    assert [node.name for node in subset.nodes] == [CLUSTER.nodes[i].name for i in (0, 1, 3)]
+
+
+def test_slices_add_up_to_the_model():
+    slices = [ModelSlice.of(MODEL, *interval) for interval in ((0, 10), (10, 11), (11, 32))]
+    assert sum(part.num_parameters for part in slices) == MODEL.num_parameters
+    tied = replace(MODEL, tied_embeddings=True)
+    assert ModelSlice.of(tied, 0, 32).num_parameters == tied.num_parameters
+    assert slices[0].matmul_flops(3) == 6 * 10 * MODEL.active_layer_parameters
