@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs ds_hetero and what it needs into .venv, from this clone, editable: bash install.sh [EXTRA]
-# EXTRA is "test" (what tests/run.sh and .ci/run need), "flash" or "triton"; several are joined by commas.
+# Without EXTRA it is the planner and the command line. EXTRA is "train" (torch, DeepSpeed, transformers, accelerate), "test"
+# (that and what tests/run.sh and .ci/run need), "flash" or "triton"; several are joined by commas.
 # Does nothing that is done already. PYTHON names the interpreter of a new .venv, python3 when not set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -14,7 +15,9 @@ done_mark=".venv/installed${extra:+-$extra}"
 pip() { .venv/bin/python -m pip -qq --disable-pip-version-check "$@"; }
 
 echo "installing ds_hetero${extra:+ with [$extra]} into .venv, which takes some minutes" >&2
-# torch comes first and alone: the release that the tests run on, in the build that the machine's package index offers.
-.venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null || pip install torch==2.13.0
+if [[ ",$extra," == *,train,* || ",$extra," == *,test,* ]]; then
+    # torch comes first and alone: the release that the tests run on, in the build that the machine's package index offers.
+    .venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null || pip install torch==2.13.0
+fi
 pip install --editable "$target"
 touch "$done_mark"

@@ -3,31 +3,102 @@
     import ds_hetero
     ds_hetero.register()       # before the Trainer, the Accelerator or deepspeed.initialize is made
 
-Importing this package imports neither torch nor DeepSpeed; `register` does.
+Importing this package imports neither torch nor DeepSpeed nor numpy; names that need one of them are loaded when they
+are first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ds_hetero.errors import (
+    BatchError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DependencyError,
+    HeteroError,
+    ModelError,
+    PeerError,
+    PlanError,
+    ScheduleError,
+    SyncError,
+    VersionError,
+)
+from ds_hetero.extras import TRAINING, require
+from ds_hetero.plan import Plan
 from ds_hetero.schedule import Group, Schedule
+
+del plan  # noqa: F821  the package ds_hetero.plan, which Python has bound here; the name is the function's, see _LAZY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from ds_hetero.cluster import load_cluster
+    from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
     from ds_hetero.integrations.handle import Handle
+    from ds_hetero.planner import plan
 
-__all__ = ["Group", "Schedule", "__version__", "register"]
+__all__ = [
+    "AsymmetricGradientSync",
+    "BatchError",
+    "CheckpointError",
+    "ClusterError",
+    "ConfigError",
+    "DependencyError",
+    "Group",
+    "Handle",
+    "HeteroError",
+    "ModelError",
+    "PeerError",
+    "Plan",
+    "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "SyncError",
+    "VersionError",
+    "__version__",
+    "load_cluster",
+    "plan",
+    "register",
+]
 
 __version__ = "0.1.0"
+
+# Where a name is that is loaded when it is first used, and which packages its module imports.
+_LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "AsymmetricGradientSync": ("ds_hetero.gradient_sync.sync", ("torch",)),
+    "Handle": ("ds_hetero.integrations.handle", TRAINING),
+    "load_cluster": ("ds_hetero.cluster", ()),
+    "plan": ("ds_hetero.planner", ()),
+}
 
 
 def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
 
     See `ds_hetero.integrations.registration.register`.
+
+    Raises:
+        DependencyError: one of them, or torch, is not installed.
     """
+    require(*TRAINING, purpose="ds_hetero.register()")
     from ds_hetero.integrations import registration
 
     return registration.register(config)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ds_hetero' has no attribute {name!r}")
+    module, packages = _LAZY[name]
+    require(*packages, purpose=f"ds_hetero.{name}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

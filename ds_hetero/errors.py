@@ -10,6 +10,7 @@
       SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
       BatchError        a batch that cannot be sharded, or that differs between ranks
       VersionError      an installed framework outside the range that works
+      DependencyError (also ImportError)   a package that training needs is not installed
     PeerError (RuntimeError)   another rank failed or stopped answering
 
 Messages name the rule, the values seen and what to change, in the user's field names.
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "ConfigError",
+    "DependencyError",
     "HeteroError",
     "ModelError",
     "PeerError",
@@ -68,6 +70,10 @@ class BatchError(HeteroError):
 
 class VersionError(HeteroError):
     """An installed framework is outside the range of versions that work."""
+
+
+class DependencyError(HeteroError, ImportError):
+    """A package that training needs is not installed."""
 
 
 class PeerError(RuntimeError):

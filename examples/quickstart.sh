@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash install.sh
+bash install.sh train
 
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 export PYTHONWARNINGS=ignore::FutureWarning # torch's, about names that DeepSpeed uses

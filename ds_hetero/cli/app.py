@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ds_hetero.extras import require
+
 if TYPE_CHECKING:
     from ds_hetero.cli.common import Job
 
@@ -179,6 +181,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure devices and links of the live ranks; run it under the launcher that will train."""
+    require("torch", purpose="ds-hetero profile")
     from ds_hetero.cli import profile as command
 
     command.run(out, dtype, window_s, as_json)
@@ -200,6 +203,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """What is installed, which kernels work on this machine's devices, and what a configuration's section comes to."""
+    require("torch", purpose="ds-hetero doctor")
     from ds_hetero.cli.doctor import Job, examine, show
 
     job = Job(

@@ -16,6 +16,7 @@ from rich.table import Table
 from ds_hetero.config import SECTION, HeterogeneitySection, read_section
 from ds_hetero.cost import Workload
 from ds_hetero.errors import HeteroError
+from ds_hetero.extras import TRAINING
 from ds_hetero.job.forecast import Searcher, forecast, forecast_text, mixed_precision, workload_from
 from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, resolve, sp_size_of
 from ds_hetero.models import ModelSpec, load_model
@@ -62,7 +63,7 @@ def _packages() -> list[dict[str, Any]]:
     for text in requires("ds-hetero") or ():
         requirement = Requirement(text)
         optional = requirement.name in _OPTIONAL
-        if requirement.marker is not None and not optional:
+        if requirement.marker is not None and not optional and requirement.name not in TRAINING:
             continue
         try:
             found: str | None = version(requirement.name)

@@ -6,6 +6,7 @@ import sys
 
 from ds_hetero.paths import config_dir
 from ds_hetero.plan import read_plan
+from tests.unit.without import run_without
 
 
 def _run(*arguments):
@@ -104,6 +105,32 @@ def test_plan_for_machines_loads_only_what_it_needs():
     assert json.loads(run.stdout)["schedule"]
     assert {"numpy", "typer"} <= loaded
     assert not loaded & {"accelerate", "deepspeed", "matplotlib", "rich", "scipy", "torch", "transformers"}
+
+
+def test_planning_commands_run_without_any_training_framework(tmp_path):
+    program = (
+        "from ds_hetero.cli import main\n"
+        "import json\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as end: assert not end.code, arguments\n"
+        "print(main(['profile', '--out', 'cluster.yaml']))\n"
+    )
+    model = ["--model", "gpt-7b", "--seq-len", "8192", "--json"]
+    job = ["--cluster", "hexiseq-setting-1", *model]
+    commands = [
+        ["plan", *job],
+        ["simulate", "--schedule", "ring", *job],
+        ["compare", *job],
+        ["show", "--out", str(tmp_path / "plan.svg"), *job],
+        ["replicas", "--cluster", "hexiseq-setting-1", "--global-batch", "4", *job],
+    ]
+    run = run_without(("torch", "deepspeed", "transformers", "accelerate"), program, json.dumps(commands))
+    *reports, profile_exit = run.stdout.splitlines()
+    assert [bool(json.loads(report)) for report in reports] == [True] * len(commands)
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+    assert profile_exit == "2"
+    assert "ds-hetero profile needs torch; not installed: torch." in run.stderr
 
 
 def test_bad_input_exits_with_2_and_one_message(tmp_path):

@@ -11,18 +11,33 @@ from pathlib import Path
 import pytest
 
 import ds_hetero
+from ds_hetero import errors
 from ds_hetero.paths import config_dir
 from tests.support import ROOT
+from tests.unit.without import run_without
 
 SOURCES = sorted(Path(ds_hetero.__file__).parent.rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES]
 FRAMEWORKS = {"torch", "deepspeed", "transformers", "accelerate"}
 # Plans on a laptop without any of them; the contract "planning" in pyproject.toml says so of every import statement.
-PLANNING = ("errors", "splits", "schedule", "replicas", "models", "cluster", "cost", "planner")
-# The rest of ds_hetero.zero subclasses DeepSpeed's optimizers.
-ZERO_ARITHMETIC = ("ds_hetero.zero", *(f"ds_hetero.zero.{name}" for name in ("chunks", "cuts", "layout", "memory")))
-# The profiler measures live ranks; nothing of the planning half imports it.
-PROFILER = {f"ds_hetero.cluster.{name}" for name in ("profile", "probes", "link_probes")}
+PLANNING = (
+    "arrays",
+    "baselines",
+    "cluster",
+    "cost",
+    "errors",
+    "extras",
+    "models",
+    "paths",
+    "plan",
+    "planner",
+    "schedule",
+    "splits",
+    "text",
+    "units",
+    "zero",
+)
+ARITHMETIC = ("ds_hetero.gradient_sync", "ds_hetero.gradient_sync.chunks", "ds_hetero.gradient_sync.parameter_cuts")
 
 
 def test_importing_ds_hetero_is_quick_and_loads_no_framework():
@@ -32,10 +47,37 @@ def test_importing_ds_hetero_is_quick_and_loads_no_framework():
     assert min(run["seconds"] for run in runs) < 0.3
 
 
+def test_every_public_name_resolves():
+    assert all(getattr(ds_hetero, name) is not None for name in ds_hetero.__all__)
+    assert set(errors.__all__) <= set(ds_hetero.__all__) <= set(dir(ds_hetero))
+    assert callable(ds_hetero.plan) and callable(ds_hetero.load_cluster)
+    with pytest.raises(AttributeError, match="no attribute 'schedule_of'"):
+        _ = ds_hetero.schedule_of
+
+
+def test_planning_takes_the_base_installation_and_training_names_what_is_missing():
+    program = (
+        "import json, ds_hetero\n"
+        "from ds_hetero.errors import DependencyError\n"
+        "resolved, refused = [], {}\n"
+        "for name in ds_hetero.__all__:\n"
+        "    try: resolved.append(getattr(ds_hetero, name) and name)\n"
+        "    except DependencyError as error: refused[name] = str(error)\n"
+        "try: ds_hetero.register()\n"
+        "except DependencyError as error: refused['register()'] = str(error)\n"
+        "print(json.dumps([resolved, refused]))"
+    )
+    resolved, refused = json.loads(run_without(FRAMEWORKS, program).stdout)
+    assert set(refused) == {"AsymmetricGradientSync", "Handle", "register()"}
+    assert {"Group", "Plan", "PlanError", "Schedule", "load_cluster", "plan"} <= set(resolved)
+    assert all('pip install "ds-hetero[train]"' in message for message in refused.values())
+    assert "not installed: torch, deepspeed, transformers, accelerate" in refused["register()"]
+
+
 def test_the_planning_half_loads_no_framework():
-    planning = [name for name in MODULES if name.count(".") and name.split(".")[1] in PLANNING and name not in PROFILER]
+    planning = [name for name in MODULES if name.count(".") and name.split(".")[1] in PLANNING]
     assert {name.split(".")[1] for name in planning} == set(PLANNING)
-    assert not FRAMEWORKS & set(_import_in_a_new_process([*planning, *ZERO_ARITHMETIC])["loaded"])
+    assert not FRAMEWORKS & set(_import_in_a_new_process([*planning, *ARITHMETIC])["loaded"])
 
 
 def _import_in_a_new_process(modules: list[str]) -> dict:
