@@ -39,6 +39,7 @@ from ds_hetero.baselines import proportional, ring, ulysses, usp
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
+from ds_hetero.placement import stream_placement
 from ds_hetero.planner.planning import plan
 from ds_hetero.schedule import Group, Schedule
 
@@ -301,7 +302,7 @@ def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> 
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    positions = handle.schedule.positions(tokens, rank)
+    positions = stream_placement(handle.schedule, tokens).positions(rank)
     ids = torch.randint(_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     shard = {

@@ -17,7 +17,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from sys import float_info
 from typing import Any
 
@@ -28,8 +27,11 @@ __all__ = [
     "LAYOUTS",
     "Group",
     "Schedule",
+    "cut_span",
     "schedules_for_world",
 ]
+
+Range = tuple[int, int]
 
 LAYOUTS = ("contiguous", "zigzag")
 VERSION = 1
@@ -161,21 +163,9 @@ class Schedule:
         tokens = self.tokens(length)
         return tuple(sum(tokens[rank] for rank in group.ranks) for group in self.ring_groups)
 
-    def chunks(self, length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def chunks(self, length: int) -> tuple[tuple[Range, ...], ...]:
         """Position intervals ``(start, stop)`` that each group holds, in ring order; ascending inside a group."""
-        return _chunks(self.group_tokens(length), self.layout)
-
-    def intervals(self, length: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """Position intervals that ``rank`` holds, ascending: its share of its group's chunks.
-
-        Raises:
-            ScheduleError: ``rank`` is not in the schedule, or the sequence is too short for it.
-        """
-        return _intervals(self, length)[self.ring_position(rank)][rank]
-
-    def positions(self, length: int, rank: int) -> list[int]:
-        """Every position that ``rank`` holds, ascending."""
-        return [p for start, stop in self.intervals(length, rank) for p in range(start, stop)]
+        return cut_span(self.group_tokens(length), self.layout)
 
     # --- identity ----------------------------------------------------------------------------------
 
@@ -274,7 +264,16 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _chunks(sizes: tuple[int, ...], layout: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
+    """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
+
+    Args:
+        sizes: tokens of every share.
+        layout: one of `LAYOUTS`.
+
+    Returns:
+        Position intervals of every share, ascending; some may be empty.
+    """
     if layout == "contiguous":
         return tuple((part,) for part in Split(sizes).ranges)
     front = Split(tuple(-(-size // 2) for size in sizes)).ranges
@@ -283,27 +282,6 @@ def _chunks(sizes: tuple[int, ...], layout: str) -> tuple[tuple[tuple[int, int],
     return tuple(
         (first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, reversed(back), strict=True)
     )
-
-
-@lru_cache(maxsize=256)
-def _intervals(schedule: Schedule, length: int) -> tuple[dict[int, tuple[tuple[int, int], ...]], ...]:
-    """Intervals by rank, for each group in ring order."""
-    tokens = schedule.tokens(length)
-    out = []
-    for group, chunks in zip(schedule.ring_groups, schedule.chunks(length), strict=True):
-        starts = list(accumulate((stop - start for start, stop in chunks), initial=0))
-        ranks = sorted(group.ranks)
-        intervals = {}
-        for rank, (low, high) in zip(ranks, Split(tuple(tokens[r] for r in ranks)).ranges, strict=True):
-            held = []
-            for (start, stop), local in zip(chunks, starts, strict=False):
-                a = start + max(low - local, 0)
-                b = min(start + high - local, stop)
-                if a < b:
-                    held.append((a, b))
-            intervals[rank] = tuple(held)
-        out.append(intervals)
-    return tuple(out)
 
 
 # --- checks -----------------------------------------------------------------------------------------

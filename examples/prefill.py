@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 import corpus
 import ds_hetero
 from ds_hetero.integrations.handle import Handle
+from ds_hetero.placement import stream_placement
 from tiny_llama import tiny_llama, without_compiling
 
 CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
@@ -33,7 +34,9 @@ TOLERANCE = 1e-5  # of the largest value; sums of fp32 taken in another order di
 
 @torch.no_grad()
 def prefill(handle: Handle, model: PreTrainedModel, prompt: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
-    """Logits and KV cache of this rank's tokens, which are at ``handle.schedule.positions(length, rank)``.
+    """Logits and KV cache of this rank's tokens.
+
+    They are at ``stream_placement(handle.schedule, length).positions(rank)``.
 
     prompt    [B, L], the same on every rank
     logits    [B, s, V]
@@ -78,12 +81,13 @@ def main() -> int:
     prompt = sample["input_ids"][None].to(engine.device)
 
     rank, length = dist.get_rank(), prompt.shape[1]
+    placement = stream_placement(handle.schedule, length)
     logits, cache = prefill(handle, model, prompt)
     row = {
         "tokens": logits.shape[1],
-        "positions": ", ".join(f"{start}-{stop - 1}" for start, stop in handle.schedule.intervals(length, rank)),
+        "positions": ", ".join(f"{start}-{stop - 1}" for start, stop in placement.intervals(rank)),
         "cache bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
-        **differences(model, prompt, handle.schedule.positions(length, rank), logits, cache),
+        **differences(model, prompt, placement.positions(rank), logits, cache),
     }
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, row)

@@ -21,7 +21,8 @@ from ds_hetero.job import start
 from ds_hetero.job.monitor import Change, Watch
 from ds_hetero.job.prediction_check import Outlook
 from ds_hetero.plan import Plan
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import IDLE
@@ -266,11 +267,11 @@ def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _items_of_step(batch: Mapping[str, Any]) -> int:
-    num_items = marked_items(batch["position_ids"])
-    if num_items is None:
+    info = shard_info(batch["position_ids"])
+    if info is None or info.num_items is None:
         raise BatchError(
             "replicas that take different batches are weighed by their tokens, but how many the optimizer step has is "
             "not known of this batch. Give handle.loss the batch from handle.dataloader as it is, not a copy, or "
             "num_items from handle.count_items."
         )
-    return num_items
+    return info.num_items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, copy_marks, is_weightless, mark_labels
+from ds_hetero.runtime.data.shard_info import attach, shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
@@ -34,7 +36,7 @@ class ModelLoader(ShardedLoader):
         batches: Literal["same", "own"] | None = None,
     ) -> None:
         self._model, self._target = model, device
-        super().__init__(dataloader, model.replica, device, batches=batches, keep_labels=not model.moves_labels)
+        super().__init__(dataloader, model.replica, batches=batches, keep_labels=not model.moves_labels)
 
     @property
     def replica(self) -> Replica:
@@ -49,9 +51,9 @@ class ModelLoader(ShardedLoader):
             if "labels" in shard:
                 shard["shift_labels"] = shard.pop("labels")  # of a model that predicts each token in its own place
             ready = {name: self._ready(name, entry) for name, entry in shard.items()}
-            copy_marks(shard["position_ids"], ready["position_ids"])
-            if "shift_labels" in ready:
-                mark_labels(ready["position_ids"], ready["shift_labels"])
+            info = shard_info(shard["position_ids"])
+            assert info is not None
+            attach(ready["position_ids"], replace(info, labels=ready.get("shift_labels")))
             yield ready
 
     def _ready(self, name: str, entry: Any) -> Any:
@@ -88,4 +90,5 @@ def is_placeholder(batch: dict[str, Any]) -> bool:
     positions = batch.get("position_ids")
     if not isinstance(positions, Tensor):
         return False
-    return is_weightless(positions) or (positions.shape[1] == 1 and bool(positions[0, 0] < 0))
+    info = shard_info(positions)
+    return (info is not None and info.is_filler) or (positions.shape[1] == 1 and bool(positions[0, 0] < 0))

@@ -101,7 +101,7 @@ class Outlook:
     def saw(self, batch: BatchLayout) -> None:
         """A sharded forward has begun."""
         if self.forecasts and torch.is_grad_enabled():
-            self._batches.append((batch.schedule, batch.length, batch.batch_size))
+            self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
 
     def _timing(self, engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 from ds_hetero.splits import share
 
@@ -46,7 +47,7 @@ class Case:
 
     def shard(self, rank: int) -> dict[str, Tensor]:
         """What `rank` gives to agree_on_batch."""
-        mine = self.schedule.positions(self.length, rank)
+        mine = stream_placement(self.schedule, self.length).positions(rank)
         return {name: x if name == "cu_seqlens" else x[:, mine] for name, x in self.agreed.items()}
 
 

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
 from ds_hetero.plan import Plan
+from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
@@ -49,7 +50,7 @@ def _check_cases(rank, num_cases, dtypes):
             whole = case.tensors(dtype)
             expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
             found = _distributed(case, replica, *whole)
-            mine = case.schedule.positions(case.length, rank)
+            mine = stream_placement(case.schedule, case.length).positions(rank)
             # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
             largest = [0.0 if x is None else x.abs().max().item() for x in expected]
             scales = [largest[0], *[max(largest[1:4])] * 3, largest[4]]
@@ -77,10 +78,10 @@ def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:
 
 
 def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | None]:
-    mine = case.schedule.positions(case.length, replica.rank)
+    mine = stream_placement(case.schedule, case.length).positions(replica.rank)
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
-    batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(replica.rank))
+    batch = agree_on_batch(replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank)))
     spec = AttentionSpec(
         select(CPU, q.dtype, case.head_dim, case.softcap, None),
         causal=case.causal,
@@ -106,8 +107,8 @@ def _check_checkpointing(rank, use_reentrant):
     replica = make_replica(Plan.of_replicas([case.schedule]))
     torch.manual_seed(0)
     q, k, v, dout, _ = case.tensors(torch.float64)
-    mine = case.schedule.positions(case.length, rank)
-    batch = agree_on_batch(replica, (case.batch_size, len(mine)), q.dtype, CPU, **case.shard(rank))
+    mine = stream_placement(case.schedule, case.length).positions(rank)
+    batch = agree_on_batch(replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(rank)))
     spec = AttentionSpec(select(CPU, q.dtype, case.head_dim, None, None), causal=case.causal)
 
     def layers(q, k, v):
@@ -155,8 +156,8 @@ def _count_bytes(rank, schedule, causal, window):
 
     channel_module.Channel.post = post
     replica = make_replica(Plan.of_replicas([schedule]))
-    mine = schedule.positions(64, rank)
-    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    mine = stream_placement(schedule, 64).positions(rank)
+    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
     q = torch.randn(1, 8, len(mine), 4, requires_grad=True)
     k, v = torch.randn(2, 1, 2, len(mine), 4).unbind()
     spec = AttentionSpec(select(CPU, q.dtype, 4, None, None), causal=causal, window=window)
@@ -189,8 +190,8 @@ def test_every_phase_is_named_and_work_is_counted_where_it_is_done():
 
 def _trace(rank, schedule):
     replica = make_replica(Plan.of_replicas([schedule]))
-    mine = schedule.positions(96, rank)
-    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    mine = stream_placement(schedule, 96).positions(rank)
+    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
     spec, clock = AttentionSpec(select(CPU, torch.float32, 4, None, None)), StepClock(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         q, kv = torch.randn(1, 8, len(mine), 4), torch.randn(2, 1, 2, len(mine), 4)
@@ -224,8 +225,8 @@ def _die(rank, strategy):
     )
     schedule = Schedule(num_heads=4, num_kv_heads=4, groups=groups)
     replica = make_replica(Plan.of_replicas([schedule]))
-    mine = schedule.positions(48, rank)
-    batch = agree_on_batch(replica, (1, len(mine)), torch.float32, CPU)
+    mine = stream_placement(schedule, 48).positions(rank)
+    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
     q, k, v = torch.randn(3, 1, 4, len(mine), 8)
     spec = AttentionSpec(select(CPU, q.dtype, 8, None, None))
     attention(q, k, v, replica, batch, spec)

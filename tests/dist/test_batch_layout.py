@@ -5,12 +5,12 @@ import torch
 
 from ds_hetero.errors import BatchError
 from ds_hetero.plan import Plan
-from ds_hetero.runtime.attention.batch_layout import agree_on_batch
+from ds_hetero.placement import stream_placement
+from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
 
-CPU = torch.device("cpu")
 SCHEDULE = Schedule(
     num_heads=4,
     num_kv_heads=2,
@@ -36,7 +36,7 @@ def test_ranks_agree_on_the_rows_that_their_masks_and_positions_describe():
 
 def _layouts(rank):
     replica = make_replica(Plan.of_replicas([SCHEDULE]))
-    mine = SCHEDULE.positions(LENGTH, rank)
+    mine = stream_placement(SCHEDULE, LENGTH).positions(rank)
     plain = torch.arange(LENGTH).expand(2, -1)
     restarts = torch.stack([torch.cat([torch.arange(7), torch.arange(18)]), torch.arange(25)])
     ones = torch.ones(2, LENGTH, dtype=torch.long)
@@ -55,15 +55,18 @@ def _layouts(rank):
     found = {}
     for name, tensors in given.items():
         shards = {key: tensor[:, mine] for key, tensor in tensors.items()}
-        layout = agree_on_batch(replica, (2, len(mine)), torch.float32, CPU, **shards)
-        assert layout.length == LENGTH and layout.batch_size == 2
-        found[name] = [tuple(rows) for rows in layout.rows]
-    layout = agree_on_batch(
-        replica, (1, len(mine)), torch.float32, CPU, cu_seqlens=torch.tensor([0, 9, 10, 25], dtype=torch.int32)
+        layout = agree_on_batch(replica, Shard(batch_size=2, tokens=len(mine), dtype=torch.float32, **shards))
+        assert layout.placement.length == LENGTH and layout.batch_size == 2
+        found[name] = [tuple(rows) for rows in layout.placement.rows]
+    boundaries = torch.tensor([0, 9, 10, 25], dtype=torch.int32)
+    shard = Shard(batch_size=1, tokens=len(mine), dtype=torch.float32, cu_seqlens=boundaries)
+    layout = agree_on_batch(replica, shard)
+    found["cu_seqlens"] = [tuple(rows) for rows in layout.placement.rows]
+    again, other_dtype = (
+        agree_on_batch(replica, Shard(batch_size=2, tokens=len(mine), dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
     )
-    found["cu_seqlens"] = [tuple(rows) for rows in layout.rows]
-    again = agree_on_batch(replica, (2, len(mine)), torch.float32, CPU)
-    assert again is agree_on_batch(replica, (2, len(mine)), torch.bfloat16, CPU)  # so that its tables are made once
+    assert again is other_dtype  # so that its tables are made once
     return found
 
 
@@ -88,7 +91,7 @@ def test_a_faulty_batch_is_refused_on_every_rank(fault, words):
 
 def _fault(rank, fault):
     replica = make_replica(Plan.of_replicas([SCHEDULE]))
-    mine = SCHEDULE.positions(LENGTH, rank)
+    mine = stream_placement(SCHEDULE, LENGTH).positions(rank)
     odd = rank == 1
     shape, dtype, kwargs = (2, len(mine)), torch.float32, {}
     if fault == "batch_size":
@@ -110,7 +113,7 @@ def _fault(rank, fault):
     elif fault == "too short":
         shape = (2, 0 if odd else 1)
     try:
-        agree_on_batch(replica, shape, dtype, CPU, **kwargs)
+        agree_on_batch(replica, Shard(batch_size=shape[0], tokens=shape[1], dtype=dtype, **kwargs))
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -128,25 +131,28 @@ def _before_a_change(rank):
     old, zigzag, new = one_ring(1, 3), one_ring(1, 1, layout="zigzag"), one_ring(1, 1)
     replica = make_replica(Plan.of_replicas([new]))
 
-    def agree(schedule, told, earlier=(old, zigzag), **kwargs):
-        mine = schedule.positions(40, rank)
-        positions = kwargs.pop("positions", torch.arange(40))[None, mine]
-        cut_for = schedule.fingerprint if told else None
-        return agree_on_batch(
-            replica, positions.shape, torch.float32, CPU, position_ids=positions, cut_for=cut_for, earlier=earlier
-        ).schedule
+    def agree(schedule, marked, earlier=(old, zigzag), **kwargs):
+        placement = stream_placement(schedule, 40)
+        positions = kwargs.pop("positions", torch.arange(40))[None, placement.positions(rank)]
+        shard = Shard(
+            batch_size=1,
+            tokens=positions.shape[1],
+            dtype=torch.float32,
+            position_ids=positions,
+            placement=placement if marked else None,
+        )
+        return agree_on_batch(replica, shard, earlier).placement.schedule
 
     packed = torch.cat([torch.arange(11), torch.arange(29)])
     for schedule in (old, zigzag, new):
-        assert agree(schedule, told=True) is schedule
-        assert agree(schedule, told=True, positions=packed) is schedule
-        assert agree(schedule, told=False) is schedule  # by sizes, and else by positions
-    assert agree(old, told=False, positions=packed) is old
+        assert agree(schedule, marked=True) is schedule
+        assert agree(schedule, marked=True, positions=packed) is schedule
+        assert agree(schedule, marked=False) is schedule  # by sizes, and else by positions
+        assert agree(schedule, marked=rank == 1, positions=packed) is schedule  # one rank has lost the mark
+    assert agree(old, marked=False, positions=packed) is old
     with pytest.raises(BatchError, match="do not tell whether they were cut before or after"):
-        agree(zigzag, told=False, positions=packed)
+        agree(zigzag, marked=False, positions=packed)
     with pytest.raises(BatchError, match="the replica has had"):
-        agree(old, told=True, earlier=())
+        agree(old, marked=True, earlier=())
     with pytest.raises(BatchError, match="the replica has had"):  # the ranks drew theirs at different times
-        agree_on_batch(
-            replica, (1, 20), torch.float32, CPU, cut_for=(new if rank else zigzag).fingerprint, earlier=(zigzag,)
-        )
+        agree(new if rank else zigzag, marked=True, earlier=(zigzag,))

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ds_hetero.errors import BatchError, PeerError
 from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.runtime.data.shards import is_weightless, marked_items
+from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.schedule import Group, Schedule, schedules_for_world
 from tests.support import run_ranks
 
-CPU = torch.device("cpu")
 NUM_BATCHES = 7
 
 
@@ -56,7 +56,7 @@ def expected_shard(number, schedule, rank):
     batch["shift_labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
     rows, length = batch["input_ids"].shape
     batch["position_ids"] = torch.arange(length).expand(rows, length)
-    mine = schedule.positions(length, rank)
+    mine = stream_placement(schedule, length).positions(rank)
     whole = ("cu_seq_lens_q", "number", "name")
     return {name: entry if name in whole else entry[:, mine] for name, entry in batch.items()}
 
@@ -114,10 +114,10 @@ def test_shards_equal_slicing_the_whole_batch():
 def _check_shards(rank):
     for schedule in (UNEVEN, WITHOUT_TOKENS):
         replica = make_replica(Plan.of_replicas([schedule]))
-        same = ShardedLoader(map_style(NUM_BATCHES), replica, CPU)
-        own = ShardedLoader(map_style(9, 3, rank), replica, CPU)
-        stream = ShardedLoader(DataLoader(Stream(3, rank), collate_fn=collate), replica, CPU)
-        repeated = ShardedLoader(DataLoader(Stream(), collate_fn=collate), replica, CPU)
+        same = ShardedLoader(map_style(NUM_BATCHES), replica)
+        own = ShardedLoader(map_style(9, 3, rank), replica)
+        stream = ShardedLoader(DataLoader(Stream(3, rank), collate_fn=collate), replica)
+        repeated = ShardedLoader(DataLoader(Stream(), collate_fn=collate), replica)
         assert (same.batches, own.batches, stream.batches, repeated.batches) == ("same", "own", "own", "same")
         assert (len(same), len(own)) == (NUM_BATCHES, 9)
         with pytest.raises(TypeError):
@@ -148,11 +148,11 @@ def test_a_batch_costs_one_collective():
 
 def _count_traffic(rank):
     replica = make_replica(Plan.of_replicas([UNEVEN]))
-    same = iter(ShardedLoader(map_style(NUM_BATCHES), replica, CPU))
+    same = iter(ShardedLoader(map_style(NUM_BATCHES), replica))
     with CommDebugMode() as comms:
         next(same)
     assert comms.get_total_counts() == 1
-    own = iter(ShardedLoader(map_style(9, 3, rank), replica, CPU))
+    own = iter(ShardedLoader(map_style(9, 3, rank), replica))
     with CommDebugMode() as comms:
         for _ in range(3):
             next(own)
@@ -179,12 +179,12 @@ def _check_replicas(rank):
     logger.setLevel(logging.INFO)
     replica = make_replica(Plan.of_replicas(schedules_for_world(PAIR, 4)))
     for loader, numbers in (
-        (ShardedLoader(map_style(8, 2, rank // 2), replica, CPU), range(rank // 2, 8, 2)),
+        (ShardedLoader(map_style(8, 2, rank // 2), replica), range(rank // 2, 8, 2)),
         (
-            ShardedLoader([make_batch(n) for n in (rank, rank + 4)], replica, CPU),
+            ShardedLoader([make_batch(n) for n in (rank, rank + 4)], replica),
             (2 * (rank // 2) + i for i in (0, 1, 4, 5)),
         ),
-        (ShardedLoader([make_batch(3)], replica, CPU, batches="same"), [3]),
+        (ShardedLoader([make_batch(3)], replica, batches="same"), [3]),
     ):
         assert_shards(loader, list(numbers), replica)
     return logs
@@ -226,7 +226,7 @@ def _check_resume(rank):
     }
     for name, make in makers.items():
         for stop in (0, 1, 2, 3, 5, 7):
-            loader = ShardedLoader(make(), replica, CPU)
+            loader = ShardedLoader(make(), replica)
             loader.set_epoch(3)
             whole = names(loader)
             loader.set_epoch(3)
@@ -235,7 +235,7 @@ def _check_resume(rank):
             state = json.loads(json.dumps(loader.state_dict())) if "state" not in name else loader.state_dict()
             assert used + names(steps) == whole
 
-            resumed = ShardedLoader(make(), replica, CPU)
+            resumed = ShardedLoader(make(), replica)
             resumed.load_state_dict(state)
             assert resumed.state_dict()["used"] == state["used"]
             assert used + names(resumed) == whole, (name, stop)
@@ -243,7 +243,7 @@ def _check_resume(rank):
             assert names(resumed) == whole  # only the first epoch is shortened
 
             twice = ShardedLoader(
-                make(), replica, CPU
+                make(), replica
             )  # a state saved after resuming counts from the epoch's beginning
             twice.load_state_dict(state)
             steps = iter(twice)
@@ -258,7 +258,7 @@ def _check_resume(rank):
                 assert names(shorter) == whole[stop:], (name, stop)
 
     with pytest.raises(BatchError, match=r"'batches': 'own'.*cannot resume with.*'batches': 'same'"):
-        ShardedLoader(shuffled(), replica, CPU).load_state_dict(state)
+        ShardedLoader(shuffled(), replica).load_state_dict(state)
 
 
 def names(loader):
@@ -327,7 +327,7 @@ def _collect_errors(rank):
     said = {}
     for case, (batches, mode) in cases.items():
         with pytest.raises((BatchError, PeerError, KeyError)) as caught:
-            list(ShardedLoader(batches, replica, CPU, batches=mode))
+            list(ShardedLoader(batches, replica, batches=mode))
         said[case] = (type(caught.value).__name__, str(caught.value))
     return said
 
@@ -350,8 +350,8 @@ def test_unequal_replicas_get_every_sample_once():
 
 
 DEALT_WRONG = {
-    "a replica goes on": ["for round 3 of the epoch, replica 0 has 0, replica 1 has 2"],
-    "without split": ["for round 2 of the epoch, replica 0 has 1, replica 1 has 0"],
+    "a replica goes on": ["for fetch 3 of the epoch, replica 0 has 0, replica 1 has 2"],
+    "without split": ["for fetch 2 of the epoch, replica 0 has 1, replica 1 has 0"],
     "own without split": ["replicas of [2, 1] ranks would take different numbers of steps"],
     "shuffled": ["do not draw the same samples: checksums of step 0 by rank are"],
     "sharded": ["loaders are sharded (rank 0: 0 of 3; rank 1: 1 of 3; rank 2: 2 of 3)"],
@@ -367,7 +367,7 @@ def rows(numbers):
 
 def _check_dealing(rank):
     replica = make_replica(Plan.of_replicas(TWO_AND_ONE, SPLIT))
-    loader = ShardedLoader(DataLoader(Numbers(13), 4, collate_fn=rows), replica, CPU)
+    loader = ShardedLoader(DataLoader(Numbers(13), 4, collate_fn=rows), replica)
     assert loader.batches == "dealt"
     # Steps of five samples: 0 1 | 2 | 3 | 4, 5 6 | 7 | 8 | 9, and of the last three, shared 1.2 : 1.8, 10 | 11 | 12.
     taken = [[[0, 1]], [[5, 6]], [[10]]] if rank < 2 else [[[2], [3], [4]], [[7], [8], [9]], [[11], [12]]]
@@ -376,9 +376,9 @@ def _check_dealing(rank):
     for _ in range(2):  # epochs
         shards = list(loader)
         assert_dealt(shards, expected, replica)
-        items = [marked_items(shard["position_ids"]) for shard in shards]
+        items = [shard_info(shard["position_ids"]).num_items for shard in shards]
         assert items == [23] * 3 + [25] * 3 + [15] * 3
-    assert_dealt(ShardedLoader(DataLoader(Stream(), 4, collate_fn=rows), replica, CPU), dealt_stream(rank), replica)
+    assert_dealt(ShardedLoader(DataLoader(Stream(), 4, collate_fn=rows), replica), dealt_stream(rank), replica)
     assert list(loader.whole.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]]
     for stop in (0, 1, 3, 5, 9):
         steps = iter(loader)
@@ -386,14 +386,14 @@ def _check_dealing(rank):
             next(steps)
         state = json.loads(json.dumps(loader.state_dict()))
         rest = [wanted for step in expected for wanted in step][stop:]
-        for resumed in (loader.skipping(stop, skip_first_batches), ShardedLoader(loader.whole, replica, CPU)):
+        for resumed in (loader.skipping(stop, skip_first_batches), ShardedLoader(loader.whole, replica)):
             if resumed.dataloader is not loader.dataloader:
                 resumed.load_state_dict(state)
             assert_dealt(resumed, [rest], replica)
             assert_dealt(resumed, expected, replica)
     # This replica's own micro-batches, from any iterable; a replica may end in the middle of a step.
     mine = [rows([n]) for n in (range(2) if rank < 2 else range(5))]
-    listed = ShardedLoader(mine, replica, CPU)
+    listed = ShardedLoader(mine, replica)
     assert len(listed) == 6
     ends_early = [[[0], None, None], [[1], None, None]]
     assert_dealt(listed, ends_early if rank < 2 else [[[0], [1], [2]], [[3], [4], None]], replica)
@@ -412,7 +412,7 @@ def _check_dealing(rank):
     said = {}
     for case, (batches, place, mode) in cases.items():
         with pytest.raises(BatchError) as caught:
-            list(ShardedLoader(batches, place, CPU, batches=mode))
+            list(ShardedLoader(batches, place, batches=mode))
         said[case] = (type(caught.value).__name__, str(caught.value).removeprefix("on rank 2: "))
     said["a bad batch of one replica"] = ("BatchError", "on rank 2: " + said["a bad batch of one replica"][1])
     return said
@@ -428,10 +428,10 @@ def assert_dealt(shards, steps, replica):
     shards = list(shards)
     assert len(shards) == len(wanted)
     for shard, samples in zip(shards, wanted, strict=True):
-        assert is_weightless(shard["position_ids"]) == (samples is None)
+        assert shard_info(shard["position_ids"]).is_filler == (samples is None)
         if samples is None:
             assert shard["input_ids"].shape == (1, 1) and shard["shift_labels"].eq(-100).all()
             assert "cu_seq_lens_q" not in shard
         else:
-            mine = replica.schedule.positions(6, replica.rank)
+            mine = stream_placement(replica.schedule, 6).positions(replica.rank)
             assert torch.equal(shard["input_ids"], rows(samples)["input_ids"][:, mine])

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.plan import Plan
+from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,
@@ -39,11 +40,11 @@ def _check_exchange(rank):
         schedule = Schedule(num_heads=sum(heads), num_kv_heads=num_kv_heads, groups=(group,), layout="contiguous")
         replica = make_replica(Plan.of_replicas([schedule]))
         for length, batch_size in ((11, 2), (37, 1)):
-            exchange = make_exchange(replica, length)
+            exchange = make_exchange(replica, stream_placement(schedule, length))
             torch.manual_seed(length)
             q = torch.randn(batch_size, schedule.num_heads, length, 4)
             k, v = torch.randn(2, batch_size, num_kv_heads, length, 4)
-            mine = schedule.positions(length, rank)
+            mine = stream_placement(schedule, length).positions(rank)
             own_q, own_kv = slice(*group.head_range(rank)), slice(*schedule.kv_heads(*group.head_range(rank)))
             with CommDebugMode() as comms:
                 gathered = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)

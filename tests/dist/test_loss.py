@@ -9,6 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from ds_hetero.plan import Plan
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica
+from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
@@ -84,7 +85,7 @@ def whole_loss(model, batch):
 
 def shard_loss(model, batch, replica, reduction="sum"):
     whole = read_batch(batch)
-    shard = whole.shard(replica.schedule.intervals(whole.length, replica.rank))
+    shard = whole.shard(stream_placement(replica.schedule, whole.length).intervals(replica.rank))
     logits = model(shard["input_ids"], whole.length, replica.sp_group)
     num_tokens = shard["shift_labels"].ne(-100).sum()
     if reduction == "sum":

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.errors import BatchError
+from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.schedule import Group, Schedule
 
@@ -53,9 +54,10 @@ def test_every_rank_gets_its_positions_of_every_sequence(groups, layout, length,
         "position_ids": torch.arange(length).expand(batch_size, -1),
     }
     read = read_batch(batch)
+    placement = stream_placement(schedule, length)
     for rank in schedule.ranks:
-        mine = schedule.positions(length, rank)
-        shard = read.shard(schedule.intervals(length, rank))
+        mine = placement.positions(rank)
+        shard = read.shard(placement.intervals(rank))
         assert shard.keys() == batch.keys() - {"labels"} | {"shift_labels", "position_ids"}
         for name, tensor in whole.items():
             assert torch.equal(shard[name], tensor[:, mine]), name

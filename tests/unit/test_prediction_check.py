@@ -13,8 +13,8 @@ from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import forecast
 from ds_hetero.job.prediction_check import Comparison, Outlook, announce
 from ds_hetero.models import ModelSpec
+from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import batch_layout
-from ds_hetero.runtime.attention.ring_table import Rows
 
 MODEL = ModelSpec(
     name="small",
@@ -43,7 +43,7 @@ def outlook(num_replicas: int = 1) -> Outlook:
 
 def step(found: Outlook, now_s: float, *lengths: int, schedule=SCHEDULE) -> None:
     for length in lengths:
-        found.saw(batch_layout(schedule, length, (Rows(0, 1, ((0, length),)),)))
+        found.saw(batch_layout(stream_placement(schedule, length), (Rows(0, 1, ((0, length),)),)))
     found.stepped(now_s)
 
 
@@ -77,7 +77,7 @@ def test_forwards_without_gradients_are_no_part_of_a_step():
     found = outlook()
     for now_s in range(3):
         with torch.no_grad():
-            found.saw(batch_layout(SCHEDULE, 64, (Rows(0, 1, ((0, 64),)),)))
+            found.saw(batch_layout(stream_placement(SCHEDULE, 64), (Rows(0, 1, ((0, 64),)),)))
         step(found, float(now_s), 1024)
     assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(SCHEDULE, 1024, 1, 1))
 

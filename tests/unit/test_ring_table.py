@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hetero.runtime.attention.ring_table import Block, RingTable, Rows, visible_blocks
+from ds_hetero.placement import Rows, stream_placement
+from ds_hetero.runtime.attention.ring_table import Block, RingTable, visible_blocks
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 
 
@@ -25,7 +26,8 @@ def tables(draw, masks=True):
     documents = tuple(pairwise(cuts)) if draw(st.booleans()) else ((0, length),)
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.integers(1, length))) if causal else None
-    return RingTable(schedule, length, (Rows(0, 1, documents),), causal, window)
+    placement = stream_placement(schedule, length, (Rows(0, 1, documents),))
+    return RingTable(placement, placement.lanes[0], causal, window)
 
 
 def _pairs(block: Block):
@@ -38,8 +40,8 @@ def _pairs(block: Block):
 
 @given(tables())
 def test_blocks_cover_the_visible_pairs_once_and_waste_no_row_or_column(table):
-    positions = [[p for a, b in chunks for p in range(a, b)] for chunks in table.schedule.chunks(table.length)]
-    (_, _, documents), *_ = table.rows
+    positions = [[p for a, b in chunks for p in range(a, b)] for chunks in table.lane.intervals]
+    (_, _, documents), *_ = table.placement.rows
     for q, queries in enumerate(positions):
         for k, keys in enumerate(positions):
             (_, blocks), *_ = table.blocks(q, k)
@@ -81,7 +83,7 @@ def test_blocks_that_a_document_border_empties_are_absent():
 
 @given(tables())
 def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(table):
-    size = table.schedule.ring_size
+    size = table.size
     held = [{k} for k in range(size)]
     needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks(k, s))} for k in range(size)]
     for step in range(size):
@@ -100,7 +102,7 @@ def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(tab
 
 @given(tables())
 def test_backward_transfers_bring_kv_and_take_every_gradient_home_once(table):
-    size = table.schedule.ring_size
+    size = table.size
     kept = [{k, (k + 1) % size} if k in table.paths[(k + 1) % size] else {k} for k in range(size)]
     done = [{} for _ in range(size)]  # per group: source -> groups whose contribution is in its partial dK/dV
     for step in range(size):
@@ -125,7 +127,8 @@ def test_backward_transfers_bring_kv_and_take_every_gradient_home_once(table):
 
 def test_a_dense_ring_moves_the_published_number_of_blocks():
     groups = tuple(Group(ranks=(i,), tokens=(1,), heads=(2,)) for i in range(4))
-    table = RingTable(Schedule(num_heads=2, num_kv_heads=1, groups=groups), 64, (Rows(0, 1, ((0, 64),)),), False, None)
+    placement = stream_placement(Schedule(num_heads=2, num_kv_heads=1, groups=groups), 64, (Rows(0, 1, ((0, 64),)),))
+    table = RingTable(placement, placement.lanes[0], False, None)
     assert [len(r) for r in table.forward_rounds] == [4, 4, 4]
     assert [len(r) for r in table.backward_kv_rounds] == [4, 4, 0]  # the last remote KV of the forward is still there
     assert [len(r) for r in table.backward_grad_rounds] == [0, 4, 4, 4]
@@ -134,6 +137,7 @@ def test_a_dense_ring_moves_the_published_number_of_blocks():
 def test_a_window_stops_kv_from_travelling_on():
     groups = tuple(Group(ranks=(i,), tokens=(1,), heads=(2,)) for i in range(4))
     schedule = Schedule(num_heads=2, num_kv_heads=1, groups=groups, layout="contiguous")
-    table = RingTable(schedule, 64, (Rows(0, 1, ((0, 64),)),), True, 8)
+    placement = stream_placement(schedule, 64, (Rows(0, 1, ((0, 64),)),))
+    table = RingTable(placement, placement.lanes[0], True, 8)
     assert [len(r) for r in table.forward_rounds] == [3, 0, 0]
     assert [table.columns(source) for source in range(4)] == [(9, 16), (9, 16), (9, 16), (0, 0)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ds_hetero.baselines import proportional, ring, ulysses
 from ds_hetero.errors import ScheduleError
+from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, schedules_for_world
 from ds_hetero.splits import Piece, share
 
@@ -72,11 +73,11 @@ def test_tokens_chunks_and_positions_of_the_example_by_hand():
     # Front halves of 9 and 4 rounded up: 5 and 2, then the back halves in reverse: 2 and 4.
     assert schedule.chunks(13) == (((0, 5), (9, 13)), ((5, 7), (7, 9)))
     # Group 0 holds 0 1 2 3 4 9 10 11 12 in this order: rank 0 the first seven, rank 1 the other two.
-    assert schedule.positions(13, 0) == [0, 1, 2, 3, 4, 9, 10]
-    assert schedule.positions(13, 1) == [11, 12]
-    assert schedule.intervals(13, 0) == ((0, 5), (9, 11))
-    assert schedule.positions(13, 2) == [5, 6]
-    assert schedule.positions(13, 3) == [7, 8]
+    assert stream_placement(schedule, 13).positions(0) == [0, 1, 2, 3, 4, 9, 10]
+    assert stream_placement(schedule, 13).positions(1) == [11, 12]
+    assert stream_placement(schedule, 13).intervals(0) == ((0, 5), (9, 11))
+    assert stream_placement(schedule, 13).positions(2) == [5, 6]
+    assert stream_placement(schedule, 13).positions(3) == [7, 8]
     # Heads are cut at 24 in one group and at 16 in the other.
     assert schedule.sub_rings == (Piece(0, 16, (0, 2)), Piece(16, 24, (0, 3)), Piece(24, 32, (1, 3)))
 
@@ -85,8 +86,8 @@ def test_contiguous_layout_follows_the_ring():
     schedule = replace(Schedule.from_dict(EXAMPLE), layout="contiguous", ring=(1, 0))
     assert schedule.group_tokens(13) == (4, 9)
     assert schedule.chunks(13) == (((0, 4),), ((4, 13),))
-    assert schedule.positions(13, 2) == [0, 1]
-    assert schedule.positions(13, 0) == [4, 5, 6, 7, 8, 9, 10]
+    assert stream_placement(schedule, 13).positions(2) == [0, 1]
+    assert stream_placement(schedule, 13).positions(0) == [4, 5, 6, 7, 8, 9, 10]
     assert [schedule.ring_position(rank) for rank in range(4)] == [1, 1, 0, 0]
     assert [piece.owners for piece in schedule.sub_rings] == [(2, 0), (3, 0), (3, 1)]
 
@@ -98,15 +99,15 @@ def test_zigzag_of_three_groups_is_mirrored():
     schedule = proportional((4, 2, 5), 4, 4)
     assert schedule.chunks(11) == (((0, 2), (9, 11)), ((2, 3), (8, 9)), ((3, 6), (6, 8)))
     # Causal work is positions + 1, summed: 1+2+10+11 = 24, 3+9 = 12 and 4+5+6+7+8 = 30, that is 6 per token.
-    assert [sum(p + 1 for p in schedule.positions(11, rank)) for rank in range(3)] == [24, 12, 30]
+    assert [sum(p + 1 for p in stream_placement(schedule, 11).positions(rank)) for rank in range(3)] == [24, 12, 30]
 
 
 def test_tokens_follow_ascending_ranks_and_heads_the_listed_order():
     group = Group(ranks=(2, 0, 1), tokens=(3, 1, 2), heads=(5, 0, 1))
     schedule = Schedule(num_heads=6, num_kv_heads=3, groups=(group,), layout="contiguous")
-    assert schedule.intervals(6, 0) == ((0, 1),)
-    assert schedule.intervals(6, 1) == ((1, 3),)
-    assert schedule.intervals(6, 2) == ((3, 6),)
+    assert stream_placement(schedule, 6).intervals(0) == ((0, 1),)
+    assert stream_placement(schedule, 6).intervals(1) == ((1, 3),)
+    assert stream_placement(schedule, 6).intervals(2) == ((3, 6),)
     assert [group.head_range(rank) for rank in (2, 0, 1)] == [(0, 5), (5, 5), (5, 6)]
     assert schedule.sub_rings == (Piece(0, 5, (2,)), Piece(5, 6, (1,)))
 
@@ -123,8 +124,8 @@ def test_kv_heads_on_a_cut_are_on_both_sides():
 def test_a_rank_of_weight_zero_holds_nothing():
     schedule = proportional((2, 0, 1), 4, 4)
     assert schedule.tokens(7) == {0: 5, 1: 0, 2: 2}
-    assert schedule.intervals(7, 1) == ()
-    assert schedule.positions(7, 1) == []
+    assert stream_placement(schedule, 7).intervals(1) == ()
+    assert stream_placement(schedule, 7).positions(1) == []
     assert schedule.tokens(2) == {0: 1, 1: 0, 2: 1}  # two ranks hold something, so two tokens are enough
 
 
@@ -251,36 +252,9 @@ def test_a_sequence_shorter_than_the_ranks_is_refused():
 def test_a_rank_outside_the_schedule_is_refused():
     with pytest.raises(ScheduleError, match=r"rank 7 is not in the schedule, whose ranks are \(0, 1\)"):
         ring(2, 4, 4).ring_position(7)
-    with pytest.raises(ScheduleError, match=r"rank 7 is not in the schedule, whose ranks are \(0, 1\)"):
-        ring(2, 4, 4).positions(10, 7)
 
 
 # --- properties -------------------------------------------------------------------------------------
-
-
-@given(schedules(), lengths)
-def test_the_ranks_hold_every_position_once(schedule, length):
-    held = [p for rank in schedule.ranks for p in schedule.positions(length, rank)]
-    assert sorted(held) == list(range(length))
-
-
-@given(schedules(), lengths)
-def test_a_rank_holds_its_tokens_in_ascending_intervals_of_its_group(schedule, length):
-    for rank, tokens in schedule.tokens(length).items():
-        positions = schedule.positions(length, rank)
-        chunks = schedule.chunks(length)[schedule.ring_position(rank)]
-        assert len(positions) == tokens
-        assert positions == sorted(positions)
-        for start, stop in schedule.intervals(length, rank):
-            assert start < stop
-            assert any(a <= start and stop <= b for a, b in chunks)
-
-
-@given(schedules(), lengths)
-def test_a_groups_tokens_in_rank_order_are_its_chunks_in_order(schedule, length):
-    for group, chunks in zip(schedule.ring_groups, schedule.chunks(length), strict=True):
-        held = [p for rank in sorted(group.ranks) for p in schedule.positions(length, rank)]
-        assert held == [p for start, stop in chunks for p in range(start, stop)]
 
 
 @given(schedules(layouts=("zigzag",)), lengths)
@@ -330,7 +304,9 @@ def test_a_shifted_schedule_is_the_same_for_other_ranks(schedule, first_rank, le
     moved = schedule.shifted(first_rank)
     assert moved.ranks == tuple(rank + first_rank for rank in schedule.ranks)
     for rank in schedule.ranks:
-        assert moved.intervals(length, rank + first_rank) == schedule.intervals(length, rank)
+        assert stream_placement(moved, length).intervals(rank + first_rank) == stream_placement(
+            schedule, length
+        ).intervals(rank)
 
 
 @given(schedules(), lengths)

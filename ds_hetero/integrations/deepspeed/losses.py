@@ -20,7 +20,8 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, marked_items, marked_labels
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import is_scaled, rescaled_loss
 
 __all__ = ["LossScaling"]
@@ -62,9 +63,9 @@ class LossScaling:
         convention = self._model.convention or "replica_mean"
         if convention not in self._checked and self._expect(convention, loss):
             self._checked.add(convention)
-        positions = self._model.positions
-        labels = None if positions is None else marked_labels(positions)
-        num_items = None if positions is None else marked_items(positions)
+        info = shard_info(self._model.positions)
+        labels = None if info is None else info.labels
+        num_items = None if info is None else info.num_items
         needs_items = replica.batch_split is not None
         if (needs_items and num_items is None) or (labels is None and (needs_items or convention != "replica_mean")):
             raise BatchError(

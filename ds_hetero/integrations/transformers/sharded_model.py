@@ -30,9 +30,10 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, Shard, agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
-from ds_hetero.runtime.data.shards import PACKING, is_weightless, marked_schedule
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 
@@ -203,30 +204,29 @@ class ShardedModel:
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not forced:
             kwargs["use_cache"] = False
-        given = positions
+        given, info = positions, shard_info(positions)
         placeholder = positions.shape[1] == 1 and bool(positions[0, 0] < 0)
         if placeholder:
             kwargs["position_ids"] = torch.zeros_like(positions)
             tokens, positions = tokens[:, :0], positions[:, :0]
             mask = None if mask is None else mask[:, :0]
+        shard = Shard(
+            batch_size=tokens.shape[0],
+            tokens=tokens.shape[1],
+            dtype=self.pretrained.dtype,
+            position_ids=positions,
+            attention_mask=mask,
+            cu_seqlens=cu_seqlens,
+            placement=None if info is None else info.placement,
+        )
         with self.clock.phase(IDLE, "agree_on_batch"):
-            batch = agree_on_batch(
-                self.replica,
-                tokens.shape[:2],
-                self.pretrained.dtype,
-                tokens.device,
-                position_ids=positions,
-                attention_mask=mask,
-                cu_seqlens=cu_seqlens,
-                cut_for=marked_schedule(given),
-                earlier=[replica.schedule for replica in self._earlier],
-            )
+            batch = agree_on_batch(self.replica, shard, [replica.schedule for replica in self._earlier])
         if torch.is_grad_enabled():
             self.positions = given
-        if not is_weightless(given):
+        if info is None or not info.is_filler:
             self.on_batch(batch)
-        replica = next(known for known in (self.replica, *self._earlier) if known.schedule == batch.schedule)
-        self.clock.holds_batch(batch.batch_size, batch.tokens[replica.rank], batch.length)
+        replica = next(known for known in (self.replica, *self._earlier) if known.schedule == batch.placement.schedule)
+        self.clock.holds_batch(batch.batch_size, batch.placement.tokens(replica.rank), batch.placement.length)
         self._token = _forward.set(_Forward(batch, replica, self.kernel, placeholder, self.clock))
         return (), kwargs
 

@@ -89,7 +89,7 @@ def attention(
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
     _check_shapes(q, k, v, replica, batch)
-    window = None if spec.window is not None and spec.window >= batch.length else spec.window
+    window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange, ring = _exchange_and_ring(replica, batch, spec.causal, window)
     context = RingContext(ring, replica.sp_group, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
@@ -103,7 +103,7 @@ def attention(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout) -> None:
-    tokens, schedule = batch.tokens[replica.rank], replica.schedule
+    tokens, schedule = batch.placement.tokens(replica.rank), replica.schedule
     expected = (batch.batch_size, schedule.num_heads, tokens), (batch.batch_size, schedule.num_kv_heads, tokens)
     if (q.shape[:3], k.shape[:3]) != expected or v.shape != k.shape or q.shape[3] != k.shape[3]:
         raise BatchError(
@@ -114,7 +114,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: Batc
 
 @lru_cache(maxsize=256)
 def _exchange_and_ring(replica: Replica, batch: BatchLayout, causal: bool, window: int | None) -> tuple[Exchange, Ring]:
-    return make_exchange(replica, batch.length), make_ring(batch.ring_table(causal, window), replica.rank)
+    return make_exchange(replica, batch.placement), make_ring(batch.ring_table(causal, window), replica.rank)
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What all ranks of a replica must know of a batch before the first attention layer, agreed once per forward.
 
-    length, batch_size   of the whole sequence, not of this rank's shard
-    rows                 documents of every batch row: attention acts inside a document, padding belongs to none
+    placement   which positions each rank holds, as the loader made it; found again where a framework has lost it
+    rows        documents of every batch row: attention acts inside a document, padding belongs to none
 
 Documents come from one of three places: ``cu_seqlens``; a 2-D padding mask; ``position_ids`` that restart. As in
 transformers, a padding mask that is given, even one without a zero, rules out a search for restarts.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.runtime.attention.ring_table import RingTable, Rows
+from ds_hetero.placement import Placement, Rows, stream_placement
+from ds_hetero.runtime.attention.ring_table import RingTable
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 
-__all__ = ["BatchLayout", "agree_on_batch", "batch_layout"]
+__all__ = ["BatchLayout", "Shard", "agree_on_batch", "batch_layout"]
 
 Documents = tuple[tuple[int, int], ...]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "schedule")
+_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "placement")
 _ABSENT = -1
 
 
@@ -38,56 +39,70 @@ class BatchLayout:
     """The structure of one batch; the same on every rank of the replica.
 
     Args:
-        schedule: the replica's schedule.
-        length: tokens of the whole sequence.
-        rows: batch rows with their documents, covering the batch in order.
+        placement: who holds what, with the documents of every row.
     """
 
-    schedule: Schedule
-    length: int
-    rows: tuple[Rows, ...]
-    _tables: dict[tuple[bool, int | None], RingTable] = field(default_factory=dict, repr=False)
+    placement: Placement
+    _tables: dict[tuple[int, bool, int | None], RingTable] = field(default_factory=dict, repr=False)
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch."""
-        return self.rows[-1].stop
+        return self.placement.rows[-1].stop
 
-    @cached_property
-    def tokens(self) -> dict[int, int]:
-        """Tokens of every rank."""
-        return self.schedule.tokens(self.length)
-
-    def ring_table(self, causal: bool, window: int | None) -> RingTable:
-        """Blocks and transfers for one kind of mask; made once and kept."""
-        key = (causal, window)
+    def ring_table(self, causal: bool, window: int | None, lane: int = 0) -> RingTable:
+        """Blocks and transfers of one lane for one kind of mask; made once and kept."""
+        key = (lane, causal, window)
         if key not in self._tables:
-            self._tables[key] = RingTable(self.schedule, self.length, self.rows, causal, window)
+            self._tables[key] = RingTable(self.placement, self.placement.lanes[lane], causal, window)
         return self._tables[key]
 
 
-def agree_on_batch(
-    replica: Replica,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cut_for: int | None = None,
-    earlier: Sequence[Schedule] = (),
-) -> BatchLayout:
-    """Exchange what this rank sees of the batch and derive the layout that all ranks share.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """What one rank sees of a batch.
 
     Args:
-        shape: (B, s) of this rank's shard.
+        batch_size: rows of the batch: B.
+        tokens: tokens of one row that the rank holds: s.
         dtype: the dtype in which attention will run.
-        device: where the shard lives.
-        position_ids: [B, s] or [1, s], this rank's shard.
-        attention_mask: [B, s], this rank's shard; non-zero where a token is real.
+        position_ids: [B, s] or [1, s].
+        attention_mask: [B, s]; non-zero where a token is real.
         cu_seqlens: [documents + 1] boundaries in the whole flattened sequence, the same on every rank; B must be 1.
-        cut_for: fingerprint of the schedule for which the shard was cut, if it is known.
+        placement: for which the shard was cut, if that is known.
+    """
+
+    batch_size: int
+    tokens: int
+    dtype: torch.dtype
+    position_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    placement: Placement | None = None
+
+    def header(self) -> list[int]:
+        """What every rank tells the others, in the order of ``_HEADER``."""
+        position_sum = position_moment = padding = boundaries = _ABSENT
+        if self.position_ids is not None:
+            positions = self.position_ids.to(torch.int64).expand(self.batch_size, -1)
+            weights = torch.arange(1, self.batch_size * self.tokens + 1, device=positions.device)
+            weights = weights.view(self.batch_size, self.tokens)
+            position_sum, position_moment = torch.stack([positions.sum(), (positions * weights).sum()]).tolist()
+        if self.attention_mask is not None:
+            padding = int(self.attention_mask.eq(0).sum())
+        if self.cu_seqlens is not None:
+            boundaries = hash(tuple(self.cu_seqlens.tolist()))
+        placement = _ABSENT if self.placement is None else self.placement.fingerprint
+        dtype = _DTYPES.index(self.dtype)
+        return [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
+
+
+def agree_on_batch(replica: Replica, shard: Shard, earlier: Sequence[Schedule] = ()) -> BatchLayout:
+    """Exchange what the ranks see of the batch and derive the layout that all of them share.
+
+    Args:
+        replica: this rank's replica.
+        shard: what this rank sees of the batch.
         earlier: schedules that the replica had before, latest first; shards cut for them may still come. The layout
             is that of the schedule for which the shards were cut.
 
@@ -97,61 +112,27 @@ def agree_on_batch(
     Raises:
         BatchError: on every rank, when the shards do not form one batch, or its mask cannot be honoured.
     """
-    header = _header(shape, dtype, position_ids, attention_mask, cu_seqlens, cut_for)
-    headers = _gather_headers(replica, header, device)
+    headers = _gather_headers(replica, shard)
     _check(replica, headers)
-    length = sum(header["tokens"] for header in headers)
-    schedule = _schedule_of_shards((replica.schedule, *earlier), length, headers)
-    batch_size = headers[0]["batch_size"]
-    if cu_seqlens is not None:
-        documents = _documents_from_cu_seqlens(cu_seqlens.tolist(), length, batch_size)
-    elif attention_mask is not None:
-        documents = [((0, length),)] * batch_size
-        if any(header["padding"] for header in headers):
-            whole = _gather_shards(replica, schedule, length, attention_mask.ne(0).expand(batch_size, -1), device)
-            documents = [_documents_from_mask(row, mask) for row, mask in enumerate(whole)]
-    elif position_ids is None or _plain(schedule, length, headers):
-        documents = [((0, length),)] * batch_size
-    else:
-        whole = _gather_shards(replica, schedule, length, position_ids.expand(batch_size, -1), device)
-        documents = [_documents_from_positions(row) for row in whole]
-    return _layout(schedule, length, documents)
+    placement = _placement_of_shards((replica.schedule, *earlier), shard.placement, headers)
+    return batch_layout(placement, _rows(_documents(replica, placement, shard, headers)))
 
 
-# --- the header ------------------------------------------------------------------------------------
+@lru_cache(maxsize=64)
+def batch_layout(placement: Placement, rows: tuple[Rows, ...]) -> BatchLayout:
+    """The layout of these rows; batches of the same structure share one, and with it its ring tables."""
+    return BatchLayout(placement=placement.with_rows(rows))
 
 
-def _header(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cut_for: int | None,
-) -> list[int]:
-    batch_size, tokens = shape
-    position_sum = position_moment = padding = boundaries = _ABSENT
-    if position_ids is not None:
-        positions = position_ids.to(torch.int64).expand(batch_size, -1)
-        weights = torch.arange(1, batch_size * tokens + 1, device=positions.device).view(batch_size, tokens)
-        position_sum, position_moment = torch.stack([positions.sum(), (positions * weights).sum()]).tolist()
-    if attention_mask is not None:
-        padding = int(attention_mask.eq(0).sum())
-    if cu_seqlens is not None:
-        boundaries = hash(tuple(cu_seqlens.tolist()))
-    schedule = _ABSENT if cut_for is None else cut_for
-    return [batch_size, tokens, _DTYPES.index(dtype), position_sum, position_moment, padding, boundaries, schedule]
+def _gather_headers(replica: Replica, shard: Shard) -> list[dict[str, int]]:
+    header = torch.tensor(shard.header(), dtype=torch.int64, device=message_device(replica.sp_group))
+    return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in _all_gather(replica, header)]
 
 
-def _gather_headers(replica: Replica, header: list[int], device: torch.device) -> list[dict[str, int]]:
-    mine = torch.tensor(header, dtype=torch.int64, device=message_device(replica.sp_group))
-    return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in _all_gather(replica, mine)]
-
-
-def _all_gather(replica: Replica, mine: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(mine) for _ in replica.ranks]
+def _all_gather(replica: Replica, part: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(part) for _ in replica.ranks]
     with reporting_lost_peers("comparing the batch with the other ranks of its replica"):
-        dist.all_gather(parts, mine, group=replica.sp_group)
+        dist.all_gather(parts, part, group=replica.sp_group)
     return parts
 
 
@@ -175,31 +156,38 @@ def _check(replica: Replica, headers: list[dict[str, int]]) -> None:
             raise BatchError(f"{what} must be given on all ranks or on none, but by rank it is {given}.")
 
 
-def _schedule_of_shards(schedules: Sequence[Schedule], length: int, headers: list[dict[str, int]]) -> Schedule:
-    """The one of ``schedules`` for which the shards were cut: as they say, or as their sizes and positions tell."""
-    told = {header["schedule"] for header in headers} - {_ABSENT}
-    known = [schedule for schedule in schedules if told <= {schedule.fingerprint}]
-    if not known:
-        raise BatchError(
-            f"the shards were cut for the schedule(s) {sorted(f'{t & 0xFFFFFFFF:08x}' for t in told)}, the replica has "
-            f"had {[f'{s.fingerprint & 0xFFFFFFFF:08x}' for s in schedules]}. Draw a step's batches on every rank "
-            "between the same two steps."
-        )
+def _placement_of_shards(
+    schedules: Sequence[Schedule], own: Placement | None, headers: list[dict[str, int]]
+) -> Placement:
+    """The placement for which the shards were cut: the loader's, or one that fits their sizes and positions.
+
+    Args:
+        schedules: that the replica has and had, latest first.
+        own: the placement that this rank's shard brought along.
+        headers: of all ranks.
+    """
     held = [header["tokens"] for header in headers]
-    fitting = [schedule for schedule in known if _tokens(schedule, length) == held]
-    if not fitting:
-        try:
-            wanted = list(known[0].tokens(length).values())
-        except ScheduleError as error:
-            raise BatchError(str(error)) from None
+    marked = {header["placement"] for header in headers} - {_ABSENT}
+    if own is not None and marked == {own.fingerprint} and own.schedule in schedules:
+        candidates = [own]
+    else:
+        candidates = _stream_placements(schedules, sum(held), marked)
+    if not candidates:
         raise BatchError(
-            f"the shards of a batch of {length} tokens have {held} tokens by rank, the schedule gives "
-            f"{wanted}. Shard each batch with ds_hetero's loader (handle.dataloader); "
+            f"the shards were cut for the placement(s) {[f'{print_ & 0xFFFFFFFF:08x}' for print_ in sorted(marked)]}, "
+            f"which are not one batch under a schedule that the replica has had "
+            f"({[f'{schedule.fingerprint & 0xFFFFFFFF:08x}' for schedule in schedules]}). Draw a step's batches on "
+            "every rank between the same two steps."
+        )
+    fitting = [placement for placement in candidates if list(placement.rank_tokens) == held]
+    if not fitting:
+        raise BatchError(
+            f"the shards of a batch of {sum(held)} tokens have {held} tokens by rank, the schedule gives "
+            f"{list(candidates[0].rank_tokens)}. Shard each batch with ds_hetero's loader (handle.dataloader); "
             "a forward on whole batches belongs in model.eval()."
         )
-    cuts = {tuple(schedule.intervals(length, rank) for rank in schedule.ranks) for schedule in fitting}
-    if len(cuts) > 1:
-        fitting = [schedule for schedule in fitting if _plain(schedule, length, headers)]
+    if len(fitting) > 1 and len({tuple(map(p.intervals, p.schedule.ranks)) for p in fitting}) > 1:
+        fitting = [placement for placement in fitting if _plain(placement, headers)]
         if len(fitting) != 1:
             raise BatchError(
                 "the schedule has changed, and these shards do not tell whether they were cut before or after that: "
@@ -208,25 +196,37 @@ def _schedule_of_shards(schedules: Sequence[Schedule], length: int, headers: lis
     return fitting[0]
 
 
-def _tokens(schedule: Schedule, length: int) -> list[int] | None:
-    """By rank; None if the sequence is too short for the schedule."""
+def _stream_placements(schedules: Sequence[Schedule], length: int, marked: set[int]) -> list[Placement]:
+    """Stream placements of those schedules that the sequence is long enough for; of them, only the marked one.
+
+    Raises:
+        BatchError: the sequence is too short for all of them.
+    """
+    tried = [_try_stream_placement(schedule, length) for schedule in schedules]
+    placements = [placement for placement in tried if isinstance(placement, Placement)]
+    if not placements:
+        raise BatchError(str(tried[0]))
+    return [placement for placement in placements if marked <= {placement.fingerprint}]
+
+
+def _try_stream_placement(schedule: Schedule, length: int) -> Placement | ScheduleError:
     try:
-        return list(schedule.tokens(length).values())
-    except ScheduleError:
-        return None
+        return stream_placement(schedule, length)
+    except ScheduleError as error:
+        return error
 
 
-def _plain(schedule: Schedule, length: int, headers: list[dict[str, int]]) -> bool:
+def _plain(placement: Placement, headers: list[dict[str, int]]) -> bool:
     """Whether the position ids of all ranks are 0 .. length - 1, judged by two moments of each shard.
 
     Positions that restart never exceed the plain ones, so an equal sum alone proves them equal; the second moment
     tells other numberings apart.
     """
-    for rank, header in zip(schedule.ranks, headers, strict=True):
+    for rank, header in zip(placement.schedule.ranks, headers, strict=True):
         total = moment = 0
         tokens, batch_size = header["tokens"], header["batch_size"]
         index = 1
-        for start, stop in schedule.intervals(length, rank):
+        for start, stop in placement.intervals(rank):
             count = stop - start
             first = count * (start + stop - 1) // 2
             total += first
@@ -244,18 +244,34 @@ def _plain(schedule: Schedule, length: int, headers: list[dict[str, int]]) -> bo
 # --- documents -------------------------------------------------------------------------------------
 
 
-def _gather_shards(
-    replica: Replica, schedule: Schedule, length: int, shard: Tensor, device: torch.device
-) -> list[list[int]]:
+def _documents(
+    replica: Replica, placement: Placement, shard: Shard, headers: list[dict[str, int]]
+) -> Sequence[Documents]:
+    """Documents of every batch row."""
+    length = placement.length
+    undivided = [((0, length),)] * shard.batch_size
+    if shard.cu_seqlens is not None:
+        return _documents_from_cu_seqlens(shard.cu_seqlens.tolist(), length, shard.batch_size)
+    if shard.attention_mask is not None:
+        if not any(header["padding"] for header in headers):
+            return undivided
+        masks = _gather_shards(replica, placement, shard.attention_mask.ne(0).expand(shard.batch_size, -1))
+        return [_documents_from_mask(row, mask) for row, mask in enumerate(masks)]
+    if shard.position_ids is None or _plain(placement, headers):
+        return undivided
+    positions = _gather_shards(replica, placement, shard.position_ids.expand(shard.batch_size, -1))
+    return list(map(_documents_from_positions, positions))
+
+
+def _gather_shards(replica: Replica, placement: Placement, shard: Tensor) -> list[list[int]]:
     """Rows of a whole [B, length] integer tensor from the shards of all ranks."""
-    tokens = schedule.tokens(length)
-    widest = max(tokens.values())
+    widest = max(placement.rank_tokens)
     padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=message_device(replica.sp_group))
     padded[:, : shard.shape[1]] = shard
-    whole = padded.new_empty(shard.shape[0], length)
+    whole = padded.new_empty(shard.shape[0], placement.length)
     for part, rank in zip(_all_gather(replica, padded), replica.ranks, strict=True):
         at = 0
-        for start, stop in schedule.intervals(length, rank):
+        for start, stop in placement.intervals(rank):
             whole[:, start:stop] = part[:, at : at + stop - start]
             at += stop - start
     rows: list[list[int]] = whole.tolist()
@@ -291,15 +307,10 @@ def _documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_siz
     return [tuple((a, b) for a, b in pairwise(boundaries) if a < b)]
 
 
-def _layout(schedule: Schedule, length: int, documents: Sequence[Documents]) -> BatchLayout:
+def _rows(documents: Sequence[Documents]) -> tuple[Rows, ...]:
+    """Neighbouring batch rows with the same documents together."""
     rows = []
     for same, run in groupby(range(len(documents)), key=lambda row: documents[row]):
         members = list(run)
         rows.append(Rows(members[0], members[-1] + 1, same))
-    return batch_layout(schedule, length, tuple(rows))
-
-
-@lru_cache(maxsize=64)
-def batch_layout(schedule: Schedule, length: int, rows: tuple[Rows, ...]) -> BatchLayout:
-    """The layout of these rows; batches of the same structure share one, and with it its ring tables."""
-    return BatchLayout(schedule=schedule, length=length, rows=rows)
+    return tuple(rows)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_hetero.placement import Placement
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 
@@ -59,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Split tables of one group for one length.
+    """Split tables of one group for one placement.
 
     Args:
         members: by ascending rank, which is the order of ``process_group`` and of the tokens.
@@ -92,14 +93,13 @@ class Exchange:
                 dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=self.process_group)
 
 
-def make_exchange(replica: Replica, length: int) -> Exchange:
-    """Tables of this rank's group for a sequence of ``length`` tokens."""
+def make_exchange(replica: Replica, placement: Placement) -> Exchange:
+    """Tables of this rank's group for a batch."""
     schedule, group = replica.schedule, replica.group
-    tokens = schedule.tokens(length)
     members = []
     for rank in sorted(group.ranks):
         q = group.head_range(rank)
-        members.append(Member(tokens[rank], q, schedule.kv_heads(*q)))
+        members.append(Member(placement.tokens(rank), q, schedule.kv_heads(*q)))
     return Exchange(
         members=tuple(members),
         index=sorted(group.ranks).index(replica.rank),

@@ -77,7 +77,7 @@ class Ring:
     @property
     def size(self) -> int:
         """Number of groups K."""
-        return self.table.schedule.ring_size
+        return self.table.size
 
     def forward_source(self, step: int) -> int:
         """Ring position whose KV forward step ``step`` works on: its own first."""
@@ -124,8 +124,8 @@ class Ring:
         if self.size > 1 or len(all_calls := self._all_calls()) != 1:
             return None
         (call,) = all_calls
-        tokens = slice(0, self.table.schedule.group_tokens(self.table.length)[self.position])
-        everything = (slice(0, self.table.rows[-1].stop), slice(0, self.num_q), tokens)
+        tokens = slice(0, self.table.placement.group_tokens(self.position))
+        everything = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
         return call if call.queries == everything and call.keys[2] == tokens else None
 
     @cached_property
@@ -174,7 +174,7 @@ def sent_after(rounds: Sequence[Round], step: int) -> set[int]:
 
 def make_ring(table: RingTable, rank: int) -> Ring:
     """The part of ``rank`` in the ring."""
-    schedule = table.schedule
+    schedule = table.placement.schedule
     position = schedule.ring_position(rank)
     first_q, last_q = schedule.ring_groups[position].head_range(rank)
     first_kv, _ = schedule.kv_heads(first_q, last_q)

@@ -1,7 +1,7 @@
 """Which rectangles of the attention matrix a group has to compute, and which KV has to travel for them.
 
-A group holds intervals of positions (`Schedule.chunks`); its queries and keys are numbered locally, in
-order of position. A document is an interval of positions whose tokens see each other; causality and a
+A group holds intervals of positions (`ds_hetero.placement.Lane.intervals`); its queries and keys are numbered locally,
+in order of position. A document is an interval of positions whose tokens see each other; causality and a
 sliding window act inside it. Everything here is integer arithmetic, done once per batch layout:
 
     Block      local query range x local key range, with the band of `ds_hetero.runtime.attention.kernels.Band`
@@ -18,11 +18,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from ds_hetero.schedule import Schedule
+from ds_hetero.placement import Lane, Placement, Range, Rows
 
-__all__ = ["Block", "RingTable", "Rows", "Transfer", "visible_blocks"]
-
-Range = tuple[int, int]
+__all__ = ["Block", "RingTable", "Transfer", "visible_blocks"]
 
 
 class Block(NamedTuple):
@@ -36,14 +34,6 @@ class Block(NamedTuple):
     k: Range
     lo: int | None
     hi: int | None
-
-
-class Rows(NamedTuple):
-    """Batch rows ``[start, stop)`` with the same documents; positions outside every document are padding."""
-
-    start: int
-    stop: int
-    documents: tuple[Range, ...]
 
 
 class _Piece(NamedTuple):
@@ -151,7 +141,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RingTable:
-    """Who computes what at which ring step, and what travels, for one schedule, length and mask.
+    """Who computes what at which ring step, and what travels, for one lane of a placement and one mask.
+
+    Positions in the table count the lane's members, in the order in which KV travels.
 
     Forward step t: the group at position k attends to the KV of position k - t. Round t, posted before the compute of
     step t, brings what step t + 1 needs. A block visits only the groups that need it, in ring order.
@@ -164,11 +156,15 @@ class RingTable:
     keeps backends with stream-ordered point-to-point calls (NCCL) free of deadlock when they are not.
     """
 
-    schedule: Schedule
-    length: int
-    rows: tuple[Rows, ...]
+    placement: Placement
+    lane: Lane
     causal: bool
     window: int | None
+
+    @property
+    def size(self) -> int:
+        """Members of the lane: K."""
+        return len(self.lane.members)
 
     def blocks(self, q: int, k: int) -> tuple[tuple[Rows, tuple[Block, ...]], ...]:
         """Blocks of the queries at ring position ``q`` against the keys at ``k``, for each set of batch rows."""
@@ -178,7 +174,7 @@ class RingTable:
         """Local keys of ``source`` that travel: the hull of what the other groups need, (0, 0) if nothing."""
         needed = [
             block.k
-            for q in range(self.schedule.ring_size)
+            for q in range(self.size)
             if q != source
             for _, blocks in self._blocks[q][source]
             for block in blocks
@@ -188,7 +184,7 @@ class RingTable:
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """For every group, the ring positions that need its KV, in the order it visits them; its own is left out."""
-        size = self.schedule.ring_size
+        size = self.size
         return tuple(
             tuple(
                 position
@@ -201,8 +197,8 @@ class RingTable:
     @cached_property
     def forward_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
         """KV transfers of round t = 0 .. K - 2."""
-        rounds: list[list[Transfer]] = [[] for _ in range(self.schedule.ring_size - 1)]
-        for source in range(self.schedule.ring_size):
+        rounds: list[list[Transfer]] = [[] for _ in range(self.size - 1)]
+        for source in range(self.size):
             sender = source
             for receiver in self.paths[source]:
                 rounds[self._hop(source, receiver) - 1].append(Transfer(source, sender, receiver))
@@ -212,7 +208,7 @@ class RingTable:
     @cached_property
     def backward_kv_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
         """KV transfers of backward round j = 0 .. K - 2, for step j + 1; a block kept since the forward stays."""
-        size = self.schedule.ring_size
+        size = self.size
         rounds: list[list[Transfer]] = [[] for _ in range(size - 1)]
         for source in range(size):
             sender = source
@@ -226,7 +222,7 @@ class RingTable:
     @cached_property
     def backward_grad_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
         """dK/dV transfers of backward round j = 0 .. K - 1; the receiver adds them to its own at the end of step j."""
-        size = self.schedule.ring_size
+        size = self.size
         rounds: list[list[Transfer]] = [[] for _ in range(size)]
         for source in range(size):
             path = (source, *self.paths[source])
@@ -235,15 +231,18 @@ class RingTable:
         return tuple(map(tuple, rounds))
 
     def _hop(self, source: int, position: int) -> int:
-        return (position - source) % self.schedule.ring_size
+        return (position - source) % self.size
 
     @cached_property
     def _blocks(self) -> tuple[tuple[tuple[tuple[Rows, tuple[Block, ...]], ...], ...], ...]:
-        chunks = self.schedule.chunks(self.length)
+        held = self.lane.intervals
         return tuple(
             tuple(
-                tuple((rows, visible_blocks(q, k, rows.documents, self.causal, self.window)) for rows in self.rows)
-                for k in chunks
+                tuple(
+                    (rows, visible_blocks(q, k, rows.documents, self.causal, self.window))
+                    for rows in self.placement.rows
+                )
+                for k in held
             )
-            for q in chunks
+            for q in held
         )

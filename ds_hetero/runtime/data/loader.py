@@ -1,6 +1,6 @@
 """A loader whose batches are this rank's shards: the drop-in for DeepSpeed's UlyssesSPDataLoaderAdapter.
 
-    for batch in ShardedLoader(dataloader, replica, device):       # input_ids [B, s], position_ids, shift_labels, ...
+    for batch in ShardedLoader(dataloader, replica):       # input_ids [B, s], position_ids, shift_labels, ...
 
 Where all ranks of the replica are given the same batch, each cuts its own part out of it and only a checksum travels,
 by which every rank learns whether they still agree. Where each is given a batch of its own, the batches are used in
@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import DataLoader
 
-from ds_hetero.errors import BatchError, ScheduleError
+from ds_hetero.errors import BatchError
+from ds_hetero.placement import Placer, stream_placement
 from ds_hetero.plan import BatchSplit
-from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, message_device, raise_failures
+from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.batch_mode import DEALT, OWN, SAME, Source, decide, describe, expect_unsharded
-from ds_hetero.runtime.data.fetch import Dealt, Own, Round, Same, checksum
+from ds_hetero.runtime.data.fetch import DividedBatches, Fetcher, OwnBatches, SharedBatches, checksum
 from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.replica import Replica
@@ -63,10 +63,10 @@ class ShardedLoader:
     Args:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
         replica: this rank's replica.
-        device: where tensors must be for the replica's process group, unless that is gloo.
         batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
             out, it is found out, and logged by rank 0.
         keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
+        placer: decides who holds which positions of a batch.
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
@@ -84,16 +84,16 @@ class ShardedLoader:
         self,
         dataloader: Iterable[Any],
         replica: Replica,
-        device: torch.device,
         *,
         batches: Literal["same", "own"] | None = None,
         keep_labels: bool = False,
+        placer: Placer = stream_placement,
     ) -> None:
         self.dataloader: Any = dataloader
         self._replica = replica
         self._keep_labels = keep_labels
         self._reader = reader_of(dataloader)
-        self._device = message_device(replica.sp_group)
+        self._placer = placer
         self._opened: Iterator[WholeBatch] | None = None  # an epoch begun to look at its first batch
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
         self._epoch: int | None = None
@@ -103,7 +103,7 @@ class ShardedLoader:
         self._state_before_round: Any = None
         self._skipped = 0
         self.batches, self._lengths = self._establish(batches)
-        self._round = self._make_round()
+        self._fetcher = self._make_fetcher()
 
     @property
     def whole(self) -> Any:
@@ -138,7 +138,7 @@ class ShardedLoader:
         while True:
             if self.batches == OWN:
                 self._state_before_round = self._inner_state()
-            shards = self._round.fetch(self.replica, whole, position.rounds)
+            shards = self._fetcher.fetch(self.replica, whole, position.rounds)
             self._loaded = None
             if not shards:
                 break
@@ -208,7 +208,7 @@ class ShardedLoader:
             self.set_epoch(state["epoch"])
         self._opened = self._running = self._loaded = None
         self._start = self._position = _Position(state["rounds"], state["used"])
-        self._read_and_drop = state["rounds"] * self._round.batches_per_round if self._reader is None else 0
+        self._read_and_drop = state["rounds"] * self._fetcher.batches_per_fetch if self._reader is None else 0
         if state["loader"] is not None and _has_state(self.dataloader):
             self.dataloader.load_state_dict(state["loader"])
             self._loaded = self._state_before_round = state["loader"]
@@ -225,7 +225,7 @@ class ShardedLoader:
         rounds, used = self._rounds_of(num_batches)
         loader = copy.copy(self)
         if self._reader is None:
-            loader.dataloader = skip(self.dataloader, rounds * self._round.batches_per_round)
+            loader.dataloader = skip(self.dataloader, rounds * self._fetcher.batches_per_fetch)
         loader._opened = loader._running = loader._loaded = None
         loader._start = loader._position = _Position(rounds, used)
         loader._skipped = num_batches
@@ -276,12 +276,7 @@ class ShardedLoader:
             yield self._read(batch)
 
     def _read(self, batch: Any) -> WholeBatch:
-        whole = read_batch(batch, self._keep_labels)
-        try:
-            self.replica.schedule.tokens(whole.length)
-        except ScheduleError as error:
-            raise BatchError(str(error)) from None
-        return whole
+        return read_batch(batch, self._keep_labels)
 
     # --- which batches the ranks hold --------------------------------------------------------------
 
@@ -290,10 +285,10 @@ class ShardedLoader:
         assert self.replica.batch_split is not None
         return self.replica.batch_split
 
-    def _make_round(self) -> Round:
+    def _make_fetcher(self) -> Fetcher:
         if self.batches == DEALT:
-            return Dealt(self._device, self.replica.replica_id, self._split, self._reader)
-        return (Same if self.batches == SAME else Own)(self._device)
+            return DividedBatches(self._placer, self.replica.replica_id, self._split, self._reader)
+        return (SharedBatches if self.batches == SAME else OwnBatches)(self._placer)
 
     def _steps_in_epoch(self) -> int:
         if self._reader is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.runtime.data.shards import WholeBatch, cut
+from ds_hetero.placement import Placement, Placer
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.data.shard_info import ShardInfo, attach
+from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, cut
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["exchange_shards", "manifest"]
@@ -34,37 +37,33 @@ def manifest(batch: WholeBatch) -> bytes:
 
 
 def exchange_shards(
-    batch: WholeBatch | None, manifests: Sequence[bytes], replica: Replica, device: torch.device
+    placed: PlacedBatch | None, manifests: Sequence[bytes], replica: Replica, placer: Placer
 ) -> list[dict[str, Any]]:
     """Trade this rank's whole batch for this rank's shard of every batch.
 
     Args:
-        batch: this rank's batch; None if it has none.
+        placed: this rank's batch; None if it has none.
         manifests: of all ranks of the replica; empty for a rank without a batch.
         replica: this rank's replica.
-        device: where the process group wants its tensors.
+        placer: decides who holds which positions of the batches of the other ranks.
 
     Returns:
-        One shard per batch, in the order of the ranks that had them; tensors on the CPU.
+        One shard per batch, in the order of the ranks that had them, each with a `ShardInfo`; tensors on the CPU.
 
     Caller: every rank of the replica.
     Collectives: one all_to_all_single.
     Sends: to each rank its tokens of this rank's batch, and the tensors without a sequence dimension.
     """
     out = [torch.empty(0, dtype=torch.uint8)] * replica.sp_size
-    if batch is not None:
-        out = [_pack(batch, replica.schedule.intervals(batch.length, target)) for target in replica.ranks]
-    announced = [_read_manifest(text, replica) for text in manifests]
-    in_sizes = [sum(entry.num_bytes for entry in entries) for entries, _ in announced]
-    received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
+    if placed is not None:
+        out = [_pack(placed, target) for target in replica.ranks]
+    announced = [_read_manifest(text, replica, placer) if text else None for text in manifests]
+    in_sizes = [shard.num_bytes if shard is not None else 0 for shard in announced]
+    received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=message_device(replica.sp_group))
     out_sizes = [part.numel() for part in out]
-    dist.all_to_all_single(received, torch.cat(out).to(device), in_sizes, out_sizes, group=replica.sp_group)
+    dist.all_to_all_single(received, torch.cat(out).to(received.device), in_sizes, out_sizes, group=replica.sp_group)
     parts = torch.split(received.cpu(), in_sizes)
-    return [
-        {**_unpack(part, entries), **objects}
-        for part, (entries, objects) in zip(parts, announced, strict=True)
-        if entries
-    ]
+    return [shard.unpack(part) for part, shard in zip(parts, announced, strict=True) if shard is not None]
 
 
 @dataclass(frozen=True)
@@ -80,31 +79,52 @@ class _Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def _read_manifest(text: bytes, replica: Replica) -> tuple[list[_Entry], dict[str, Any]]:
-    if not text:
-        return [], {}
+@dataclass(frozen=True)
+class _AnnouncedShard:
+    """A shard as this rank will receive it.
+
+    Args:
+        placement: of its batch.
+        entries: the tensors, in the order in which they are packed.
+        objects: the entries that are not tensors.
+    """
+
+    placement: Placement
+    entries: Sequence[_Entry]
+    objects: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def unpack(self, data: Tensor) -> dict[str, Any]:
+        shard: dict[str, Any] = {}
+        parts = torch.split(data, [entry.num_bytes for entry in self.entries])
+        for entry, part in zip(self.entries, parts, strict=True):
+            shard[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be
+            _as_bytes(shard[entry.name]).copy_(part)
+        attach(shard["position_ids"], ShardInfo(placement=self.placement))
+        return {**shard, **self.objects}
+
+
+def _read_manifest(text: bytes, replica: Replica, placer: Placer) -> _AnnouncedShard:
     line, _, pickled = text.partition(b"\n")
     described = json.loads(line)
-    tokens = replica.schedule.tokens(described["length"])[replica.rank]
+    placement = placer(replica.schedule, described["length"])
+    tokens = placement.tokens(replica.rank)
     sequences = [(name, dtype, (shape[0], tokens, *shape[2:])) for name, dtype, shape in described["sequences"]]
     entries = [
         _Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in sequences + described["constants"]
     ]
-    return entries, pickle.loads(pickled) if pickled else {}
+    return _AnnouncedShard(placement, entries, pickle.loads(pickled) if pickled else {})
 
 
-def _pack(batch: WholeBatch, intervals: Sequence[tuple[int, int]]) -> Tensor:
-    tensors = [cut(tensor, intervals) for tensor in batch.sequences.values()]
-    tensors += [tensor.cpu() for tensor in batch.constants.values()]
+def _pack(placed: PlacedBatch, rank: int) -> Tensor:
+    """All tensors of the shard of ``rank``, as bytes."""
+    intervals = placed.placement.intervals(rank)
+    tensors = [cut(tensor, intervals) for tensor in placed.batch.sequences.values()]
+    tensors += [tensor.cpu() for tensor in placed.batch.constants.values()]
     return torch.cat([_as_bytes(tensor) for tensor in tensors])
-
-
-def _unpack(data: Tensor, entries: Sequence[_Entry]) -> dict[str, Tensor]:
-    tensors = {}
-    for entry, part in zip(entries, torch.split(data, [entry.num_bytes for entry in entries]), strict=True):
-        tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be
-        _as_bytes(tensors[entry.name]).copy_(part)
-    return tensors
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

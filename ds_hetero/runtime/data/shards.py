@@ -1,4 +1,4 @@
-"""From a whole batch to the part of it that one rank holds. No communication here.
+"""From a whole batch to the part of it that one rank holds, without communication.
 
 What happens to an entry is decided by what it is:
 
@@ -19,28 +19,25 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import BatchError, ScheduleError
+from ds_hetero.placement import Placement, Placer
+from ds_hetero.runtime.data.shard_info import ShardInfo, attach
+from ds_hetero.schedule import Schedule
 
 __all__ = [
     "IGNORE_INDEX",
     "PACKING",
+    "PlacedBatch",
     "WholeBatch",
-    "copy_marks",
     "cut",
-    "is_weightless",
-    "mark_labels",
-    "mark_schedule",
-    "mark_step",
-    "marked_items",
-    "marked_labels",
-    "marked_schedule",
+    "filler_batch",
+    "place",
     "read_batch",
-    "without_weight",
 ]
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
@@ -88,6 +85,32 @@ class WholeBatch:
         return {name: _fingerprint(tensor) for name, tensor in sorted(tensors.items())}
 
 
+class PlacedBatch(NamedTuple):
+    """A batch, and which of its positions each rank holds."""
+
+    batch: WholeBatch
+    placement: Placement
+
+    def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> dict[str, Any]:
+        """The batch of ``rank``, with a `ShardInfo` attached to its ``position_ids``."""
+        shard = self.batch.shard(self.placement.intervals(rank))
+        info = ShardInfo(placement=self.placement, num_items=num_items, is_filler=is_filler)
+        attach(shard["position_ids"], info)
+        return shard
+
+
+def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
+    """Decide which positions of ``batch`` each rank of ``schedule`` holds.
+
+    Raises:
+        BatchError: the batch does not fit the schedule.
+    """
+    try:
+        return PlacedBatch(batch, placer(schedule, batch.length))
+    except ScheduleError as error:
+        raise BatchError(str(error)) from None
+
+
 def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
     """Sort the entries of a batch by the rules of this module.
 
@@ -124,8 +147,8 @@ def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
     )
 
 
-def without_weight(batch: WholeBatch | None, length: int) -> WholeBatch:
-    """A batch of one short row that no label counts in, for a rank that has to run a forward without a batch.
+def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
+    """A batch of one short row in which no label counts, for a rank that has to run a forward without a batch.
 
     Args:
         batch: one whose entries it is to have; None for tokens, positions and labels alone.
@@ -158,58 +181,6 @@ def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
     return torch.cat(parts, dim=1).cpu()
-
-
-def mark_schedule(tensor: Tensor, fingerprint: int) -> Tensor:
-    """Write on a shard's tensor for which schedule it was cut; a rank may hold shards from before a change of it."""
-    tensor.ds_hetero_schedule = fingerprint  # type: ignore[attr-defined]
-    return tensor
-
-
-def marked_schedule(tensor: Tensor) -> int | None:
-    """What `mark_schedule` wrote; None on a copy, which does not have it."""
-    return getattr(tensor, "ds_hetero_schedule", None)
-
-
-def mark_step(tensor: Tensor, num_items: int | None, weightless: bool) -> Tensor:
-    """Write on a shard's tensor what its place in the optimizer step is.
-
-    Args:
-        tensor: of the shard.
-        num_items: labels that count in the step, over all replicas, if it is known.
-        weightless: the batch only fills the step up, see `without_weight`.
-    """
-    tensor.ds_hetero_items, tensor.ds_hetero_weightless = num_items, weightless  # type: ignore[attr-defined]
-    return tensor
-
-
-def marked_items(tensor: Tensor) -> int | None:
-    """The ``num_items`` that `mark_step` wrote; None on a copy, and where a step's batches are not known."""
-    return getattr(tensor, "ds_hetero_items", None)
-
-
-def is_weightless(tensor: Tensor) -> bool:
-    """What `mark_step` wrote; False on a copy."""
-    return getattr(tensor, "ds_hetero_weightless", False)
-
-
-def mark_labels(tensor: Tensor, labels: Tensor) -> Tensor:
-    """Write on a shard's tensor which labels belong to it, for whoever is given the tensor only."""
-    tensor.ds_hetero_labels = labels  # type: ignore[attr-defined]
-    return tensor
-
-
-def marked_labels(tensor: Tensor) -> Tensor | None:
-    """What `mark_labels` wrote; None on a copy."""
-    return getattr(tensor, "ds_hetero_labels", None)
-
-
-def copy_marks(source: Tensor, target: Tensor) -> Tensor:
-    """Write on ``target``, which stands for ``source`` from now on, what is written on that."""
-    for name in ("ds_hetero_schedule", "ds_hetero_items", "ds_hetero_weightless", "ds_hetero_labels"):
-        if hasattr(source, name):
-            setattr(target, name, getattr(source, name))
-    return target
 
 
 # --- the entries -----------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""The placement: which positions of one batch every rank holds.
+
+A schedule holds for a whole job, a placement for one batch. A `Placer` makes it once, before the batch is cut; the
+shards, the exchange of heads and the ring's tables follow from it, and nothing derives it a second time.
+
+    unit    an all-to-all group of the schedule, by its ring position
+    span    an interval of the batch's positions that is cut over units
+    lane    spans that are cut over the same units; KV travels round these and no others
+
+Today every placement is that of `stream_placement`: one lane, in which the whole sequence is one span, cut over all
+units by the schedule's token weights, whatever documents it holds.
+
+Plain integers; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+from ds_hetero.errors import ScheduleError
+from ds_hetero.schedule import Schedule, cut_span
+from ds_hetero.splits import Split
+
+__all__ = ["Lane", "Placement", "Placer", "Range", "Rows", "stream_placement"]
+
+Range = tuple[int, int]
+
+
+class Rows(NamedTuple):
+    """Batch rows ``[start, stop)`` with the same documents; positions outside every document are padding."""
+
+    start: int
+    stop: int
+    documents: tuple[Range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Spans of the batch that are cut over the same units.
+
+    Args:
+        members: ring positions of the units, in the order in which KV travels.
+        spans: position intervals, ascending and disjoint.
+        tokens: whole tokens ``[span][member]``; zero is allowed.
+        layout: how a span is cut, one of `ds_hetero.schedule.LAYOUTS`.
+    """
+
+    members: tuple[int, ...]
+    spans: tuple[Range, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    layout: str
+
+    def __post_init__(self) -> None:
+        for (start, stop), tokens in zip(self.spans, self.tokens, strict=True):
+            assert len(tokens) == len(self.members) and sum(tokens) == stop - start, (self.spans, self.tokens)
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[Range, ...], ...]:
+        """Position intervals that each member holds, ascending; some may be empty."""
+        held: list[tuple[Range, ...]] = [()] * len(self.members)
+        for (first, _), tokens in zip(self.spans, self.tokens, strict=True):
+            for member, chunks in enumerate(cut_span(tokens, self.layout)):
+                held[member] += tuple((first + start, first + stop) for start, stop in chunks) if first else chunks
+        return tuple(held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which position intervals of one batch every rank of a replica holds; the same in every row of the batch.
+
+    A unit's tokens are ordered by lane, span and position. Its ranks hold consecutive parts of that order, by
+    ascending rank.
+
+    Args:
+        schedule: the replica's schedule.
+        length: tokens of the whole sequence.
+        rank_tokens: whole tokens of every rank, in the order of ``schedule.ranks``.
+        lanes: in the order in which the forward works on them; together they hold every position once.
+        rows: batch rows with their documents, covering the batch in order; empty while these are not known.
+    """
+
+    schedule: Schedule
+    length: int
+    rank_tokens: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    rows: tuple[Rows, ...] = ()
+
+    def __post_init__(self) -> None:
+        units = [0] * self.schedule.ring_size
+        for lane in self.lanes:
+            for tokens in lane.tokens:
+                for position, count in zip(lane.members, tokens, strict=True):
+                    units[position] += count
+        assert units == [self.group_tokens(position) for position in range(len(units))], (units, self.rank_tokens)
+        assert sum(units) == self.length, (units, self.length)
+
+    def tokens(self, rank: int) -> int:
+        """Tokens of one row that ``rank`` holds."""
+        return self._tokens[rank]
+
+    def group_tokens(self, position: int) -> int:
+        """Tokens of one row that the unit at ring position ``position`` holds."""
+        return sum(map(self.tokens, self.schedule.ring_groups[position].ranks))
+
+    def intervals(self, rank: int) -> tuple[Range, ...]:
+        """Position intervals that ``rank`` holds, in the order of its tokens; none of them is empty.
+
+        Raises:
+            ScheduleError: ``rank`` is not in the schedule.
+        """
+        if rank not in self._intervals:
+            raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.schedule.ranks}.")
+        return self._intervals[rank]
+
+    def positions(self, rank: int) -> list[int]:
+        """Every position that ``rank`` holds, in the order of its tokens."""
+        return [p for start, stop in self.intervals(rank) for p in range(start, stop)]
+
+    def with_rows(self, rows: tuple[Rows, ...]) -> Placement:
+        """The same cut of a batch whose documents are known."""
+        return replace(self, rows=rows)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63-bit hash, compared between ranks before the first collective that depends on the placement."""
+        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, self.lanes, self.rows))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    @cached_property
+    def _tokens(self) -> dict[int, int]:
+        return dict(zip(self.schedule.ranks, self.rank_tokens, strict=True))
+
+    @cached_property
+    def _intervals(self) -> dict[int, tuple[Range, ...]]:
+        units: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
+        for lane in self.lanes:
+            for position, held in zip(lane.members, lane.intervals, strict=True):
+                units[position] += held
+        intervals: dict[int, tuple[Range, ...]] = {}
+        for group, unit in zip(self.schedule.ring_groups, units, strict=True):
+            ranks = sorted(group.ranks)
+            parts = Split(tuple(map(self.tokens, ranks))).ranges
+            intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, parts, strict=True)}
+        return intervals
+
+
+class Placer(Protocol):
+    """Decides the placement of every batch: a pure function, so that all ranks come to the same one."""
+
+    def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch.
+
+        Args:
+            schedule: the replica's schedule.
+            length: tokens of the whole sequence.
+            rows: the batch's documents, where they are known.
+
+        Raises:
+            ScheduleError: the batch does not fit the schedule.
+        """
+        ...
+
+
+@lru_cache(maxsize=1024)
+def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+    """Cut the sequence by its length alone; the same arguments give the same object.
+
+    Raises:
+        ScheduleError: fewer tokens than ranks that are to hold some.
+    """
+    lane = Lane(
+        members=tuple(range(schedule.ring_size)),
+        spans=((0, length),),
+        tokens=(schedule.group_tokens(length),),
+        layout=schedule.layout,
+    )
+    rank_tokens = tuple(schedule.tokens(length).values())
+    return Placement(schedule=schedule, length=length, rank_tokens=rank_tokens, lanes=(lane,), rows=rows)
+
+
+def _part(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
+    """Tokens ``part`` of those in ``intervals``, counted in their order."""
+    low, high = part
+    found, local = [], 0
+    for start, stop in intervals:
+        a, b = start + max(low - local, 0), min(start + high - local, stop)
+        if a < b:
+            found.append((a, b))
+        local += stop - start
+    return tuple(found)

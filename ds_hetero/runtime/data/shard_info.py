@@ -1,0 +1,44 @@
+"""What belongs to a shard and has to arrive with it, on the only thing that every framework passes on: a tensor.
+
+Frameworks take a batch apart and hand some of its tensors to the model, others to a loss, so the loader attaches a
+`ShardInfo` to the shard's ``position_ids``. A copy of the tensor (``.to()``, a slice) does not have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_hetero.placement import Placement
+
+__all__ = ["ShardInfo", "attach", "shard_info"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardInfo:
+    """What the loader knows of a shard.
+
+    Args:
+        placement: for which the shard was cut; a rank may hold shards from before a change of schedule.
+        num_items: labels that count in the optimizer step, over all replicas; None where the step's batches are not
+            known.
+        is_filler: the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`.
+        labels: [B, s] labels of the shard, for a loss that is given no labels.
+    """
+
+    placement: Placement
+    num_items: int | None = None
+    is_filler: bool = False
+    labels: Tensor | None = None
+
+
+def attach(tensor: Tensor, info: ShardInfo) -> Tensor:
+    """Let ``info`` travel with ``tensor``; the same tensor, in place of what was attached to it before."""
+    tensor.ds_hetero_shard = info  # type: ignore[attr-defined]
+    return tensor
+
+
+def shard_info(tensor: Tensor | None) -> ShardInfo | None:
+    """What was attached to ``tensor``; None for a copy, for another's tensor and for None."""
+    return getattr(tensor, "ds_hetero_shard", None)
