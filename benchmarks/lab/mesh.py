@@ -29,7 +29,7 @@ from benchmarks.lab.ring import bound_action
 from benchmarks.lab.turns import take_turns
 from benchmarks.measure.contenders import Shape, make_contender, make_engine
 from ds_hetero.baselines import ring, usp
-from ds_hetero.cost.workload import CostModel
+from ds_hetero.cost.model import CostModel
 from ds_hetero.planner import strategy
 from ds_hetero.schedule import Group, Schedule
 

@@ -19,7 +19,7 @@ from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.workload import CostModel
+from ds_hetero.cost.model import CostModel
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select

@@ -13,7 +13,9 @@ from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.workload import CostModel, Prediction, Workload
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.planning import check_workload

@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cli.common import Job, print_json
-from ds_hetero.cost.workload import Prediction
+from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.hetero_ring import fit_formula, profile_table
 from ds_hetero.planner.search.canonical import make_problem, schedule_of

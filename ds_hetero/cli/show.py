@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ds_hetero.cli.common import Job, check_out, print_json, read_schedule, terms_text
-from ds_hetero.cost.workload import CostModel, Prediction, Span
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.prediction import Prediction, Span
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
 from ds_hetero.schedule import Schedule

@@ -1,4 +1,10 @@
-"""What both cost models share: from a schedule to a `Prediction`."""
+"""The interface of a cost model, and what both of them share: from a schedule to a `Prediction`.
+
+A search works on a `Grouping` and arrays of tokens and heads; people and files work on `Schedule`. Both cost models
+have the methods of `CostModel`, so the search does not depend on which one it minimizes.
+
+Dimension key: D ranks, K groups, B assignments of one grouping.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +15,33 @@ import numpy as np
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.workload import Bottleneck, Prediction, Span, Terms, Workload
+from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
+from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 from ds_hetero.units import GIB
 
-__all__ = ["BaseCostModel"]
+__all__ = ["CostModel"]
 
 
-class BaseCostModel(ABC):
-    """`ds_hetero.cost.CostModel`, with the parts that do not depend on the formulas filled in."""
+class CostModel(ABC):
+    """A cost model bound to a cluster, a model and a workload.
+
+    Whatever does not depend on the schedule is computed when it is made; whatever depends only on who is grouped with
+    whom is in `Grouping`. Methods take tokens and heads **indexed by rank**: tokens may be fractions, heads are whole
+    and sum to ``num_heads`` in every group.
+
+    Attributes:
+        attention_s_D: seconds per query token x key token x head, forward and backward, at an even share.
+        non_attention_s_per_token_D: forward and backward of one block outside attention, at an even share.
+        least_attention_s_D: the same as ``attention_s_D`` for shapes without limit; no share is done faster.
+        least_non_attention_s_per_token_D: the same for the work outside attention.
+        capacity_bytes_D: memory that a schedule may use.
+        bound_s: time of one block at perfect balance with free communication.
+        floor_s: time of one block that no schedule can undercut, set by ZeRO's traffic.
+        loss_s_per_token_D: embedding's and head's share of a micro-batch, outside the blocks.
+    """
 
     name: str
     attention_s_D: Floats
@@ -36,11 +58,9 @@ class BaseCostModel(ABC):
         self.model = model
         self.workload = workload
 
-    # --- what a model defines -----------------------------------------------------------------------
-
     @abstractmethod
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
-        """Time of one block for many assignments of one grouping, ``[B]``."""
+        """Time of one block for many assignments of one grouping, ``[B]``; does not look at memory."""
 
     @abstractmethod
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
@@ -60,13 +80,11 @@ class BaseCostModel(ABC):
 
     @abstractmethod
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
-        """Bars of one block, forward and backward."""
+        """Bars of one block, forward and backward, for a picture."""
 
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Parts of an iteration that lie outside the blocks, by name; HexiSeq has none."""
         return {}
-
-    # --- what follows from it -----------------------------------------------------------------------
 
     def block_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
         """Time of one block, forward and backward."""
@@ -104,7 +122,7 @@ class BaseCostModel(ABC):
         return Grouping.of_schedule(self.cluster, schedule), tokens_D, heads_D
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Everything there is to say of one schedule.
+        """Predict time and memory of one schedule, in whole tokens.
 
         Raises:
             PlanError: the schedule's ranks or heads are not those of the cluster and the model.

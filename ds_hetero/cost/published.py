@@ -24,8 +24,9 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.grouping import GroupBy, Grouping
 from ds_hetero.cost.heads import Edges, ring_edges
 from ds_hetero.cost.memory import static_bytes
-from ds_hetero.cost.model import BaseCostModel
-from ds_hetero.cost.workload import Bottleneck, Span, Terms, Workload
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
@@ -43,7 +44,7 @@ GAMMA_ACTIVATIONS = 2  # Eq. 3
 _STEP_TABLE = 1 << 20  # entries of a table of ring steps that are worked on at once
 
 
-class PublishedCostModel(BaseCostModel):
+class PublishedCostModel(CostModel):
     """Eqs. 2-12 of HexiSeq for one cluster, model and workload."""
 
     name = "published"
@@ -69,8 +70,6 @@ class PublishedCostModel(BaseCostModel):
         work = NON_ATTENTION_FLOPS * batch * workload.seq_len * hidden**2
         work += ATTENTION_FLOPS * batch * workload.seq_len**2 * model.num_heads * model.head_dim
         self.bound_s = float(work / c_D.sum())
-
-    # --- time ---------------------------------------------------------------------------------------
 
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Eq. 2 for many assignments of one grouping, ``[B]``."""
@@ -162,8 +161,6 @@ class PublishedCostModel(BaseCostModel):
         ]
         return latencies, np.array(by_class).reshape(len(latencies), num_sets, grouping.num_groups)
 
-    # --- memory -------------------------------------------------------------------------------------
-
     def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
         """Eq. 3; not multiplied by layers, as in the paper."""
         batch, element = self.workload.micro_batch, self.workload.element_bytes
@@ -173,8 +170,6 @@ class PublishedCostModel(BaseCostModel):
             "activations": batch * element * GAMMA_ACTIVATIONS * tokens_D * self.model.hidden_size,
             "kv_buffers": batch * element * 2.0 * length_D * heads_D * self.model.head_dim,
         }
-
-    # --- explanations -------------------------------------------------------------------------------
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Eqs. 6 and 7 over c_d, ``[D]``."""

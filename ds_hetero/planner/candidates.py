@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hetero.baselines import COMPARED, all_baselines
-from ds_hetero.cost.workload import CostModel, Prediction
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.prediction import Prediction
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Baselines", "Candidate", "fastest"]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.workload import CostModel, Prediction
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.prediction import Prediction
 from ds_hetero.planner.planned_schedule import Rejected
 from ds_hetero.planner.search.memory_fit import longest_sequence
 from ds_hetero.schedule import Schedule

@@ -24,7 +24,7 @@ from ds_hetero.baselines import even
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.workload import CostModel
+from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 
 __all__ = ["Formula", "ProfileTable", "fit_formula", "lut_tokens", "profile_table"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ds_hetero.cost.workload import Prediction
+from ds_hetero.cost.prediction import Prediction
 from ds_hetero.schedule import Schedule
 
 __all__ = ["PlannedSchedule", "Rejected"]

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from ds_hetero.baselines import COMPARED
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.workload import CostModel, Workload
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.candidates import Baselines, Candidate, fastest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hetero.baselines import COMPARED, STRATEGIES, even, proportional
-from ds_hetero.cost.workload import CostModel
+from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.hetero_ring import ProfileTable, fit_formula, lut_tokens, profile_table

@@ -14,7 +14,8 @@ import numpy as np
 from ds_hetero.arrays import Ints
 from ds_hetero.cluster.topology import Cluster, Node
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.workload import CostModel, Workload
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import whole_shares
 from ds_hetero.schedule import Group, Schedule

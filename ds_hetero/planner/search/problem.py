@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_hetero.arrays import Bools, Floats, Ints
 from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.workload import CostModel
+from ds_hetero.cost.model import CostModel
 from ds_hetero.planner.search.shares import whole_shares
 
 __all__ = ["Assignment", "Problem"]

@@ -1,0 +1,114 @@
+"""Why a block of the calibrated cost model takes as long as it does: its bottleneck, its busy times, its timeline.
+
+Functions take the passes of the block and one assignment (B = 1).
+
+Dimension key: B assignments, D ranks, K groups in ring order, E edges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hetero.arrays import Floats, Ints
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.heads import ring_edges
+from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
+from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.ring_time import ring_finish_s, ring_schedule
+
+__all__ = ["bottleneck", "busy_s", "timeline"]
+
+
+def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
+    """Compute of every rank in one block, ``[D]``."""
+    grouping, tokens_D = assigned.grouping, assigned.tokens_BD[0]
+    busy_D = np.zeros(len(tokens_D))
+    for each in block.passes:
+        slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, each)
+        seen_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
+        if contiguous_causal:  # earlier groups, and half of the own one
+            seen_K = np.cumsum(assigned.length_BK[0]) - assigned.length_BK[0] / 2
+            blocks_K = np.arange(grouping.num_groups) + 0.5
+        attention_D = slope_BD[0] * seen_K[grouping.group_of] + fixed_BD[0] * blocks_K[grouping.group_of]
+        busy_D += each.repeats * (block.non_attention_s(tokens_D, each) + attention_D)
+    return busy_D
+
+
+def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bottleneck:
+    """The largest part of the block, and the rank or the link that sets it."""
+    term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
+    grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
+    each = block.passes[1]
+    ring = block.ring(assigned, each)[1]
+    if term == "non_attention_s":
+        rank = int(block.non_attention_s(tokens_D, each).argmax())
+        return Bottleneck.of_rank(block.cluster, term, "compute", rank)
+    if term == "all_to_all_s":
+        group = int(assigned.exchange_BK[0].argmax())
+        ranks = grouping.order[grouping.offsets[group] : grouping.offsets[group + 1]]
+        rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
+        return Bottleneck.of_link(block.cluster, term, rank, _slowest_peer(block.cluster, rank, ranks))
+    finish = [float(ring_finish_s(block.ring(assigned, one)[1])[0]) for one in block.passes]
+    if terms.block_s > 1.02 * sum(one.repeats * seconds for one, seconds in zip(block.passes, finish, strict=True)):
+        return Bottleneck.of_rank(block.cluster, term, "ZeRO traffic", 0)
+    alone_K = (ring.start_s + ring.slope_s * block.workload.seq_len + ring.fixed_s * grouping.num_groups)[0]
+    if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
+        return _slowest_transfer(block, assigned, term)
+    slope_BD, fixed_BD, _ = block.attention_s(assigned, each)
+    members_D = grouping.group_of == int(alone_K.argmax())
+    busy_D = np.where(members_D, slope_BD[0] * block.workload.seq_len + fixed_BD[0] * grouping.num_groups, -1.0)
+    return Bottleneck.of_rank(block.cluster, term, "compute", int(busy_D.argmax()))
+
+
+def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
+    """Bars of one block: forward, the forward again where it is checkpointed, backward."""
+    phases = ["forward", "recompute"] if block.passes[0].repeats == 2 else ["forward"]
+    spans: list[Span] = []
+    begin_s = 0.0
+    for phase in (*phases, "backward"):
+        each = block.passes[phase == "backward"]
+        spans += _pass_spans(block, assigned, each, phase, begin_s)
+        begin_s += float(ring_finish_s(block.ring(assigned, each)[1])[0])
+    return tuple(spans)
+
+
+def _slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:
+    others = ranks[ranks != rank]
+    node = cluster.node_of_rank
+    return int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])
+
+
+def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> Bottleneck:
+    position = int((assigned.latency_BK + assigned.transfer_BK * assigned.length_BK.max())[0].argmax())
+    edges = ring_edges(assigned.grouping, assigned.heads_BD, block.model.queries_per_kv_head)
+    first = int(edges.starts[position])
+    last = int(np.append(edges.starts, len(edges.heads))[position + 1])
+    node = block.cluster.node_of_rank
+    cost_E = edges.heads * block.cluster.node_p2p_s_per_byte[node[edges.sender], node[edges.receiver]]
+    edge = first + int(cost_E[first:last].argmax())
+    return Bottleneck.of_link(block.cluster, term, int(edges.sender[edge]), int(edges.receiver[edge]))
+
+
+def _pass_spans(block: BlockPasses, assigned: AssignedWork, each: Pass, phase: str, begin_s: float) -> list[Span]:
+    grouping, spans = assigned.grouping, []
+    non_attention_BK, ring = block.ring(assigned, each)
+    slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, each)
+    starts, received = (part[:, 0] + begin_s for part in ring_schedule(ring))
+    work_D = block.non_attention_s(assigned.tokens_BD, each)[0]
+    num_groups, backward = grouping.num_groups, each.name == "backward"
+    for rank, group in enumerate(grouping.group_of.tolist()):
+        work_s = begin_s + float(work_D[rank])
+        spans.append(Span.of(rank, "compute", "non_attention", begin_s, work_s, phase=phase))
+        if grouping.sizes[group] > 1:
+            ready_s = begin_s + float(non_attention_BK[0, group])
+            spans.append(Span.of(rank, "network", "all_to_all", ready_s, float(starts[0, group]), phase=phase))
+        for step in range(num_groups):
+            source = (group + 1 + step if backward else group - step) % num_groups
+            share = 1.0 if not contiguous_causal or source < group else 0.5 * (source == group)
+            step_s = share * float(slope_BD[0, rank] * assigned.length_BK[0, source] + fixed_BD[0, rank])
+            now_s, arrived_s = float(starts[step, group]), float(received[step, group])
+            if step_s:
+                spans.append(Span.of(rank, "compute", "attention", now_s, now_s + step_s, step, phase))
+            if arrived_s > now_s and assigned.heads_BD[0, rank]:
+                spans.append(Span.of(rank, "network", "ring", now_s, arrived_s, step, phase))
+    return spans

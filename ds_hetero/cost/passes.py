@@ -1,0 +1,197 @@
+"""The two passes of one block, forward and backward, as the runtime runs them: from tokens and heads to times.
+
+A pass is non-attention work, the exchanges of every group, and one trip of KV around the ring. `ring_time` says when
+the slowest group is done.
+
+Dimension key: B assignments, D ranks, K groups in ring order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hetero.arrays import Floats, Ints
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost import flops
+from ds_hetero.cost.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.heads import kv_heads_of_ranks
+from ds_hetero.cost.rates import AchievedRates
+from ds_hetero.cost.ring_time import RingCoefficients
+from ds_hetero.cost.transfer_time import ring_transfers_s
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models import ModelSpec
+
+__all__ = ["AssignedWork", "BlockPasses", "Pass"]
+
+GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
+MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``.
+
+    Args:
+        name: ``"forward"`` or ``"backward"``.
+        repeats: how often a block runs it; twice forward with activation checkpointing, whose backward begins with it.
+        token_s: outside attention, per token.
+        fixed_s: outside attention, for a rank that has tokens.
+        attention_s: per query row (token x head x sequence) and key, full attention.
+    """
+
+    name: str
+    repeats: int
+    token_s: Floats
+    fixed_s: Floats
+    attention_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedWork:
+    """What both passes need of tokens and heads.
+
+    Args:
+        grouping: the groups.
+        tokens_BD: tokens of every rank.
+        heads_BD: query heads of every rank.
+        kv_heads_BD: KV heads that these need.
+        length_BK: tokens of every group.
+        rows_BD: query rows of a rank: tokens of its group x its heads x sequences.
+        exchange_BK: both all-to-alls of one pass, in seconds.
+        latency_BK: start-up of a ring transfer into a group.
+        transfer_BK: its seconds per token and byte of a KV head.
+        shared_BK: its least seconds per byte of a KV head, where others use the same NIC or switch.
+    """
+
+    grouping: Grouping
+    tokens_BD: Floats
+    heads_BD: Ints
+    kv_heads_BD: Ints
+    length_BK: Floats
+    rows_BD: Floats
+    exchange_BK: Floats
+    latency_BK: Floats
+    transfer_BK: Floats
+    shared_BK: Floats
+
+
+class BlockPasses:
+    """Times of both passes for one cluster, model and workload."""
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
+        self.cluster, self.model, self.workload = cluster, model, workload
+        self.rates = rates = AchievedRates.of(cluster, causal=workload.causal)
+        self._unit_bytes = workload.micro_batch * model.head_dim * workload.element_bytes  # per token and head
+        self.passes = tuple(
+            Pass(
+                name=name,
+                repeats=repeats,
+                token_s=workload.micro_batch
+                * (
+                    flops.matmul_flops(model) * products * rates.s_per_flop
+                    + flops.elementwise_elements(model) * products * workload.element_bytes * rates.memory_s_per_byte
+                ),
+                fixed_s=products
+                * (flops.matmul_flops(model) * rates.s_per_flop * rates.half_tokens + rates.kernel_overhead_s),
+                attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
+            )
+            for name, repeats, products, operations in (
+                ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS),
+                ("backward", 1, flops.MATMUL_BACKWARD, flops.ATTENTION_BACKWARD_FLOPS),
+            )
+        )
+
+    def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:
+        """The work that tokens and heads amount to."""
+        length_BK = grouping.by_group(np.add, tokens_BD)
+        length_BD = length_BK[:, grouping.group_of]
+        per_kv_head = self.model.queries_per_kv_head
+        kv_heads_BD = kv_heads_of_ranks(grouping, heads_BD, per_kv_head)
+        latency_BK, transfer_BK, shared_BK = ring_transfers_s(grouping, heads_BD, length_BK, per_kv_head)
+        return AssignedWork(
+            grouping=grouping,
+            tokens_BD=tokens_BD,
+            heads_BD=heads_BD,
+            kv_heads_BD=kv_heads_BD,
+            length_BK=length_BK,
+            rows_BD=self.workload.micro_batch * length_BD * heads_BD,
+            exchange_BK=self._exchange_s(grouping, tokens_BD, heads_BD, kv_heads_BD, length_BD),
+            latency_BK=latency_BK,
+            transfer_BK=transfer_BK,
+            shared_BK=shared_BK,
+        )
+
+    def ring(self, assigned: AssignedWork, each: Pass) -> tuple[Floats, RingCoefficients]:
+        """Non-attention time of every group, ``[B, K]``, and one pass around the ring."""
+        grouping, backward = assigned.grouping, each.name == "backward"
+        non_attention_BK = grouping.by_group(np.maximum, self.non_attention_s(assigned.tokens_BD, each))
+        slope_BD, fixed_BD, contiguous_causal = self.attention_s(assigned, each)
+        whole, num_groups = self.workload.seq_len, grouping.num_groups
+        slope_BK = grouping.by_group(np.maximum, slope_BD)
+        total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * num_groups)
+        gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
+        latency_BK, transfer_BK, shared_BK = assigned.latency_BK, assigned.transfer_BK, assigned.shared_BK
+        if backward:  # a transfer into p comes over the link from p to p + 1
+            following = np.arange(1, num_groups + 1) % num_groups
+            latency_BK, transfer_BK, shared_BK = (part[:, following] for part in (latency_BK, transfer_BK, shared_BK))
+        return non_attention_BK, RingCoefficients(
+            start_s=non_attention_BK + assigned.exchange_BK,
+            length=assigned.length_BK,
+            slope_s=slope_BK,
+            fixed_s=(total_BK - slope_BK * whole) / num_groups,
+            latency_s=latency_BK,
+            kv_s=transfer_BK * (2 * self._unit_bytes),
+            gradient_s=transfer_BK * (gradient_bytes if backward else 0),
+            shared_kv_s=shared_BK * (2 * self._unit_bytes),
+            shared_gradient_s=shared_BK * (gradient_bytes if backward else 0),
+            backward=backward,
+            contiguous_causal=contiguous_causal,
+        )
+
+    def non_attention_s(self, tokens_BD: Floats, each: Pass) -> Floats:
+        """Time of every rank outside attention, ``[B, D]``."""
+        return np.asarray(tokens_BD * each.token_s + np.where(tokens_BD > 0, each.fixed_s, 0.0))
+
+    def attention_s(self, assigned: AssignedWork, each: Pass) -> tuple[Floats, Floats, bool]:
+        """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
+
+        With more than one group partial results are merged in fp32, and backward adds up partial dK and dV.
+        """
+        work, num_groups = self.workload, assigned.grouping.num_groups
+        contiguous_causal = work.causal and num_groups > 1 and not assigned.grouping.zigzag
+        share = 0.5 if work.causal and not contiguous_causal else 1.0
+        active_BD = assigned.rows_BD > 0
+        slope_BD = np.where(active_BD, share * each.attention_s * (assigned.rows_BD + self.rates.half_rows), 0.0)
+        fixed_BD = slope_BD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
+        # The local block's diagonal, once per pass and therefore spread over the blocks.
+        fixed_BD = fixed_BD + assigned.rows_BD * (each.attention_s * self.rates.edge_keys / num_groups)
+        if num_groups > 1:
+            merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
+            fixed_BD = fixed_BD + assigned.rows_BD * merge_s_D
+            if each.name == "backward":
+                slope_BD = slope_BD + 2 * work.micro_batch * assigned.kv_heads_BD * merge_s_D
+        return slope_BD, fixed_BD, contiguous_causal
+
+    def _exchange_s(
+        self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, kv_heads_BD: Ints, length_BD: Floats
+    ) -> Floats:
+        """Both all-to-alls of one pass, ``[B, K]``: q, k, v one way and the output the other (or their gradients).
+
+        Packing and unpacking reads and writes what is sent and received once more; single ranks exchange nothing.
+        """
+        if grouping.num_groups == len(grouping.order):
+            return np.zeros((len(tokens_BD), grouping.num_groups))
+        width_BD = heads_BD + 2 * kv_heads_BD  # q, k and v
+        both = exchange_s(
+            grouping,
+            np.concatenate([tokens_BD, tokens_BD]),
+            self._unit_bytes * np.concatenate([width_BD, heads_BD]).astype(np.float64),
+        )
+        model = self.model
+        packed_BD = tokens_BD * (2 * model.num_heads + 2 * model.num_kv_heads) + length_BD * (width_BD + heads_BD)
+        copies_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self.rates.memory_s_per_byte)
+        moved_BK = both[: len(tokens_BD)] + both[len(tokens_BD) :] + copies_BK
+        return np.where(grouping.sizes > 1, moved_BK + 2 * exchange_latency_s(grouping), 0.0)
