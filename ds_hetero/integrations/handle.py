@@ -157,7 +157,7 @@ class Handle:
             whole: Tensor = outputs.loss
             return whole if num_items is None else whole * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
-        self._model.scaled = True
+        self._model.note_scaled_loss()
         divisor = 1
         if num_items is None and self.replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), self.replica.batch_split.micro_steps
@@ -224,8 +224,8 @@ class Handle:
             self._models.append(known)
         if agreed is not before:
             self._agreements[known] = agreed
-            known.on_batch = agreed.outlook.saw
-            known.convention = agreed.section.loss
+            known.record_batches(agreed.outlook.saw)
+            known.declare_loss(agreed.section.loss)
             agreed.outlook.introduce()
             if replica.rank == 0:
                 count, schedule = len(agreed.plan.schedules), agreed.plan.schedules[0]

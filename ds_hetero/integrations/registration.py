@@ -13,7 +13,7 @@ from ds_hetero.integrations import accelerate
 from ds_hetero.integrations.deepspeed import engine as ours_in_deepspeed
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
-from ds_hetero.integrations.transformers import sharded_model, trainer
+from ds_hetero.integrations.transformers import attention, trainer
 
 __all__ = ["register"]
 
@@ -42,10 +42,10 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         return _active
     expect_package("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
-    expect_package("transformers", sharded_model.WORKS, (*sharded_model.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    expect_package("transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
     handle = Handle(ds_config)
     handle.patches.on_undo(_forget)
-    sharded_model.install(handle.patches)
+    attention.install(handle.patches)
     ours_in_deepspeed.install(handle)
     accelerate.install(handle)
     trainer.install(handle)

@@ -239,20 +239,20 @@ def test_a_mask_is_read_from_the_parts_that_made_it() -> None:
     from transformers import masking_utils
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.transformers.sharded_model import _read_mask_function
+    from ds_hetero.integrations.transformers.masks import mask_kind
 
     causal, full = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-    assert _read_mask_function(causal) == (True, None)
-    assert _read_mask_function(full) == (False, None)
+    assert mask_kind(causal) == (True, None)
+    assert mask_kind(full) == (False, None)
     window = masking_utils.sliding_window_causal_mask_function(9)
-    assert _read_mask_function(window) == (True, 9)
+    assert mask_kind(window) == (True, 9)
     positions = torch.arange(4)[None]
     packed = masking_utils.packed_sequence_compatibility_function(window, positions, positions)
-    assert _read_mask_function(packed) == (True, 9)
+    assert mask_kind(packed) == (True, 9)
     for unknown, name in (
         (masking_utils.chunked_causal_mask_function(4, positions), "chunked_overlay"),
         (masking_utils.or_masks(causal, masking_utils.blockwise_overlay(positions)), "blockwise_overlay, or_masks"),
         (masking_utils.and_masks(causal, lambda b, h, q, k: q > k), "<lambda>"),
     ):
         with pytest.raises(ModelError, match=name):
-            _read_mask_function(unknown)
+            mask_kind(unknown)

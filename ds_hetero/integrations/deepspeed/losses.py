@@ -55,15 +55,15 @@ class LossScaling:
             BatchError: the batch did not come from the loader, so that its labels are not known; on every rank.
         """
         scaled = loss if is_scaled(loss) else self._by_convention(loss, divisor)
-        self._model.scaled = True
+        self._model.note_scaled_loss()
         return scaled
 
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica
-        convention = self._model.convention or "replica_mean"
+        convention = self._model.loss_convention or "replica_mean"
         if convention not in self._checked and self._expect(convention, loss):
             self._checked.add(convention)
-        info = shard_info(self._model.positions)
+        info = shard_info(self._model.latest_positions)
         labels = None if info is None else info.labels
         num_items = None if info is None else info.num_items
         needs_items = replica.batch_split is not None
@@ -83,9 +83,7 @@ class LossScaling:
             ConfigError: the loss needed scaling; on every rank.
         """
         model = self._model
-        forgotten, model.positions = model.positions is not None and not model.scaled, None
-        model.scaled = False
-        if forgotten and (model.convention is not None or model.replica.batch_split is not None):
+        if model.end_step() and (model.loss_convention is not None or model.replica.batch_split is not None):
             raise ConfigError(
                 "backward was called on the loss itself, which leaves it without the scale that the engine's average "
                 "needs. Call engine.backward(loss), or take the loss from handle.loss."

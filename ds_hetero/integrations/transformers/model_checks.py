@@ -1,7 +1,7 @@
-"""What a transformers model must be like to be split over the sequence, found out before training begins.
+"""What a transformers model must be like to be split over the sequence, checked before training begins.
 
-Every check reads public attributes of the model and its configuration, and refuses by name; a rank that holds one token
-of a layer which mixes neighbours would otherwise train on something else without a sign.
+Every check reads public attributes of the model and its configuration and refuses by name. Without the checks, a rank
+that holds one token of a layer which mixes neighbours would silently train on something else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.protocols import PretrainedModel
 
 __all__ = ["check_model", "decoder_of", "head_counts", "pretrained_of"]
 
@@ -23,7 +24,7 @@ _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def pretrained_of(model: nn.Module) -> Any:
+def pretrained_of(model: nn.Module) -> PretrainedModel:
     """The transformers model inside ``model``: itself, or what PEFT, torch.compile or a module of the user's wraps.
 
     Raises:
@@ -31,27 +32,27 @@ def pretrained_of(model: nn.Module) -> Any:
     """
     from transformers import PreTrainedModel
 
-    found: list[Any] = []
+    outermost: list[PretrainedModel] = []
     inside: set[int] = set()
     for module in model.modules():  # a parent comes before its children
         if isinstance(module, PreTrainedModel) and id(module) not in inside:
-            found.append(module)
+            outermost.append(module)
             inside.update(map(id, module.modules()))
-    if len(found) == 1:
-        return found[0]
-    names = [type(module).__name__ for module in found]
+    if len(outermost) == 1:
+        return outermost[0]
+    names = [type(module).__name__ for module in outermost]
     raise ModelError(
         f"ds_hetero splits one transformers model over the sequence, but {type(model).__name__} holds "
         f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself."
     )
 
 
-def decoder_of(pretrained: Any) -> Any:
+def decoder_of(pretrained: PretrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
     return pretrained.base_model
 
 
-def head_counts(pretrained: Any) -> tuple[int, int]:
+def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
     """Query heads and key/value heads.
 
     Raises:
@@ -72,17 +73,17 @@ def check_model(model: nn.Module) -> None:
     """Refuse what cannot be split exactly.
 
     Raises:
-        ModelError: names every feature that stands in the way, and what to change where that is possible.
+        ModelError: with every feature that stands in the way, and what to change where that is possible.
     """
     pretrained = pretrained_of(model)
     problems = [problem for check in _CHECKS for problem in check(pretrained)]
-    problems += _of_peft(model)
+    problems += _peft_problems(model)
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise ModelError(f"{type(pretrained).__name__} cannot be split over the sequence:{listed}")
 
 
-def _of_interface(pretrained: Any) -> Iterator[str]:
+def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
     if not pretrained.is_backend_compatible():
         yield "it does not use transformers' attention interface, so its attention cannot be replaced"
     if getattr(pretrained.config, "is_encoder_decoder", False):
@@ -93,7 +94,7 @@ def _of_interface(pretrained: Any) -> Iterator[str]:
         yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
 
 
-def _of_config(pretrained: Any) -> Iterator[str]:
+def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     config = pretrained.config.get_text_config()
     for name in _MODALITIES:
         if getattr(pretrained.config, name, None) is not None:
@@ -107,9 +108,10 @@ def _of_config(pretrained: Any) -> Iterator[str]:
     for kind in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if kind in _LENGTH_DEPENDENT_ROPE:
             yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+    router_weight = getattr(config, "router_aux_loss_coef", 0)
+    if getattr(config, "output_router_logits", False) and router_weight:
         yield (
-            f"its router loss (router_aux_loss_coef={config.router_aux_loss_coef}) is not a mean over tokens; "
+            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens; "
             "set output_router_logits=False or the coefficient to 0"
         )
 
@@ -120,7 +122,7 @@ def _rope_types(parameters: dict[str, Any]) -> set[Any]:
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}
 
 
-def _of_modules(pretrained: Any) -> Iterator[str]:
+def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     for name, module in pretrained.named_modules():
         mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
@@ -130,15 +132,15 @@ def _of_modules(pretrained: Any) -> Iterator[str]:
             return
 
 
-def _of_peft(model: nn.Module) -> list[str]:
+def _peft_problems(model: nn.Module) -> Iterator[str]:
     adapters = getattr(model, "peft_config", None)
-    if not isinstance(adapters, dict):
-        return []
-    return [
-        f"PEFT adapter {name!r} ({config.peft_type}) puts virtual tokens before the sequence"
-        for name, config in adapters.items()
-        if config.is_prompt_learning
-    ]
+    for name, config in adapters.items() if isinstance(adapters, dict) else ():
+        if config.is_prompt_learning:
+            yield f"PEFT adapter {name!r} ({config.peft_type}) puts virtual tokens before the sequence"
 
 
-_CHECKS: tuple[Callable[[Any], Iterator[str]], ...] = (_of_interface, _of_config, _of_modules)
+_CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
+    _interface_problems,
+    _config_problems,
+    _module_problems,
+)

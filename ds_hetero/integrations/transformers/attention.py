@@ -1,0 +1,229 @@
+"""An attention and a mask function of our own, registered with transformers.
+
+transformers calls the mask function once per forward and passes its result to every layer, unread. While a sharded
+forward runs, ours returns a `ShardedMask`: the layout of the batch and the replica. So every layer knows what to do,
+also when activation checkpointing runs it again in the backward, where nothing else of the forward is left. At any
+other time (evaluation, generate) both functions pass the call on to the implementation that the model had before.
+
+Nothing that transformers registers is overwritten, and other models in the process are not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_hetero.errors import ModelError
+from ds_hetero.integrations.patching import Patches
+from ds_hetero.integrations.transformers import masks
+from ds_hetero.integrations.transformers.masks import MaskKind, mask_kind
+from ds_hetero.integrations.transformers.protocols import AttentionLayer, ModelConfig
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import Clock
+
+__all__ = [
+    "NAME",
+    "PRIVATE_NAMES",
+    "WORKS",
+    "ShardedForward",
+    "ShardedMask",
+    "begin_sharded_forward",
+    "end_sharded_forward",
+    "install",
+    "remember_implementation",
+    "restore_implementation",
+]
+
+NAME = "ds_hetero"  # of our attention implementation
+
+WORKS = ">=5.20,<6"
+PRIVATE_NAMES = (
+    "transformers:AttentionInterface._global_mapping",
+    "transformers:AttentionMaskInterface._global_mapping",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+    *masks.PRIVATE_NAMES,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedForward:
+    """One sharded forward of one model.
+
+    Args:
+        batch: the layout that all ranks agreed on.
+        replica: this rank's replica, with the schedule for which the batch was cut.
+        kernel: the name of the kernel in the configuration, or None.
+        is_placeholder: this rank holds no token of the batch; its one column stands for none.
+        clock: of the model.
+    """
+
+    batch: BatchLayout
+    replica: Replica
+    kernel: str | None
+    is_placeholder: bool
+    clock: Clock
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedMask:
+    """What a layer gets in place of a mask during a sharded forward."""
+
+    forward: ShardedForward
+    kind: MaskKind
+
+
+_forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
+_former: dict[int, tuple[ModelConfig, str | None]] = {}  # by id of a switched config: it, and its implementation before
+_select = functools.lru_cache(select)
+
+
+def install(patches: Patches) -> None:
+    """Register the two functions with transformers."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    patches.on_undo(lambda: AttentionInterface._global_mapping.pop(NAME))
+    patches.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(NAME))
+
+
+def begin_sharded_forward(forward: ShardedForward) -> Token[ShardedForward | None]:
+    """Have masks that are made from now on be those of ``forward``, until `end_sharded_forward`."""
+    return _forward.set(forward)
+
+
+def end_sharded_forward(token: Token[ShardedForward | None]) -> None:
+    """The forward is over; ``token`` is from `begin_sharded_forward`."""
+    _forward.reset(token)
+
+
+def remember_implementation(config: ModelConfig) -> None:
+    """Remember which attention a config names, before its model is switched to ours."""
+    _former[id(config)] = (config, config._attn_implementation)
+
+
+def restore_implementation(config: ModelConfig) -> None:
+    """Give a switched config the attention that it named before."""
+    config._attn_implementation_internal = _former.pop(id(config))[1]
+
+
+def _former_implementation(config: ModelConfig) -> str:
+    """What ``config`` named before the switch; eager, which is always exact, for a copy of a switched config."""
+    return _former.get(id(config), (None, "eager"))[1] or "eager"
+
+
+@contextlib.contextmanager
+def _naming_former(config: ModelConfig) -> Iterator[None]:
+    """Have the config name its former attention, which reads there which variant it is."""
+    switched = config._attn_implementation
+    config._attn_implementation_internal = _former_implementation(config)
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = switched
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mask(
+    *args: Any,
+    config: ModelConfig,
+    mask_function: FunctionType = masking_utils.causal_mask_function,
+    **kwargs: Any,
+) -> Any:
+    forward = _forward.get()
+    if forward is not None:
+        return ShardedMask(forward, mask_kind(mask_function))
+    former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[_former_implementation(config)]
+    with _naming_former(config):
+        return former(*args, mask_function=mask_function, config=config, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention(
+    module: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(attention_mask, ShardedMask):
+        options = _LayerOptions.read(args, kwargs)
+        return _sharded_attention(type(module).__name__, (query, key, value), attention_mask, options), None
+    if _forward.get() is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
+            "the one that transformers made, so ds_hetero cannot split it over the sequence."
+        )
+    config = module.config
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    with _naming_former(config):
+        former = ALL_ATTENTION_FUNCTIONS.get_interface(_former_implementation(config), eager)
+        result: tuple[Tensor, Tensor | None] = former(module, query, key, value, attention_mask, *args, **kwargs)
+        return result
+
+
+@dataclass(frozen=True)
+class _LayerOptions:
+    """What layers pass to an attention function behind the mask, in the order of `sdpa_attention_forward`."""
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    position_bias: Tensor | None = None
+    output_attentions: bool | None = None
+
+    @classmethod
+    def read(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _LayerOptions:
+        names = {field.name for field in fields(cls)}
+        return cls(*args, **{name: value for name, value in kwargs.items() if name in names})
+
+
+def _sharded_attention(
+    layer: str, qkv: tuple[Tensor, Tensor, Tensor], mask: ShardedMask, options: _LayerOptions
+) -> Tensor:
+    """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
+    query, key, value = qkv
+    forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
+    if problem := _problem(options, mask, head_dim, value_dim):
+        raise ModelError(f"{layer} asks for {problem}, which cannot be split over the sequence.")
+    if value_dim < head_dim:
+        value = nn.functional.pad(value, (0, head_dim - value_dim))
+    if forward.is_placeholder:
+        query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
+    spec = AttentionSpec(
+        kernel=_select(query.device, query.dtype, head_dim, options.softcap, forward.kernel),
+        causal=mask.kind.causal,
+        window=mask.kind.window,
+        scale=options.scaling,
+        softcap=options.softcap,
+        sinks=options.s_aux,
+    )
+    out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
+    if forward.is_placeholder:
+        out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+    return out[..., :value_dim]
+
+
+def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
+    """What a layer asks for and cannot have, or None."""
+    if options.dropout:
+        return f"dropout={options.dropout} inside attention; set the model's attention dropout to 0"
+    if options.position_bias is not None:
+        return "a position_bias"
+    if options.output_attentions:
+        return "output_attentions=True; attention weights are never held"
+    if options.sliding_window is not None and options.sliding_window != mask.kind.window:
+        return f"sliding_window={options.sliding_window} with a mask whose window is {mask.kind.window}"
+    if value_dim > head_dim:
+        return f"value heads of {value_dim}, query heads of {head_dim}"
+    return None

@@ -1,0 +1,71 @@
+"""Which mask a model has: read from the mask function that transformers composed for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from transformers import masking_utils
+
+from ds_hetero.errors import ModelError
+
+__all__ = ["PRIVATE_NAMES", "MaskKind", "mask_kind"]
+
+_PARTS = (
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "and_masks",
+    "sliding_window_overlay",
+    "packed_sequence_mask_function",  # packing is read from the positions of the whole sequence instead
+)
+PRIVATE_NAMES = tuple(f"transformers.masking_utils:{name}" for name in _PARTS)
+
+_SUPPORTED = {*_PARTS, "remap_positions_for_packed_sequence"}  # the last since transformers 5.21
+
+
+class MaskKind(NamedTuple):
+    """What a layer's mask hides beside padding and other documents.
+
+    Args:
+        causal: later keys.
+        window: keys further back than ``window - 1`` tokens; None if there is no limit.
+    """
+
+    causal: bool
+    window: int | None
+
+
+def mask_kind(mask_function: FunctionType) -> MaskKind:
+    """Read a mask function from the parts that transformers composed it of.
+
+    Raises:
+        ModelError: it has other parts: chunks, blocks, or functions of the model's own.
+    """
+    parts = {_name(part): part for part in _parts(mask_function)}
+    if unsupported := sorted(set(parts) - _SUPPORTED):
+        raise ModelError(
+            f"a mask made of {', '.join(unsupported)} cannot be split over the sequence; causal, bidirectional and "
+            "causal sliding-window masks can, with padding or packed documents."
+        )
+    overlay: Any = parts.get("sliding_window_overlay")
+    window = None if overlay is None else inspect.getclosurevars(overlay).nonlocals["sliding_window"]
+    return MaskKind("causal_mask_function" in parts, window)
+
+
+def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
+    """The function and all functions in its closure, theirs included."""
+    yield mask_function
+    for cell in mask_function.__closure__ or ():
+        contents = cell.cell_contents
+        for inner in contents if isinstance(contents, tuple) else (contents,):
+            if isinstance(inner, FunctionType):
+                yield from _parts(inner)
+
+
+def _name(part: FunctionType) -> str:
+    """Of the function in `transformers.masking_utils` that made it; qualified with its module for any other."""
+    if part.__module__ == masking_utils.__name__:
+        return part.__qualname__.partition(".")[0]
+    return f"{part.__module__}.{part.__qualname__}"

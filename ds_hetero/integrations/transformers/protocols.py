@@ -1,0 +1,59 @@
+"""The names of transformers' objects that ds_hetero uses, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["AttentionLayer", "ModelConfig", "PretrainedModel"]
+
+
+class ModelConfig(Protocol):
+    """A `transformers.PretrainedConfig`; numbers that only some models have are read with ``getattr``."""
+
+    _attn_implementation: str | None
+    _attn_implementation_internal: str | None
+
+    def get_text_config(self) -> ModelConfig:
+        """The part of a multimodal configuration that describes the decoder of text; else the configuration itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json."""
+
+
+class PretrainedModel(Protocol):
+    """A `transformers.PreTrainedModel`."""
+
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The decoder, without the head."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The model and all modules inside."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The same with their names."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+
+    def is_backend_compatible(self) -> bool:
+        """Whether every layer takes its attention function from transformers' registry."""
+
+    def set_attn_implementation(self, attn_implementation: str) -> None:
+        """Have all layers use the attention function of that name."""
+
+
+class AttentionLayer(Protocol):
+    """A module that calls an attention function of transformers' registry."""
+
+    config: ModelConfig
