@@ -13,6 +13,7 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_output,
     scatter_sequence,
 )
+from ds_hetero.runtime.attention.reference import heads_of_ranks, tokens_of_ranks
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
@@ -44,13 +45,19 @@ def _check_exchange(rank):
             torch.manual_seed(length)
             q = torch.randn(batch_size, schedule.num_heads, length, 4)
             k, v = torch.randn(2, batch_size, num_kv_heads, length, 4)
-            mine = stream_placement(schedule, length).positions(rank)
-            own_q, own_kv = slice(*group.head_range(rank)), slice(*schedule.kv_heads(*group.head_range(rank)))
+            held = stream_placement(schedule, length)
+            mine, in_order = held.positions(rank), sorted(group.ranks)
+            q_heads = [group.head_range(r) for r in in_order]
+            kv_heads = [schedule.kv_heads(*heads) for heads in q_heads]
+            own_q, own_kv = slice(*q_heads[rank]), slice(*kv_heads[rank])
             with CommDebugMode() as comms:
                 gathered = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
             assert comms.get_total_counts() == 1
             for found, expected in zip(gathered, (q[:, own_q], k[:, own_kv], v[:, own_kv]), strict=True):
                 assert torch.equal(found, expected)
+            for found, whole, heads in zip(gathered, (q, k, v), (q_heads, kv_heads, kv_heads), strict=True):
+                shards = [whole[:, :, held.positions(r)] for r in in_order]
+                assert torch.equal(found, heads_of_ranks(shards, heads)[rank])
 
             with CommDebugMode() as comms:
                 out = scatter_output(q[:, own_q].permute(2, 0, 1, 3), exchange)
@@ -72,6 +79,9 @@ def _check_exchange(rank):
             assert torch.equal(dq, torch.ones_like(dq)) and dq.shape == (batch_size, schedule.num_heads, len(mine), 4)
             for grad in (dk, dv):
                 assert torch.equal(grad, holders[None, :, None, None].expand_as(grad))
+            tokens = [held.tokens(r) for r in in_order]
+            ones = [torch.ones(batch_size, stop - start, length, 4) for start, stop in kv_heads]
+            assert torch.equal(dk, tokens_of_ranks(ones, kv_heads, tokens)[rank])
         dist.barrier()
 
 

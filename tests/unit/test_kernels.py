@@ -24,7 +24,7 @@ from ds_hetero.runtime.attention.kernels import (
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, decompose
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.attention.reference import dense_attention, dense_lse
+from ds_hetero.runtime.attention.reference import dense_attention, dense_lse, merged_attention
 
 CPU = torch.device("cpu")
 
@@ -271,6 +271,25 @@ def test_parts_merge_into_the_whole_and_their_gradients_add_up(data, dtype, with
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     got = in_parts(TorchKernel(), dout, q, k, v, band, cuts, dtype, sinks)
     assert_close(got, reference(dout, q, k, v, band, sinks=sinks), dtype)
+
+
+@given(
+    st.lists(st.sampled_from([-torch.inf, -900.0, -2.0, 0.0, 3.0, 800.0]), min_size=1, max_size=5), st.integers(0, 99)
+)
+def test_merging_block_by_block_equals_merging_by_definition(sizes, seed):
+    """Blocks whose log-sum-exps are about ``sizes``; -inf for a block of which the query sees nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        (
+            torch.randn(1, 2, 3, 4, generator=generator).double(),
+            size + torch.rand(1, 2, 3, generator=generator).double(),
+        )
+        for size in sizes
+    ]
+    out, lse = torch.zeros(1, 2, 3, 4).double(), torch.full((1, 2, 3), -torch.inf).double()
+    for part in parts:
+        merge_(out, lse, *part)
+    torch.testing.assert_close((out, lse), merged_attention(parts), rtol=1e-12, atol=1e-13)
 
 
 def test_merging_nothing_changes_nothing():
