@@ -171,14 +171,14 @@ class Watch:
         self._steps += 1
         if self._skip:
             self._skip -= 1
-            clock.taken()
+            clock.pop_finished()
         elif self._steps % self._interval == 0:
             self._look(engine)
 
     # --- looking ------------------------------------------------------------------------------------
 
     def _look(self, engine: Any) -> None:
-        steps = self._model.clock.taken()
+        steps = self._model.clock.pop_finished()
         for step in steps:
             self._paces.add(step)
         mine = RankTimes.of(steps, self._paces, possible_growth(self._device), self._peak)

@@ -1,12 +1,14 @@
 """Where the time of a step goes on this rank, measured without making the device wait.
 
-    with clock.phase(ATTENTION, "attention"):        a range with that name in a torch profiler's trace, and its time
-    with clock.forward(True), clock.backward()       what the engine does, and
-    clock.end_step()                                 its steps; `StepClock.taken` gives what is known of them
+    with clock.phase(ATTENTION, "attention"):        names a range in a torch profiler's trace, and times it
+    with clock.forward(True):                        around the engine's forward
+    with clock.backward():                           around its backward
+    clock.end_step()                                 after each optimizer step
+    clock.pop_finished()                             returns the `StepTimes` of the steps that the device has finished
 
-On CUDA a phase is two events on the current stream, read when they have happened, so waiting for another rank counts
-where the stream waits; elsewhere it is the wall clock of the thread that computes. A phase inside another one, and one
-on a stream beside that of the forward, has its name in the trace but no time of its own.
+On CUDA a phase is two events on the current stream, read after they have happened, so waiting for another rank counts
+where the stream waits. Elsewhere it is the wall clock of the computing thread. A phase inside another one, or on a
+stream other than the forward's, gets its name in the trace but no time of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ IDLE = "idle"  # waiting in any other collective
 
 _PREFIX = "ds_hetero."
 _IN_BLOCK = (ATTENTION, ALL_TO_ALL, RING_WAIT)
-_KEPT_STEPS = 256  # whose times nobody has asked for yet
+_KEPT_STEPS = 256  # older ones that nobody has popped are dropped
 
 _Mark = Any  # a moment: perf_counter's seconds, or a CUDA event
 
@@ -50,16 +52,19 @@ class StepTimes:
     """One optimizer step on one rank.
 
     Args:
-        step_s: from the end of the step before.
-        attention_s, all_to_all_s, ring_wait_s, idle_s: in the phases of this module.
+        step_s: since the end of the step before.
+        attention_s: in the phases of kind `ATTENTION`.
+        all_to_all_s: in the phases of kind `ALL_TO_ALL`.
+        ring_wait_s: in the phases of kind `RING_WAIT`.
+        idle_s: in the phases of kind `IDLE`.
         model_s: of forward and backward outside those phases, up to the last exchange of a backward: the rank's work
-            that grows with its tokens. What `step_s` has beyond all of these is the optimizer, the loader, the host,
-            and collectives that run on streams of their own.
-        attention_flops: operations of this rank's attention, 4 a pair of query and key, head and element of a head
-            forward, as often as it is computed, and 10 backward.
+            that grows with its tokens. The rest of `step_s` is the optimizer, the loader, the host, and collectives
+            that run on streams of their own.
+        attention_flops: operations of this rank's attention per pair of query and key, head and element of a head: 4
+            for each forward, 10 for the backward.
         attention_backward_flops: the backward's part of them.
         tokens: held by this rank, of all rows and micro-batches.
-        length: tokens of the longest sequence over all ranks; sequences: rows, of all micro-batches.
+        length: tokens of the longest sequence over all ranks.
     """
 
     step_s: float
@@ -72,28 +77,27 @@ class StepTimes:
     attention_backward_flops: int
     tokens: int
     length: int
-    sequences: int
 
 
 class Clock:
-    """Names phases for a profiler and measures nothing; what is used where nobody asks for times."""
+    """Names phases for a profiler and measures nothing."""
 
     @contextmanager
     def phase(self, kind: str, name: str) -> Iterator[None]:
-        """Name what happens inside.
+        """Name the range inside.
 
         Args:
             kind: one of this module's constants.
-            name: in the trace, with ``ds_hetero.`` before it.
+            name: in the trace, after the prefix ``ds_hetero.``.
         """
         with record_function(_PREFIX + name):
             yield
 
-    def computed_attention(self, flops: int, backward: bool) -> None:
+    def count_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention; see `StepTimes`."""
 
-    def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
-        """Count a micro-batch of ``sequences`` rows, ``tokens`` of whose ``length`` tokens each are on this rank."""
+    def count_batch(self, rows: int, tokens: int, length: int) -> None:
+        """Count a micro-batch of ``rows`` sequences of ``length`` tokens, of which this rank holds ``tokens`` each."""
 
 
 UNTIMED = Clock()
@@ -101,7 +105,7 @@ UNTIMED = Clock()
 
 @dataclass
 class _Step:
-    """What is noted during a step."""
+    """What is recorded during a step."""
 
     begin: _Mark | None = None
     end: _Mark | None = None
@@ -112,11 +116,10 @@ class _Step:
     attention_backward_flops: int = 0
     tokens: int = 0
     length: int = 0
-    sequences: int = 0
 
 
 class StepClock(Clock):
-    """Takes the times of this rank's steps.
+    """Measures this rank's steps.
 
     Args:
         device: where this rank computes.
@@ -131,7 +134,7 @@ class StepClock(Clock):
 
     @contextmanager
     def phase(self, kind: str, name: str) -> Iterator[None]:
-        """Name and time what happens inside; see `Clock.phase`."""
+        """Name and time the range inside; see `Clock.phase`."""
         with record_function(_PREFIX + name):
             if self._inside or self._stream() != self._main_stream:
                 yield
@@ -144,23 +147,19 @@ class StepClock(Clock):
                 self._step.ranges.append((kind, begin, self._now()))
                 self._inside = False
 
-    def computed_attention(self, flops: int, backward: bool) -> None:
+    def count_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention."""
         self._step.attention_flops += flops
         self._step.attention_backward_flops += flops if backward else 0
 
-    def holds_batch(self, sequences: int, tokens: int, length: int) -> None:
+    def count_batch(self, rows: int, tokens: int, length: int) -> None:
         """Count a micro-batch."""
-        step = self._step
-        step.sequences += sequences
-        step.tokens += sequences * tokens
-        step.length = max(step.length, length)
-
-    # --- the engine's steps -------------------------------------------------------------------------
+        self._step.tokens += rows * tokens
+        self._step.length = max(self._step.length, length)
 
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
-        """Around a forward; a step with an evaluation in it says nothing about training and is dropped."""
+        """Time a forward; a step with an evaluation in it says nothing about training and is dropped."""
         with record_function(_PREFIX + "forward"):
             self._main_stream = self._stream()
             step, begin = self._step, self._now()
@@ -174,7 +173,7 @@ class StepClock(Clock):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward; what follows its last exchange may be a wait for gradients of other ranks."""
+        """Time a backward up to its last exchange; what follows may be a wait for gradients of other ranks."""
         with record_function(_PREFIX + "backward"):
             step, begin = self._step, self._now()
             first = len(step.ranges)
@@ -187,7 +186,7 @@ class StepClock(Clock):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have `running_clock` return this clock inside: for code that is called by a framework, not by us."""
+        """Have `running_clock` return this clock inside, for code that a framework calls and not we."""
         global _running
         before, _running = _running, self
         try:
@@ -196,7 +195,7 @@ class StepClock(Clock):
             _running = before
 
     def end_step(self) -> None:
-        """Called after each optimizer step."""
+        """End a step; the next one begins here. Call it after each optimizer step."""
         step, now = self._step, self._now()
         if step.begin is not None and step.is_training:
             step.end = now
@@ -204,16 +203,16 @@ class StepClock(Clock):
         self._step = _Step(begin=now)
 
     def restart(self) -> None:
-        """Forget what was noted so far, as after a change that makes it worthless."""
+        """Forget everything recorded so far."""
         self._pending.clear()
         self._step = _Step()
 
-    def taken(self) -> list[StepTimes]:
-        """Steps that are over on the device and have not been given out, oldest first."""
-        found = []
+    def pop_finished(self) -> list[StepTimes]:
+        """Remove and return the steps that the device has finished, oldest first."""
+        finished = []
         while self._pending and self._is_over(self._pending[0].end):
-            found.append(self._read(self._pending.popleft()))
-        return found
+            finished.append(self._read(self._pending.popleft()))
+        return finished
 
     def _read(self, step: _Step) -> StepTimes:
         elapsed = self._elapsed_s
@@ -233,7 +232,6 @@ class StepClock(Clock):
             attention_backward_flops=step.attention_backward_flops,
             tokens=step.tokens,
             length=step.length,
-            sequences=step.sequences,
         )
 
 

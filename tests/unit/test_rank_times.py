@@ -28,7 +28,6 @@ STEP = StepTimes(
     attention_backward_flops=1000,
     tokens=50,
     length=100,
-    sequences=1,
 )
 
 

@@ -57,12 +57,12 @@ def test_a_step_of_two_micro_batches(times):
     times.spend(100)  # before the first forward
     for _ in range(2):
         times.micro_batch()
-        times.clock.computed_attention(20, backward=False)
-        times.clock.computed_attention(50, backward=True)
-        times.clock.holds_batch(2, 30, 40)
+        times.clock.count_attention(20, backward=False)
+        times.clock.count_attention(50, backward=True)
+        times.clock.count_batch(2, 30, 40)
     times.spend(1, IDLE)
     times.clock.end_step()
-    (step,) = times.clock.taken()
+    (step,) = times.clock.pop_finished()
     assert step.step_s == pytest.approx(2 * (0.01 + 2 * 5.7 + 4 + 50 + 7) + 1)
     assert step.attention_s == pytest.approx(12)
     assert step.all_to_all_s == pytest.approx(0.8)
@@ -70,8 +70,8 @@ def test_a_step_of_two_micro_batches(times):
     assert step.idle_s == pytest.approx(1.02)
     assert step.model_s == pytest.approx(16)
     assert (step.attention_flops, step.attention_backward_flops) == (140, 100)
-    assert (step.tokens, step.length, step.sequences) == (120, 40, 4)
-    assert times.clock.taken() == []
+    assert (step.tokens, step.length) == (120, 40)
+    assert times.clock.pop_finished() == []
 
 
 def test_a_step_begins_where_the_last_one_ended(times):
@@ -79,7 +79,7 @@ def test_a_step_begins_where_the_last_one_ended(times):
         times.spend(3)  # the loader
         times.micro_batch()
         times.clock.end_step()
-    first, second = times.clock.taken()
+    first, second = times.clock.pop_finished()
     assert second.step_s - first.step_s == pytest.approx(3)
 
 
@@ -88,9 +88,9 @@ def test_steps_that_the_device_has_not_finished_are_given_out_later(times):
         times.micro_batch()
         times.clock.end_step()
     times.device_is_at = times.now - 1
-    assert len(times.clock.taken()) == 2
+    assert len(times.clock.pop_finished()) == 2
     times.device_is_at = times.now
-    assert len(times.clock.taken()) == 1
+    assert len(times.clock.pop_finished()) == 1
 
 
 def test_a_step_with_an_evaluation_in_it_is_dropped(times):
@@ -100,7 +100,7 @@ def test_a_step_with_an_evaluation_in_it_is_dropped(times):
     times.clock.end_step()
     times.micro_batch()
     times.clock.end_step()
-    (step,) = times.clock.taken()
+    (step,) = times.clock.pop_finished()
     assert step.attention_s == pytest.approx(6)
 
 
@@ -108,7 +108,7 @@ def test_a_phase_inside_a_phase_belongs_to_the_outer_one(times):
     with times.clock.forward(True), times.clock.phase(IDLE, "outer"), times.clock.phase(ATTENTION, "inner"):
         times.now += 1
     times.clock.end_step()
-    (step,) = times.clock.taken()
+    (step,) = times.clock.pop_finished()
     assert (step.idle_s, step.attention_s, step.model_s) == (1, 0, 0)
 
 
@@ -119,7 +119,7 @@ def test_a_phase_on_another_stream_takes_no_time_of_this_one(times):
         times.spend(3, IDLE)
         times.stream = 0
     times.clock.end_step()
-    (step,) = times.clock.taken()
+    (step,) = times.clock.pop_finished()
     assert (step.attention_s, step.idle_s, step.model_s) == (2, 0, 3)
 
 
@@ -129,7 +129,7 @@ def test_a_failing_phase_leaves_the_clock_in_order(times):
     with times.clock.forward(True):
         times.spend(2, ATTENTION)
     times.clock.end_step()
-    assert times.clock.taken()[0].attention_s == 2
+    assert times.clock.pop_finished()[0].attention_s == 2
 
 
 def test_names_are_in_the_trace_whether_or_not_times_are_taken():

@@ -183,7 +183,7 @@ class ShardedModel:
             self._record_batch(batch)
         placement = batch.placement
         replica = next(known for known in (self.replica, *self._earlier) if known.schedule == placement.schedule)
-        self.clock.holds_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
+        self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
         return ShardedForward(batch, replica, self.kernel, _is_placeholder(positions), self.clock)
 
 

@@ -64,7 +64,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
     Messages: one KV block per sub-ring and round to the next group that needs it.
     """
     ring, clock = context.ring, context.clock
-    clock.computed_attention(_FORWARD_FLOPS * ring.pairs * q.shape[-1], backward=False)
+    clock.count_attention(_FORWARD_FLOPS * ring.pairs * q.shape[-1], backward=False)
     if call := ring.undivided:
         with clock.phase(ATTENTION, "attention"):
             out, lse = context.kernel.forward(q, k, v, context.scores, call.band)
@@ -107,7 +107,7 @@ def ring_backward(
     Messages: per sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
     """
     ring, clock = context.ring, context.clock
-    clock.computed_attention(_BACKWARD_FLOPS * ring.pairs * dout.shape[-1], backward=True)
+    clock.count_attention(_BACKWARD_FLOPS * ring.pairs * dout.shape[-1], backward=True)
     if call := ring.undivided:
         with clock.phase(ATTENTION, "attention_backward"):
             return context.kernel.backward(dout, saved, context.scores, call.band)
