@@ -1,1 +1,1 @@
-"""Measurements behind the claims in README.md; each module is a command: ``python -m benchmarks.versus_stock``."""
+"""Measurements behind docs/measured.md; each module is a command: ``python -m benchmarks.versus_stock``."""

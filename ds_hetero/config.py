@@ -57,7 +57,7 @@ class ReplanSection(BaseModel):
 
 
 class HeterogeneitySection(BaseModel):
-    """The section as the user wrote it, checked. The table in README.md, "The heterogeneity section", is its manual."""
+    """The section as the user wrote it, checked. docs/configuration.md is its manual."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

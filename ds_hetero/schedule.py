@@ -178,7 +178,7 @@ class Schedule:
         return replace(self, groups=groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule file format, version 1 (see README, Schedule file)."""
+        """The schedule file format, version 1; see docs/schedules.md."""
         return {
             "version": VERSION,
             "num_heads": self.num_heads,

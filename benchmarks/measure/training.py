@@ -2,7 +2,8 @@
 
 Contenders are those of `contenders`, each with a model and an engine of its own, all in the same processes.
 Stock is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged
-over ranks by tokens. Ours is set up as README.md says. The model's parameters and every batch are the same for all.
+over ranks by tokens. Ours is set up as docs/quickstart.md says. The model's parameters and every batch are the same for
+all.
 """
 
 from __future__ import annotations

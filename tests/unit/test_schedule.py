@@ -16,7 +16,7 @@ from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import LAYOUTS, Group, Schedule, schedules_for_world
 from ds_hetero.splits import Piece, share
 
-# The example of the README: two groups of two ranks, 32 heads over 8 KV heads.
+# Two groups of two ranks, 32 heads over 8 KV heads.
 EXAMPLE = {
     "version": 1,
     "num_heads": 32,

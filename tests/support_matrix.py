@@ -1,0 +1,301 @@
+"""What works, is refused, is wrong or is untested: the rows of docs/support.md, each with its evidence.
+
+    python -m tests.support_matrix          # writes the tables into docs/support.md
+
+`tests/unit/test_docs_pages.py` checks that the page holds these tables, that every test named here exists, and that
+every model of `tests/integration/test_models.py` has a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.support import ROOT
+
+__all__ = ["PAGE", "STATUS", "TABLES", "Row", "render", "with_tables"]
+
+PAGE = ROOT / "docs" / "support.md"
+
+STATUS = {
+    "tested": "a test holds it to one process in every run",
+    "tried": "equal to one process when it was tried by hand at revision 7d369da; no test holds it",
+    "refused": "stops at the start, or at the first forward, with a message that names the reason",
+    "fails": "stops with an error that does not name the reason",
+    "wrong": "**wrong today, without an error: do not use it**",
+    "untested": "nobody has tried it",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of a table.
+
+    Args:
+        what: the model, loop or feature, in Markdown.
+        status: a key of `STATUS`.
+        tests: ``file::function`` of the tests that show it.
+        cases: names in ``MODELS`` or ``REFUSED`` of tests/integration/test_models.py.
+        note: for the reader.
+    """
+
+    what: str
+    status: str
+    tests: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    note: str = ""
+
+
+_MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
+_REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
+_FEATURES = "tests/integration/test_features.py::test_features_equal_one_process"
+_PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
+_TRAINER = "tests/integration/test_trainer.py::test_training_equals_one_process"
+_EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
+_ZERO12 = "tests/integration/test_zero12.py::test_training_equals_equal_partitions"
+_ZERO3 = "tests/integration/test_zero3.py::test_training_equals_that_of_equal_shards"
+
+
+def _model(what: str, *cases: str, note: str = "") -> Row:
+    return Row(what=what, status="tested", tests=(_MODELS,), cases=cases, note=note)
+
+
+def _refused(what: str, *cases: str, note: str = "") -> Row:
+    return Row(what=what, status="refused", tests=(_REFUSED,) if cases else (), cases=cases, note=note)
+
+
+def _tried(what: str, note: str = "") -> Row:
+    return Row(what=what, status="tried", note=note)
+
+
+def _wrong(what: str, note: str) -> Row:
+    return Row(what=what, status="wrong", note=note)
+
+
+def _fails(what: str, note: str) -> Row:
+    return Row(what=what, status="fails", note=note)
+
+
+_MODEL_ROWS = (
+    _model("Llama", "llama", note="plain, padded left and right, packed documents"),
+    _model("Qwen2 with sliding windows", "qwen2 window"),
+    _model("Qwen3", "qwen3"),
+    _model("Mistral with sliding windows", "mistral window"),
+    _model("Mixtral", "mixtral", note="without the router's loss"),
+    _model("Gemma 2 with soft-capping", "gemma2 softcap", note="`eager`; left padding reaches the loss, by 0.1 to 1 %"),
+    _model("Gemma 3, text", "gemma3"),
+    _model("gpt-oss, with attention sinks", "gpt-oss sinks", note="`eager`; plain, padded, packed"),
+    _model("DeepSeek-V3, with latent attention", "deepseek mla"),
+    _model("BERT, masked language model", "bert"),
+    _model("GPT-2", "gpt2"),
+    _tried(
+        "Qwen2-MoE, Qwen3-MoE, Ministral, Gemma, Gemma 4 text, Phi, Phi-3, PhiMoE, OLMo 1 to 3, OLMoE, FlexOLMo, "
+        "Granite (dense, MoE), Cohere 1 and 2, DeepSeek-V2, LongCat-Flash, MiniCPM3, SmolLM3, StarCoder2, GLM, "
+        "GLM-4 (dense, MoE), ERNIE 4.5 (dense, MoE), EXAONE 4, Hunyuan (dense, MoE), MiniMax-M2 and M3, Nemotron, "
+        "Persimmon, Seed-OSS, Solar-Open, Helium, Apertus, Arcee, AFMoE, BitNet, CTRL, CWM, DiffLlama, dots.llm1, "
+        "Jais 2, LFM2 with attention only, NanoChat, InternLM3, HyperCLOVA X, ModernBERT decoder, GPT-BigCode",
+        "tiny random models, five settings",
+    ),
+    _tried(
+        "masked: ALBERT, DistilBERT, ELECTRA, ERNIE, EuroBERT, GTE, Jina embeddings 3, Nomic BERT, RoCBert",
+        "left padding reaches the loss of the BERT-like ones as decoders",
+    ),
+    _wrong("OPT, all sizes", "the head calls the decoder itself; loss 5.574 becomes 5.795"),
+    _wrong(
+        "RoBERTa, XLM-R, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text",
+        "they count positions from `padding_idx + 1`; gradient off by 70 to 150 %",
+    ),
+    _wrong("ESM, ESM-2", "positions as RoBERTa; `token_dropout` scales by a share of the sequence"),
+    _wrong("MobileBERT", "its embedding reads neighbouring tokens; gradient off by 43 %"),
+    _wrong("`ElectraForPreTraining`, `BertForPreTraining`", "labels are moved although they are in place"),
+    _wrong("`GPT2DoubleHeadsModel`", "labels are moved twice"),
+    _refused("dropout inside attention", "dropout", note="set it to 0"),
+    _refused("rotary embeddings that depend on the length (`dynamic`, `longrope`)", "rope"),
+    _refused("a router's auxiliary loss", "router loss", note="set `router_aux_loss_coef` to 0"),
+    _refused("heads that pool over the sequence: classification, question answering, multiple choice", "pooling"),
+    _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
+    _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),
+    _refused("linear attention and convolutions: Qwen3-Next, Qwen3.5, MiniMax, Nemotron-H, LFM ...", "convolution"),
+    _refused("chunked attention: Llama 4", "chunks"),
+    Row(
+        what="prompt tuning, prefix tuning (PEFT)",
+        status="refused",
+        tests=("tests/integration/test_models.py::test_prompt_tuning_is_refused",),
+    ),
+    _refused(
+        "vision and audio models: LLaVA, Idefics, PaliGemma, Mistral 3, Gemma 3 with images ...", note="text-only too"
+    ),
+    _refused(
+        "attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, StableLM, XGLM, DeBERTa, Longformer, BigBird ..."
+    ),
+    _refused("sparse and indexed attention: DeepSeek-V3.2, GLM-DSA, dots3"),
+    _refused("ModernBERT, NeoMME, UltraBERT", note="at the first forward"),
+    _fails("JetMoe", "at the first forward: `rank 0 expects q [B, H, s, D] ...`"),
+    _fails("Doge", "`AttributeError: 'ShardedMask' object has no attribute 'dtype'`"),
+    Row(what="Jamba, Bamba, Zamba, Falcon-H1, Kimi-Linear, Granite hybrids, DBRX, Gemma 3n", status="untested"),
+)
+
+_LOOP_ROWS = (
+    Row(
+        what="HF Trainer: one replica, two replicas, a rank without tokens; ZeRO 1 to 3",
+        status="tested",
+        tests=(_TRAINER, "tests/integration/test_trainer.py::test_resume_under_another_schedule"),
+        note="resumes in mid-epoch under another schedule",
+    ),
+    Row(
+        what="TRL SFTTrainer with packing",
+        status="tested",
+        tests=("tests/integration/test_trainer.py::test_trl_trains_packed_documents_as_one_process",),
+    ),
+    Row(
+        what="accelerate loop: one replica, two replicas",
+        status="tested",
+        tests=(
+            "tests/integration/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
+            "tests/integration/test_accelerate.py::test_loop_on_two_replicas_equals_one_process",
+        ),
+    ),
+    Row(what="loop around `deepspeed.initialize`, ZeRO 0 to 3, 2 and 4 ranks", status="tested", tests=(_PLAIN_LOOP,)),
+    Row(what="a script for stock Ulysses, unchanged, through `ds_hetero.run`", status="tested", tests=(_EXAMPLES,)),
+    Row(
+        what="replicas of different size under all three loops",
+        status="tested",
+        tests=(
+            "tests/integration/test_replicas.py::test_a_plain_loop_equals_one_process",
+            "tests/integration/test_replicas.py::test_an_accelerate_loop_equals_one_process",
+            "tests/integration/test_replicas.py::test_the_trainer_equals_one_process",
+        ),
+    ),
+    Row(
+        what="a loss of the script's own, four conventions",
+        status="tested",
+        tests=("tests/integration/test_losses.py::test_every_loss_convention_on_every_stage_equals_one_process",),
+    ),
+    Row(
+        what="tests of DeepSpeed and accelerate for their Ulysses",
+        status="tested",
+        tests=(
+            "tests/integration/test_peers.py::test_deepspeeds_own_test_of_ulysses_holds",
+            "tests/integration/test_peers.py::test_accelerates_own_test_of_ulysses_holds",
+        ),
+    ),
+    _tried("Trainer: `group_by_length`, IterableDataset, streaming, workers, `auto_find_batch_size`, left padding"),
+    _tried("SFT: `bfd`, `bfd_split`, `wrapped`, padding-free, completion only, assistant only, streaming, LoRA"),
+    _tried("MoE under SFT with `router_aux_loss_coef=0`"),
+    _tried("`accelerate launch --module ds_hetero.run` with TRL's `sft.py`"),
+    _wrong(
+        "a Trainer subclass that adds a term of its own to the loss", "the term is weighted by ranks, not by tokens"
+    ),
+    _wrong("NEFTune", "noise depends on a rank's share of tokens"),
+    _wrong(
+        "a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
+        "takes a shard for a whole sequence",
+    ),
+    Row(
+        what="label smoothing, `compute_loss_func`",
+        status="refused",
+        tests=("tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused",),
+    ),
+    _refused("reward models (TRL RewardTrainer)"),
+    _refused("GRPO, DFT", note="by TRL itself"),
+    _refused('`train_sampling_strategy="batch_rebalance"`'),
+    _fails("DPO, KTO, any loader without labels", "`KeyError: 'shift_labels'`"),
+    _fails("CPO, ORPO, GKD", "`BatchError` about tensors, which does not name the trainer"),
+    Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
+    Row(what="Axolotl, LLaMA-Factory, ms-swift", status="untested", note="they pin versions that exclude this one's"),
+)
+
+_FEATURE_ROWS = (
+    Row(what="generate and evaluate between steps", status="tested", tests=(_FEATURES,)),
+    Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES,)),
+    Row(what="gradient checkpointing, reentrant or not", status="tested", tests=(_FEATURES,)),
+    Row(what="`engine.compile`, backend `aot_eager`", status="tested", tests=(_FEATURES,)),
+    Row(what="gradient accumulation, weighted by tokens", status="tested", tests=(_FEATURES,)),
+    Row(what="bf16", status="tested", tests=(_FEATURES,)),
+    Row(
+        what="checkpoints that resume under another schedule",
+        status="tested",
+        tests=("tests/integration/test_features.py::test_checkpoint_resumes_under_another_schedule",),
+    ),
+    Row(
+        what="ZeRO-1 and 2 by weights, with offload of the optimizer, clipping, parameter groups",
+        status="tested",
+        tests=(_ZERO12,),
+    ),
+    Row(what="ZeRO-3 by weights, with offload of parameters and optimizer", status="tested", tests=(_ZERO3,)),
+    Row(
+        what="`deepspeed.zero.Init`, `from_pretrained` under ZeRO-3",
+        status="tested",
+        tests=("tests/integration/test_zero3.py::test_parameters_made_under_zero_init_are_written_and_trained",),
+    ),
+    Row(
+        what="checkpoints between any weights, any number of ranks, and stock",
+        status="tested",
+        tests=(
+            "tests/integration/test_zero12_checkpoints.py::test_every_layout_and_number_of_ranks_loads_every_other",
+            "tests/integration/test_zero3_checkpoints.py::test_every_layout_loads_every_checkpoint",
+        ),
+    ),
+    Row(
+        what="re-planning while the job runs",
+        status="tested",
+        tests=("tests/integration/test_replan.py::test_a_rank_that_becomes_slow_gets_less_to_do",),
+    ),
+    Row(
+        what="a rank that dies: the others stop with one message",
+        status="tested",
+        tests=("tests/integration/test_features.py::test_dead_rank_is_reported_by_the_others",),
+    ),
+    _tried(
+        "hpZ on equal weights, predivide and prescale, communication in bf16, CSV monitor, flops profiler, WarmupLR"
+    ),
+    _tried("TiledMLP on ZeRO-2, `sequence_tiled_compute` on ZeRO-3"),
+    _tried("DoRA with `modules_to_save`"),
+    _wrong("TiledFusedLogitsLoss with an uneven schedule", "gradient of the LM head off by up to 120 %"),
+    _wrong("a `gradient_clipping` or ZeRO stage that differs between ranks", "trains on, on another trajectory"),
+    _fails("`torch_autocast`, `torch.autocast`", "`expected scalar type Float but found BFloat16`"),
+    _fails("TiledMLP on ZeRO-3 where a rank has fewer tokens than tiles", "crash or hang"),
+    Row(
+        what="with unequal ZeRO weights: Muon, ZenFlow, expert-parallel groups, tensor parallelism, pipelines",
+        status="refused",
+        tests=(
+            "tests/integration/test_zero12.py::test_impossible_combinations_are_refused",
+            "tests/integration/test_zero3.py::test_what_needs_equal_shards_is_refused",
+        ),
+    ),
+    _refused("4-D masks, masks with holes, position biases, cross attention"),
+    Row(
+        what="fp16", status="untested", note="DeepSpeed has none on CPUs; attention itself is tested in half precision"
+    ),
+    Row(what="GPUs, NCCL, flash-attn and Triton kernels on a GPU", status="untested"),
+    Row(what="Muon with equal weights, DeepSpeed's own activation checkpointing", status="untested"),
+)
+
+TABLES: Mapping[str, Sequence[Row]] = {"models": _MODEL_ROWS, "loops": _LOOP_ROWS, "features": _FEATURE_ROWS}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A Markdown table."""
+    lines = ["| what | today | remark |", "|---|---|---|"]
+    for row in rows:
+        files = dict.fromkeys(test.partition("::")[0].removeprefix("tests/") for test in row.tests)
+        remarks = [row.note] if row.note else []
+        remarks += [", ".join(f"`{file}`" for file in files)] if files else []
+        status = f"**{row.status}**" if row.status in ("wrong", "fails") else row.status
+        lines.append(f"| {row.what} | {status} | {'; '.join(remarks)} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """The page with every table between its two markers replaced."""
+    legend = "\n".join(["| word | meaning |", "|---|---|", *(f"| {word} | {text} |" for word, text in STATUS.items())])
+    for name, table in {"legend": legend, **{name: render(rows) for name, rows in TABLES.items()}}.items():
+        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+        page, count = re.subn(pattern, lambda match, text=table: f"{match[1]}{text}\n{match[2]}", page, flags=re.DOTALL)
+        assert count == 1, f"docs/support.md has {count} places for the table {name!r}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
