@@ -65,7 +65,7 @@ __all__ = [
     "register",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where a name is that is loaded when it is first used, and which packages its module imports.
 _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {

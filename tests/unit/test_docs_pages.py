@@ -75,6 +75,11 @@ def test_the_api_page_lists_the_public_names():
     assert documented == {name for name in ds_hetero.__all__ if not name.startswith("__")}
 
 
+def test_every_error_is_explained():
+    named = {error.strip("`") for error, _ in _table("failures.md", "## Messages")}
+    assert named == {name for name in ds_hetero.__all__ if name.endswith("Error")} - {"HeteroError"}
+
+
 def test_a_word_of_the_glossary_has_one_meaning():
     words = [word for word, _ in _table("glossary.md", "# Glossary")]
     assert words == sorted(set(words), key=str.lower)
