@@ -1,6 +1,6 @@
 """The "heterogeneity" section of ds_config.json: its keys, its checks, and a message for every mistake.
 
-    section = read_section(ds_config)        # None without a section, or with "enabled": false
+    section = read_section(content)        # None with "enabled": false
 
 What a section stands for is the part of `ds_hetero.job.resolve`. Imports no torch.
 """
@@ -96,16 +96,16 @@ _ACCEPTED = {
 }
 
 
-def read_section(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
-    """The section of a DeepSpeed configuration; None where there is none or it is switched off.
+def read_section(raw: Any) -> HeterogeneitySection | None:
+    """Check the section; return None where it is switched off.
+
+    Args:
+        raw: its content in ds_config.json.
 
     Raises:
         ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
             for all of them, with what would be accepted.
     """
-    if SECTION not in ds_config:
-        return None
-    raw = ds_config[SECTION]
     if not isinstance(raw, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object with keys {_keys(HeterogeneitySection)}; got {raw!r}.')
     if path := next(_autos(raw), None):

@@ -204,17 +204,12 @@ def doctor(
 ) -> None:
     """What is installed, which kernels work on this machine's devices, and what a configuration's section comes to."""
     require("torch", purpose="ds-hetero doctor")
-    from ds_hetero.cli.doctor import Job, examine, show
+    from ds_hetero.cli.doctor import examine, model_facts, show
 
-    job = Job(
-        world_size=world_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        model=model,
-        seq_len=seq_len,
-        checkpointing=checkpointing,
+    facts = model_facts(
+        model, num_heads=num_heads, num_kv_heads=num_kv_heads, seq_len=seq_len, checkpointing=checkpointing
     )
-    report = examine(config, job)
+    report = examine(config, facts, world_size)
     show(report, as_json)
     if not report["healthy"]:
         raise typer.Exit(1)

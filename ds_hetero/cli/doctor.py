@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -13,44 +13,61 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from ds_hetero.config import SECTION, HeterogeneitySection, read_section
-from ds_hetero.cost import Workload
+from ds_hetero.config import FROM_DEVICES, SECTION
 from ds_hetero.errors import HeteroError
 from ds_hetero.extras import TRAINING
-from ds_hetero.job.forecast import Searcher, forecast, forecast_text, mixed_precision, workload_from
-from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, resolve, sp_size_of
-from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
+from ds_hetero.job.decide import decide
+from ds_hetero.job.facts import JobFacts, ModelFacts
+from ds_hetero.job.report import forecast_text
+from ds_hetero.job.resolve import needs_planner, sp_size_of
+from ds_hetero.models import load_model
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Job", "examine", "show"]
+__all__ = ["examine", "model_facts", "show"]
 
 _OPTIONAL = ("triton", "flash-attn")
 _HEAD_DIM = 128  # of today's models
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What the configuration is checked against.
+def model_facts(
+    source: str | None, *, num_heads: int, num_kv_heads: int, seq_len: int | None, checkpointing: bool
+) -> ModelFacts:
+    """What the options of the command say of the model.
 
     Args:
-        world_size: processes. num_heads, num_kv_heads: of the model, where ``model`` does not tell.
-        model: config.json, folder or preset, None if not given; seq_len: tokens to plan for where the section has none.
-        checkpointing: of the activations.
+        source: config.json, folder or preset; None if not given.
+        num_heads: query heads, where there is no ``source``.
+        num_kv_heads: key/value heads, where there is no ``source``.
+        seq_len: tokens to plan for, where the section has none.
+        checkpointing: of the activations of every layer.
+
+    Raises:
+        ModelError: the source cannot be read, or no cost model describes it.
     """
+    spec = None if source is None else load_model(source)
+    return ModelFacts(
+        name="model" if spec is None else spec.name,
+        num_heads=num_heads if spec is None else spec.num_heads,
+        num_kv_heads=num_kv_heads if spec is None else spec.num_kv_heads,
+        spec=spec,
+        no_spec_reason="no model was given." if spec is None else "",
+        max_seq_len=seq_len,
+        checkpointing=checkpointing,
+    )
 
-    world_size: int
-    num_heads: int
-    num_kv_heads: int
-    model: str | None = None
-    seq_len: int | None = None
-    checkpointing: bool = False
 
+def examine(config: Path | None, model: ModelFacts, world_size: int) -> dict[str, Any]:
+    """Everything that `show` prints, as plain data; ``healthy`` says whether training would start.
 
-def examine(config: Path | None, job: Job) -> dict[str, Any]:
-    """Everything that `show` prints, as plain data; ``healthy`` says whether training would start."""
+    Args:
+        config: ds_config.json whose section is checked, if any.
+        model: to be trained, from `model_facts`.
+        world_size: processes of the job.
+    """
     packages = _packages()
-    section = None if config is None else _section(config, job)
+    section = None if config is None else _section(config, model, world_size)
     healthy = all(p["problem"] is None or p["optional"] for p in packages) and (
         section is None or not section["problem"]
     )
@@ -91,71 +108,56 @@ def _devices() -> list[dict[str, Any]]:
     return rows
 
 
-def _section(config: Path, job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
+def _section(config: Path, model: ModelFacts, world_size: int) -> dict[str, Any]:
+    report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
-        data = json.loads(config.read_text())
-        section = read_section(data)
+        ds_config = json.loads(config.read_text())
+        section, training = section_of(ds_config), read_training_facts(ds_config)
         if section is None:
-            return {**found, "enabled": False}
-        return {**found, **_resolved(section, data, job)}
+            return {**report, "enabled": False}
+        sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
+        facts = JobFacts(section=section, model=model, training=training, sp_sizes=sp_sizes)
+        return {**report, **_decision(facts, world_size)}
     except (OSError, ValueError) as error:
-        known = isinstance(error, HeteroError)
-        return {**found, "problem": str(error) if known else f"{config}: {error}"}
+        is_own = isinstance(error, HeteroError)
+        return {**report, "problem": str(error) if is_own else f"{config}: {error}"}
 
 
-def _resolved(section: HeterogeneitySection, data: dict[str, Any], job: Job) -> dict[str, Any]:
+def _decision(facts: JobFacts, world_size: int) -> dict[str, Any]:
     """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
-    sizes = {"sequence_parallel_size of ds_config": data.get("sequence_parallel_size")}
-    sp_size = sp_size_of(sizes) or job.world_size
-    follows = needs_planner(section) or section.schedule == "proportional"
-    if follows and section.cluster == "measure" and sp_size > 1:
-        then = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
-        text = (
-            f'"schedule": {json.dumps(section.schedule)}: the ranks are measured at the start of the job, and {then}. '
-        )
-        return {"decided": text + "To see it now, profile them (ds-hetero profile) and name the file as the cluster."}
-    model = None if job.model is None else load_model(job.model)
-    seq_len = section.seq_len or job.seq_len
-    if needs_planner(section) and (model is None or seq_len is None) and sp_size > 1:
-        missing = " and ".join(
-            text for text, value in (("--model", model), ('--seq-len or "seq_len"', seq_len)) if value is None
-        )
-        text = f'"schedule": {json.dumps(section.schedule)}: searched for at the start of the job. To see it now, give '
-        return {"decided": f"{text}{missing}."}
+    section, model = facts.section, facts.model
+    if later := _decided_at_start(facts, world_size):
+        return {"decided": later}
+    if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
+        facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
+    decision = decide(facts, world_size, measured=None, on_host=False)
+    report: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
+    if decision.forecasts:
+        report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
+        report["decided"] = forecast_text(decision.forecasts)
+    elif decision.no_forecast_reason is not None and model.spec is not None:
+        report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
+    return report
 
-    def training(num_replicas: int) -> tuple[ModelSpec, Workload]:
-        assert model is not None and seq_len is not None
-        dtype = mixed_precision(data) or torch.bfloat16
-        workload = workload_from(
-            data,
-            section,
-            num_replicas,
-            seq_len=seq_len,
-            element_bytes=dtype.itemsize,
-            checkpointing=job.checkpointing,
-            on_host=False,
-        )
-        return model, workload
 
-    planned = needs_planner(section) and sp_size > 1
-    searcher = Searcher(*training(max(job.world_size // sp_size, 1)), section.layout) if planned else None
-    schedules = resolve(
-        section,
-        num_heads=job.num_heads if model is None else model.num_heads,
-        num_kv_heads=job.num_kv_heads if model is None else model.num_kv_heads,
-        world_size=job.world_size,
-        sp_sizes=sizes,
-        search=searcher,
-    ).schedules
-    found: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in schedules]}
-    if section.cluster != "measure" and model is not None and seq_len is not None:
-        clusters = clusters_of_replicas(section, None, [schedule.sp_size for schedule in schedules])
-        plans = {} if searcher is None else searcher.plans
-        forecasts = forecast(schedules, clusters, *training(len(schedules)), plans)
-        found["predicted"] = [each.prediction.to_dict() for each in forecasts]
-        found["decided"] = forecast_text(forecasts)
-    return found
+def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
+    """Why the schedule is only decided when the job starts; None where it can be decided now."""
+    section, model = facts.section, facts.model
+    if (sp_size_of(facts.sp_sizes) or world_size) == 1:
+        return None
+    name = f'"schedule": {json.dumps(section.schedule)}'
+    if section.cluster == "measure" and (needs_planner(section) or section.schedule in FROM_DEVICES):
+        rule = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
+        return (
+            f"{name}: the ranks are measured at the start of the job, and {rule}. To see it now, profile them "
+            "(ds-hetero profile) and name the file as the cluster."
+        )
+    seq_len = section.seq_len or model.max_seq_len
+    if needs_planner(section) and (model.spec is None or seq_len is None):
+        options = (("--model", model.spec), ('--seq-len or "seq_len"', seq_len))
+        missing = " and ".join(text for text, value in options if value is None)
+        return f"{name}: searched for at the start of the job. To see it now, give {missing}."
+    return None
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

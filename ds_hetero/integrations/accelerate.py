@@ -25,8 +25,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.handle import Handle, enabled
-from ds_hetero.job.start import ReplicaBatches, agree_on_replica_batches
+from ds_hetero.integrations.deepspeed.facts import enabled, section_of
+from ds_hetero.integrations.handle import Handle
+from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import own_samples
 
@@ -134,7 +135,7 @@ def _preparing(handle: Handle, stock: Any) -> Any:
                 'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
             )
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
-        batches = agree_on_replica_batches(ds_config)
+        batches = agree_on_replica_batches(World.current(), lambda: section_of(ds_config))
         with (
             handle.using(ds_config),
             loaders_over_replicas(sp_size, batches),

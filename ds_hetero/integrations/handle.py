@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hetero import __version__
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers import sharded_model
-from ds_hetero.job import start
+from ds_hetero.integrations.transformers.facts import read_model_facts
+from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.monitor import Change, Watch
 from ds_hetero.job.prediction_check import Outlook
+from ds_hetero.job.report import announce, plan_text
+from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, start_job
 from ds_hetero.plan import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -28,17 +33,7 @@ from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Handle", "enabled"]
-
-logger = logging.getLogger(__name__)
-
-
-def enabled(ds_config: Mapping[str, Any] | None) -> bool:
-    """Whether a DeepSpeed configuration asks for this engine. Looks no further: checking is for all ranks together."""
-    if ds_config is None or SECTION not in ds_config:
-        return False
-    section = ds_config[SECTION]
-    return not isinstance(section, Mapping) or section.get("enabled", True) is not False
+__all__ = ["Handle"]
 
 
 class Handle:
@@ -65,8 +60,9 @@ class Handle:
         self._replicas: dict[Plan, Replica] = {}
         self._groups = ProcessGroups()
         self._watches: dict[sharded_model.ShardedModel, Watch] = {}
-        self._agreements: dict[sharded_model.ShardedModel, start.Agreement] = {}
-        self._profiles: dict[tuple[str | None, str], dict[str, Any]] = {}  # of the ranks, by kernel and dtype
+        self._agreements: dict[sharded_model.ShardedModel, JobStart] = {}
+        self._outlooks: dict[sharded_model.ShardedModel, Outlook] = {}
+        self._clusters = MeasuredClusters()
 
     def undo(self) -> None:
         """Put back everything that was replaced, in the frameworks and in the models.
@@ -80,6 +76,7 @@ class Handle:
             model.restore()
         self._models.clear()
         self._agreements.clear()
+        self._outlooks.clear()
         self._watches.clear()
         self.patches.undo()
 
@@ -213,26 +210,29 @@ class Handle:
         """
         known = self.find(model)
         before = None if known is None else self._agreements[known]
-        agreed = start.agree_on_plan(model, ds_config, sp_sizes, before=before, profiles=self._profiles)
-        replica = self._replica_of(agreed.plan)
-        if known is None or known.replica is not replica or known.kernel != agreed.section.attention:
+        world = World.current()
+        facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
+        start = start_job(world, facts, self._clusters, before)
+        replica = self._replica_of(start.plan)
+        outlook: Outlook | None = None if known is None else self._outlooks[known]
+        if known is None or known.replica is not replica or known.kernel != start.section.attention:
             if known is not None:
                 known.restore()
                 self._models.remove(known)
-                del self._agreements[known]
-            known = sharded_model.ShardedModel(model, replica, agreed.section.attention)
+                del self._agreements[known], self._outlooks[known]
+            known = sharded_model.ShardedModel(model, replica, start.section.attention)
             self._models.append(known)
-        if agreed is not before:
-            self._agreements[known] = agreed
-            known.record_batches(agreed.outlook.saw)
-            known.declare_loss(agreed.section.loss)
-            agreed.outlook.introduce()
-            if replica.rank == 0:
-                count, schedule = len(agreed.plan.schedules), agreed.plan.schedules[0]
-                logger.info("%d replica(s) of this schedule: %s", count, schedule.to_json())
+        if before is None or start.plan is not before.plan or outlook is None:
+            outlook = Outlook(start.forecasts, start.no_forecast_reason)
+            known.record_batches(outlook.saw)
+            known.declare_loss(start.section.loss)
+            if world.rank == 0:
+                announce(f"on, {plan_text(start.plan, start.section)}")
+            outlook.introduce()
+        self._agreements[known], self._outlooks[known] = start, outlook
         return known
 
-    def agreement_on(self, model: sharded_model.ShardedModel) -> start.Agreement:
+    def agreement_on(self, model: sharded_model.ShardedModel) -> JobStart:
         """What the ranks have agreed on for a converted model."""
         return self._agreements[model]
 
@@ -257,7 +257,20 @@ class Handle:
 
     def outlook(self, model: sharded_model.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
-        return self._agreements[model].outlook
+        return self._outlooks[model]
+
+
+def _read_facts(model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]) -> JobFacts:
+    """What this rank knows of the job; raises what is wrong with it."""
+    section = section_of(ds_config)
+    assert section is not None
+    return JobFacts(
+        section=section,
+        model=read_model_facts(model),
+        training=read_training_facts(ds_config),
+        sp_sizes=dict(sp_sizes),
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"ds_hetero": __version__},
+    )
 
 
 def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:

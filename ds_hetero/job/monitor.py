@@ -19,10 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.job.forecast import model_of
-from ds_hetero.job.prediction_check import announce
 from ds_hetero.job.rank_times import (
     Paces,
     RankTimes,
@@ -33,7 +30,8 @@ from ds_hetero.job.rank_times import (
     possible_growth,
     table,
 )
-from ds_hetero.job.start import Agreement
+from ds_hetero.job.report import announce
+from ds_hetero.job.start import JobStart
 from ds_hetero.models import ModelSpec
 from ds_hetero.plan import Plan
 from ds_hetero.planner.replan.planned import Replanner
@@ -84,7 +82,7 @@ class Watch:
         self,
         steps_per_print: float | None,
         model: ShardedModel,
-        agreed: Agreement,
+        agreed: JobStart,
         change: Callable[[Plan], None],
     ) -> None:
         self.changes: list[Change] = []
@@ -111,22 +109,20 @@ class Watch:
 
     def _know_what_is_trained(self) -> None:
         """Rank 0 does the sums."""
-        forecasts, section = self._agreed.outlook.forecasts, self._agreed.section
-        try:
-            self._shape = forecasts[0].cost.model if forecasts else model_of(self._model.pretrained)
-        except ModelError as error:
-            logger.debug("no MFU: %s", error)
+        forecasts, section, model = self._agreed.forecasts, self._agreed.section, self._agreed.facts.model
+        self._shape = model.spec
+        if model.spec is None:
+            logger.debug("no MFU: %s", model.no_spec_reason)
         for forecast in forecasts:
             for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
                 self._peaks[rank] = device.peak_flops_per_s
         if self._replans:
-            causal = any(getattr(module, "is_causal", False) for module in self._model.pretrained.modules())
             self._replanner = Replanner(
                 len(self._plan.schedules),
                 [forecast.cost for forecast in forecasts],
                 section.replan.min_gain,
                 section.layout,
-                causal,
+                model.causal,
             )
         atexit.register(self.conclude)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -22,25 +21,18 @@ from typing import Any
 import torch
 
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.forecast import Forecast, forecast_text
+from ds_hetero.job.forecast import Forecast
+from ds_hetero.job.report import announce, forecast_text
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 
-__all__ = ["Comparison", "Outlook", "Step", "announce"]
+__all__ = ["Comparison", "Outlook", "Step"]
 
 logger = logging.getLogger(__name__)
 
 KEPT_STEPS = 100  # the latest ones are compared
 WARM_UP = 2  # steps at the start that do not count, if there are others
-
-
-def announce(text: str) -> None:
-    """Say something that is to be said once: as a log record where the script lets these through, else on stderr."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", text)
-    else:
-        print(f"ds_hetero: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

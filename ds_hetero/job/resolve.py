@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hetero.baselines import UNIFORM, proportional, ulysses
-from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.cluster import Cluster
 from ds_hetero.config import (
     FROM_DEVICES,
     FROM_PLANNER,
@@ -31,7 +31,6 @@ from ds_hetero.schedule import Schedule, schedules_for_world
 __all__ = [
     "Search",
     "check_plan_fits",
-    "cluster_of_job",
     "clusters_of_replicas",
     "needs_measuring",
     "needs_planner",
@@ -81,12 +80,12 @@ def resolve(
     num_kv_heads: int,
     world_size: int,
     sp_sizes: Mapping[str, int | None],
-    measured: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
     search: Search | None = None,
 ) -> Plan:
     """Return the plan that the section stands for.
 
-    Reads the files that the section names.
+    Reads the schedule file that the section names.
 
     Args:
         section: from `read_section`.
@@ -94,13 +93,12 @@ def resolve(
         num_kv_heads: its key/value heads.
         world_size: ranks of the job.
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
-        measured: content of a cluster file, in place of ``"cluster": "measure"``.
+        cluster: of the job or of one replica; None where it is not known.
         search: for the strategies that are searched for, see `needs_planner`.
 
     Raises:
         ConfigError: sizes that disagree, a strategy that is not available.
         ScheduleError: the schedule does not fit the model or the world.
-        ClusterError: from reading the cluster.
         PlanError: the plan needs what cannot be run yet, or the search found nothing.
     """
     plan = plan_in_file(section, world_size)
@@ -117,7 +115,7 @@ def resolve(
         elif sp_size == 1:  # nothing to decide
             schedules = schedules_for_world(ulysses(1, num_heads, num_kv_heads), world_size)
         else:
-            clusters = clusters_of_replicas(section, measured, [sp_size] * (world_size // sp_size))
+            clusters = clusters_of_replicas(section, cluster, [sp_size] * (world_size // sp_size))
             schedules = _schedules_for_clusters(str(section.schedule), clusters, num_heads, num_kv_heads, search)
         plan = Plan.of_replicas(schedules)
     if section.layout:
@@ -229,26 +227,23 @@ def check_plan_fits(plan: Plan, *, num_heads: int, num_kv_heads: int, sp_sizes: 
 
 
 def clusters_of_replicas(
-    section: HeterogeneitySection, measured: Mapping[str, Any] | None, sizes: Sequence[int]
+    section: HeterogeneitySection, cluster: Cluster | None, sizes: Sequence[int]
 ) -> tuple[Cluster, ...]:
-    """The cluster of every replica: its part of the section's cluster, or all of it if that describes one replica.
+    """Return the cluster of every replica: its part of the job's, or the whole cluster if that describes one replica.
 
     Args:
         section: from `read_section`.
-        measured: see `resolve`.
+        cluster: of the job or of one replica; None where it is not known.
         sizes: ranks of every replica, which hold consecutive ranks.
 
     Raises:
         ConfigError: the cluster has another number of devices than the job or a replica, or nothing was measured.
-        ClusterError: from reading the cluster.
     """
-    source = measured if measured is not None else section.cluster
-    if source == "measure":
+    if cluster is None:
         raise ConfigError(
             f'"{SECTION}.schedule": {json.dumps(section.schedule)} takes the devices from "cluster": "measure", but '
             "nothing was measured here. Launch the job, or give a cluster file."
         )
-    cluster = load_cluster(source)
     if set(sizes) == {cluster.num_ranks}:
         return (cluster,) * len(sizes)
     if cluster.num_ranks != sum(sizes):
@@ -258,23 +253,3 @@ def clusters_of_replicas(
         )
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(cluster.part(first, first + size) for first, size in zip(firsts, sizes, strict=True))
-
-
-def cluster_of_job(
-    section: HeterogeneitySection, measured: Mapping[str, Any] | None, world_size: int
-) -> Cluster | None:
-    """The cluster of all ranks; None where it is not known, or only that of one replica.
-
-    Args:
-        section: from `read_section`.
-        measured: see `resolve`.
-        world_size: ranks of the job.
-
-    Raises:
-        ClusterError: from reading the cluster.
-    """
-    source = measured if measured is not None else section.cluster
-    if source == "measure":
-        return None
-    cluster = load_cluster(source)
-    return cluster if cluster.num_ranks == world_size else None

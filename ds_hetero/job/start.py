@@ -1,170 +1,205 @@
-"""What all ranks must agree on before training: the section, the model, and the schedules that follow from them.
+"""The start of a job: all ranks agree on what they have read, and rank 0 decides for all of them.
 
-A rank that finds a fault tells all others before anybody acts, so that every rank stops with the same message and none
-waits for ever. Only rank 0 reads the schedule and cluster files, searches and predicts.
+    facts = agree_on_facts(world, read)                        # every rank reads, all compare
+    start = start_job(world, facts, clusters)                  # the plan, the same on every rank
+
+A rank that finds a fault lets all others know before anybody acts, so that every rank stops with the same message.
+Only rank 0 reads the schedule and cluster files, searches and predicts. Nothing here knows a framework or keeps state
+of its own: a job that goes on with other ranks is started again, with another `World`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ds_hetero import __version__
-from ds_hetero.cluster import Cluster
-from ds_hetero.config import SECTION, HeterogeneitySection, read_section
-from ds_hetero.cost import Workload
-from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
-from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
-from ds_hetero.job.forecast import Searcher, forecast, model_of, training_dtype, workload_of
-from ds_hetero.job.prediction_check import Outlook, announce
-from ds_hetero.job.resolve import (
-    check_plan_fits,
-    cluster_of_job,
-    clusters_of_replicas,
-    needs_measuring,
-    needs_planner,
-    plan_in_file,
-    resolve,
-    sp_size_of,
-)
-from ds_hetero.models import ModelSpec
-from ds_hetero.plan import BatchSplit, Plan, read_plan
-from ds_hetero.planner import PlannedSchedule
+from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.errors import ConfigError
+from ds_hetero.job.decide import Decision, decide, depends_on_measuring
+from ds_hetero.job.facts import JobFacts
+from ds_hetero.job.forecast import Forecast
+from ds_hetero.job.report import announce
+from ds_hetero.job.resolve import check_plan_fits, needs_measuring, needs_planner, plan_in_file
+from ds_hetero.plan import BatchSplit, Plan
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["Agreement", "ReplicaBatches", "agree_on_plan", "agree_on_replica_batches"]
+__all__ = [
+    "JobStart",
+    "MeasuredClusters",
+    "ReplicaBatches",
+    "World",
+    "agree_on_facts",
+    "agree_on_replica_batches",
+    "start_job",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a job, and how they fail together.
+
+    Args:
+        rank: of this process.
+        size: ranks of the job.
+    """
+
+    rank: int
+    size: int
+
+    @classmethod
+    def current(cls) -> World:
+        """The ranks of the default process group; one rank without it."""
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls(0, 1)
+
+    def on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
+        """See `ds_hetero.runtime.collectives.on_all_ranks`."""
+        return on_all_ranks(compute)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class JobStart:
     """What the ranks have agreed on for one model.
 
     Args:
-        section: the configuration's.
+        facts: that all ranks have read alike.
         plan: what every rank does.
-        outlook: what is predicted; without forecasts on ranks other than 0, and where the devices are not known.
-        weights_by_memory: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
+        zero_weights: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
+        forecasts: on rank 0, one per replica; none where the devices are not known or no cost model describes the job.
+        no_forecast_reason: on rank 0, why there is no forecast although the devices are known.
     """
 
-    section: HeterogeneitySection
+    facts: JobFacts
     plan: Plan
-    outlook: Outlook
-    weights_by_memory: tuple[float, ...] | None = None
+    zero_weights: tuple[float, ...] | None = None
+    forecasts: tuple[Forecast, ...] = ()
+    no_forecast_reason: str | None = None
+
+    @property
+    def section(self) -> HeterogeneitySection:
+        """The "heterogeneity" section."""
+        return self.facts.section
 
 
-def agree_on_plan(
-    model: nn.Module,
-    ds_config: Mapping[str, Any],
-    sp_sizes: Mapping[str, int | None],
-    *,
-    before: Agreement | None,
-    profiles: dict[tuple[str | None, str], dict[str, Any]],
-) -> Agreement:
-    """Check the section and the model on every rank, resolve the plan on rank 0, and hand it to all.
+class MeasuredClusters:
+    """The live ranks as clusters, measured once per kernel and data type and kept for further models."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[tuple[World, str | None, str], Cluster] = {}
+
+    def of(self, world: World, kernel: str | None, dtype: str) -> Cluster:
+        """Return the cluster of the live ranks, measured with a kernel in a data type.
+
+        Caller: every rank of the world.
+        Collectives: the first time, those of `ds_hetero.profiler.measure.measure_cached`.
+        """
+        key = World(0, world.size), kernel, dtype
+        if key not in self._clusters:
+            content, is_new = profile_cached(getattr(torch, dtype), kernel)
+            self._clusters[key] = load_cluster(content)
+            if world.rank == 0:
+                when = "measured now" if is_new else "as measured before"
+                announce(f"{world.size} ranks, {when}; profiles are kept in {cache_folder()}")
+        return self._clusters[key]
+
+
+def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
+    """Read the facts of the job on every rank and compare them.
 
     Args:
-        model: the model to be split.
-        ds_config: the DeepSpeed configuration, with the section.
-        sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
-        before: an earlier agreement on the same model. If the section has not changed, its plan stays, whatever
-            has become known of the training since: loaders may rely on them already.
-        profiles: of the ranks, by kernel and dtype, as far as this process has measured them; added to.
+        world: the ranks of the job.
+        read: returns this rank's facts; what it raises on any rank is raised on all.
 
-    Caller: every rank of the world, once or twice per model.
-    Collectives: two rounds of `all_gather_bytes`; between them, where the live ranks are to be measured, those of
-        `ds_hetero.profiler.measure.measure_cached`.
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`.
 
     Raises:
         HeteroError: the same one on every rank.
         PeerError: another rank failed in a way that is no rule of ds_hetero's.
     """
 
-    def examine() -> dict[str, Any]:
-        section = read_section(ds_config)
-        assert section is not None
-        check_model(model)
-        pretrained = pretrained_of(model)
-        if needs_planner(section):
-            model_of(pretrained)
-        dtype = training_dtype(pretrained, ds_config)
-        if needs_measuring(section):
-            kernel_probe(dtype, section.attention)
-        num_heads, num_kv_heads = head_counts(pretrained)
-        return {
-            SECTION: section.model_dump(exclude_unset=True),
-            "model": type(pretrained).__name__,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "dtype": str(dtype).removeprefix("torch."),
-            "sequence-parallel size": dict(sp_sizes),
-            "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-            | {"ds_hetero": __version__},
+    def examine() -> JobFacts:
+        facts = read()
+        if needs_planner(facts.section):
+            facts.model.expect_spec()
+        if needs_measuring(facts.section):
+            kernel_probe(getattr(torch, facts.computed_dtype), facts.section.attention)
+        return facts
+
+    facts_by_rank = world.on_all_ranks(examine)
+    _expect_equal(facts_by_rank)
+    return facts_by_rank[world.rank]
+
+
+def _expect_equal(facts_by_rank: list[JobFacts]) -> None:
+    """Refuse facts that differ between ranks where they must not."""
+    views = [
+        {
+            SECTION: facts.section.model_dump(exclude_unset=True),
+            "model": facts.model.name,
+            "num_heads": facts.model.num_heads,
+            "num_kv_heads": facts.model.num_kv_heads,
+            "dtype": facts.computed_dtype,
+            "sequence-parallel size": dict(facts.sp_sizes),
+            "versions": dict(facts.versions),
         }
+        for facts in facts_by_rank
+    ]
+    for name in views[0]:
+        values = [view[name] for view in views]
+        if any(value != values[0] for value in values):
+            raise ConfigError(f"the ranks must agree, but {name} by rank is {values}. Give every rank the same.")
 
-    facts = on_all_ranks(examine)
-    _expect_equal(facts)
-    section = HeterogeneitySection.model_validate(facts[0][SECTION])
-    heads = {name: facts[0][name] for name in ("num_heads", "num_kv_heads")}
-    settled = before is not None and before.section == section
-    alone = sp_size_of(sp_sizes) == 1 or dist.get_world_size() == 1
-    measured = None
-    if needs_measuring(section) and not settled and (not alone or section.zero_partition == "memory"):
-        kind = section.attention, facts[0]["dtype"]
-        if kind not in profiles:
-            profiles[kind] = _measure(section, getattr(torch, kind[1]))
-        measured = profiles[kind]
-    outlook = Outlook(())
 
-    def settle() -> dict[str, Any]:
-        nonlocal outlook
-        if dist.get_rank() > 0:
-            return {}
-        if settled:
-            assert before is not None
-            check_plan_fits(before.plan, **heads, sp_sizes=sp_sizes)
-            return {}
-        on_host = default_device().type == "cpu"
-        whole = cluster_of_job(section, measured, dist.get_world_size())
-        training = _Training(pretrained_of(model), ds_config, section, on_host, whole)
-        searcher = None
-        if needs_planner(section):
-            num_replicas = dist.get_world_size() // (sp_size_of(sp_sizes) or dist.get_world_size())
-            searcher = Searcher(*training.of(num_replicas), section.layout)
-        plan = resolve(
-            section,
-            **heads,
-            world_size=dist.get_world_size(),
-            sp_sizes=sp_sizes,
-            measured=measured,
-            search=searcher,
-        )
-        weights = None
-        if section.zero_partition == "memory":
-            weights = _weights_by_memory(section, plan, training, measured)
-            training = replace(training, zero_weights=weights)
-        outlook = _outlook(section, plan, training, measured, {} if searcher is None else searcher.plans)
-        return {"plan": plan.to_dict(), "weights by memory": weights}
+def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before: JobStart | None = None) -> JobStart:
+    """Have rank 0 decide on the plan, and hand it to all ranks.
 
-    told = on_all_ranks(settle)[0]
-    if before is not None and settled:
-        return before
-    weights = told["weights by memory"]
-    return Agreement(
-        section=section,
-        plan=read_plan(told["plan"]),
-        outlook=outlook,
-        weights_by_memory=None if weights is None else tuple(weights),
-    )
+    Args:
+        world: the ranks of the job.
+        facts: from `agree_on_facts`.
+        clusters: measured so far; used where the section says ``"cluster": "measure"``, and added to.
+        before: an earlier start with the same model. If the section has not changed, its plan stays, whatever has
+            become known of the training since: loaders may rely on it already.
+
+    Caller: every rank of the world, once or twice per model.
+    Collectives: one `on_all_ranks`; before it, where the live ranks are to be measured, those of `MeasuredClusters.of`.
+
+    Raises:
+        HeteroError: the same one on every rank.
+        PeerError: another rank failed in a way that is no rule of ds_hetero's.
+    """
+    model = facts.model
+    if before is not None and before.section == facts.section:
+        heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
+        check_plan_fits(before.plan, **heads, sp_sizes=facts.sp_sizes)
+        return replace(before, facts=facts)
+    measured: Cluster | None = None
+    if depends_on_measuring(facts, world.size):
+        measured = clusters.of(world, facts.section.attention, facts.computed_dtype)
+    decision: Decision | None = None
+    on_host = default_device().type == "cpu"
+
+    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None] | None:
+        nonlocal decision
+        if world.rank > 0:
+            return None
+        decision = decide(facts, world.size, measured=measured, on_host=on_host)
+        return decision.plan, decision.zero_weights
+
+    decided = world.on_all_ranks(decide_on_rank_0)[0]
+    assert decided is not None
+    start = JobStart(facts=facts, plan=decided[0], zero_weights=decided[1])
+    if decision is None:
+        return start
+    return replace(start, forecasts=decision.forecasts, no_forecast_reason=decision.no_forecast_reason)
 
 
 @dataclass(frozen=True)
@@ -180,98 +215,29 @@ class ReplicaBatches:
     replica_id: int
 
 
-def agree_on_replica_batches(ds_config: Mapping[str, Any]) -> ReplicaBatches | None:
+def agree_on_replica_batches(world: World, read: Callable[[], HeterogeneitySection | None]) -> ReplicaBatches | None:
     """Return this rank's batches where the replicas of the section's plan take different ones.
 
     They are needed before there is a model.
 
+    Args:
+        world: the ranks of the job.
+        read: returns the section; what it raises on any rank is raised on all.
+
     Caller: every rank of the world.
-    Collectives: one `all_gather_bytes`.
+    Collectives: one `on_all_ranks`.
 
     Raises:
-        HeteroError: as `agree_on_plan`.
+        HeteroError: as `start_job`.
     """
 
-    def read() -> dict[str, Any] | None:
-        section = read_section(ds_config)
-        plan = plan_in_file(section, dist.get_world_size()) if section is not None and dist.get_rank() == 0 else None
-        return None if plan is None or plan.batch_split is None else plan.to_dict()
+    def plan_of_rank_0() -> Plan | None:
+        section = read()
+        return plan_in_file(section, world.size) if section is not None and world.rank == 0 else None
 
-    content = on_all_ranks(read)[0]
-    if content is None:
+    plan = world.on_all_ranks(plan_of_rank_0)[0]
+    if plan is None or plan.batch_split is None:
         return None
-    plan = read_plan(content)
-    place = plan.place_of(dist.get_rank())
-    assert plan.batch_split is not None and place is not None
+    place = plan.place_of(world.rank)
+    assert place is not None
     return ReplicaBatches(plan.batch_split, place[0])
-
-
-def _measure(section: HeterogeneitySection, dtype: torch.dtype) -> dict[str, Any]:
-    measured, fresh = profile_cached(dtype, section.attention)
-    if dist.get_rank() == 0:
-        known = "measured now" if fresh else "as measured before"
-        announce(f"{dist.get_world_size()} ranks, {known}; profiles are kept in {cache_folder()}")
-    return measured
-
-
-@dataclass(frozen=True)
-class _Training:
-    """What is trained, as the planning half sees it once the number of replicas is known."""
-
-    pretrained: Any
-    ds_config: Mapping[str, Any]
-    section: HeterogeneitySection
-    on_host: bool
-    whole: Cluster | None  # of all replicas, where it is known
-    zero_weights: tuple[float, ...] | None = None  # found from the devices' memory; the section's own need no finding
-
-    def of(self, num_replicas: int) -> tuple[ModelSpec, Workload]:
-        workload = workload_of(self.pretrained, self.ds_config, self.section, num_replicas, on_host=self.on_host)
-        if self.zero_weights is not None and num_replicas == 1:
-            workload = replace(workload, zero_weights=self.zero_weights)
-        if num_replicas > 1:
-            workload = replace(workload, zero_cluster=self.whole)
-        return model_of(self.pretrained), workload
-
-
-def _weights_by_memory(
-    section: HeterogeneitySection,
-    plan: Plan,
-    training: _Training,
-    measured: Mapping[str, Any] | None,
-) -> tuple[float, ...]:
-    """ZeRO shares of all ranks, in the order of the replicas, whose ranks are consecutive."""
-    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in plan.schedules])
-    found = forecast(plan.schedules, clusters, *training.of(len(plan.pipelines)), {})
-    return weights_by_memory([(each.cost, each.prediction) for each in found])
-
-
-def _outlook(
-    section: HeterogeneitySection,
-    plan: Plan,
-    training: _Training,
-    measured: Mapping[str, Any] | None,
-    searched: Mapping[Cluster, PlannedSchedule],
-) -> Outlook:
-    """Forecasts, wherever the devices are known; a model that no cost model describes is trained without one."""
-    if section.cluster == "measure" and measured is None:
-        return Outlook(())
-    clusters = clusters_of_replicas(section, measured, [schedule.sp_size for schedule in plan.schedules])
-    split = plan.batch_split
-    try:
-        model, work = training.of(len(plan.pipelines))
-        works = [work] * len(plan.pipelines)
-        if split is not None:
-            batches = zip(split.micro_batch_sizes, split.micro_batches, strict=True)
-            works = [replace(work, micro_batch=size, micro_batches=count) for size, count in batches]
-        each = zip(plan.schedules, clusters, works, strict=True)
-        return Outlook(tuple(chain.from_iterable(forecast([s], [c], model, w, searched) for s, c, w in each)))
-    except (ModelError, PlanError, ScheduleError) as error:
-        return Outlook((), str(error))
-
-
-def _expect_equal(facts: list[dict[str, Any]]) -> None:
-    for name in facts[0]:
-        values = [fact[name] for fact in facts]
-        if any(value != values[0] for value in values):
-            raise ConfigError(f"the ranks must agree, but {name} by rank is {values}. Give every rank the same.")

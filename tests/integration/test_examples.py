@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ds_hetero.config import read_section
+from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.job.resolve import resolve
 from ds_hetero.schedule import Schedule
 from tests.support import ROOT, free_port, run_deepspeed
@@ -76,14 +77,14 @@ def test_quickstart_under_the_launcher(tmp_path):
 def test_ready_configuration_is_valid(stage):
     config = json.loads((CONFIGS / f"zero{stage}.json").read_text())
     assert config["zero_optimization"]["stage"] == stage
-    section = read_section(config)
+    section = section_of(config)
     (schedule,) = resolve(section, num_heads=10, num_kv_heads=5, world_size=4, sp_sizes={}).schedules
     assert schedule == Schedule.from_dict(json.loads((CONFIGS / "schedules/four_ranks_4_3_2_1.json").read_text()))
 
 
 def test_the_ready_configuration_that_plans_spells_out_the_defaults():
-    section = read_section(json.loads((CONFIGS / "plan.json").read_text()))
-    assert section.model_copy(update={"seq_len": None}) == read_section({"heterogeneity": {}})
+    section = section_of(json.loads((CONFIGS / "plan.json").read_text()))
+    assert section.model_copy(update={"seq_len": None}) == read_section({})
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "schedules").glob("*.json")), ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
-from tests.integration.tiny import adam, assert_same_parameters, batches, ds_config, llama, parameters
+from tests.integration.tiny import UNEVEN_2, adam, assert_same_parameters, batches, ds_config, llama, parameters
 from tests.support import ROOT, run_deepspeed
 
 LINK = {"bandwidth_gb_per_s": 1, "latency_us": 20}
@@ -80,8 +80,7 @@ def _train_planned(rank: int) -> Any:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.config import read_section
-    from ds_hetero.job.forecast import workload_of
+    from ds_hetero.job.workload import workload_of
 
     handle = ds_hetero.register()
     whole = batches(3)
@@ -99,7 +98,7 @@ def _train_planned(rank: int) -> Any:
         assert min(fast) > 2 * max(slow)
         assert handle.find(model).kernel is None
         found.append(handle.schedule.shifted(0).to_json())
-        workload = workload_of(model, config, read_section(config), 4 // size, on_host=False)
+        workload = workload_of(handle.agreement_on(handle.find(model)).facts, 4 // size, on_host=False)
         assert (workload.zero_stage, workload.micro_batch, workload.micro_batches, workload.data_parallel) == (
             1,
             2,
@@ -127,6 +126,7 @@ def test_a_script_that_just_ends_gets_the_comparison_with_the_prediction(
     told = capfd.readouterr().out
     assert told.count("ds_hetero: the schedule") == told.count("bottleneck: ") == 1 and "speed-4" in told
     assert told.count("ds_hetero: per step, median of 2: predicted ") == 1
+    assert told.count("ds_hetero: on, 4 ranks, schedule given inline: groups 2, heads 8+2 | 6+4, tokens 4:1 | 3:2") == 1
 
 
 def _run_script_to_its_end(rank: int, config: str) -> None:
@@ -136,6 +136,24 @@ def _run_script_to_its_end(rank: int, config: str) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / "accelerate_loop.py"), run_name="__main__")
     atexit._run_exitfuncs()  # the ranks of these tests end without
+
+
+def test_a_job_says_in_one_line_that_it_is_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also with a schedule that nothing is predicted of, and once although every rank prepares the model."""
+    run_deepspeed(_prepare, 2)
+    text = capfd.readouterr().out
+    assert text.count("ds_hetero: ") == 1
+    assert "ds_hetero: on, 2 ranks, schedule given inline: groups 2, heads 4 | 4, tokens 3 | 1\n" in text
+
+
+def _prepare(rank: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    ds_hetero.register()
+    model = llama()
+    deepspeed.initialize(model=model, optimizer=adam(model), config=ds_config(1, UNEVEN_2))
 
 
 def test_what_cannot_be_planned_is_refused_alike_on_every_rank() -> None:

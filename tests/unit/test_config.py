@@ -6,18 +6,23 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_hetero.baselines import ring, ulysses
-from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.config import read_section
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
-from ds_hetero.job.forecast import Searcher, forecast, forecast_text
-from ds_hetero.job.resolve import cluster_of_job, needs_measuring, needs_planner, plan_in_file, resolve, sp_size_of
+from ds_hetero.integrations.deepspeed.facts import section_of
+from ds_hetero.job.decide import decide
+from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.job.forecast import Searcher, forecast
+from ds_hetero.job.report import forecast_text
+from ds_hetero.job.resolve import needs_measuring, needs_planner, plan_in_file, resolve, sp_size_of
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
 
@@ -42,18 +47,31 @@ CLUSTER = {
 
 
 def read(**section: Any) -> Any:
-    return read_section({"train_batch_size": 8, "heterogeneity": section})
+    return read_section(section)
+
+
+def cluster_of(section: dict[str, Any]) -> Any:
+    return load_cluster(section["cluster"]) if "cluster" in section else None
 
 
 def schedules(section: dict[str, Any], world_size: int = 2, **sizes: int | None) -> Any:
-    return resolve(read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes).schedules
+    plan = resolve(
+        read(**section),
+        num_heads=8,
+        num_kv_heads=4,
+        world_size=world_size,
+        sp_sizes=sizes,
+        cluster=cluster_of(section),
+    )
+    return plan.schedules
 
 
 # --- reading ----------------------------------------------------------------------------------------
 
 
 def test_no_section_or_a_disabled_one_is_none() -> None:
-    assert read_section({"train_batch_size": 8}) is None
+    assert section_of({"train_batch_size": 8}) is None
+    assert section_of({"train_batch_size": 8, "heterogeneity": {"schedule": "ring"}}) == read(schedule="ring")
     assert read(enabled=False, schedule="ring") is None
 
 
@@ -106,7 +124,7 @@ def test_all_mistakes_are_named_in_one_message() -> None:
 
 def test_a_section_that_is_no_object_is_refused() -> None:
     with pytest.raises(ConfigError, match='"heterogeneity" must be an object with keys enabled, cluster'):
-        read_section({"heterogeneity": True})
+        read_section(True)
 
 
 # --- sizes ------------------------------------------------------------------------------------------
@@ -213,7 +231,9 @@ def test_proportional_follows_the_devices() -> None:
 def test_measured_speeds_take_the_place_of_measure() -> None:
     section = read(schedule="proportional")
     assert needs_measuring(section) and not needs_measuring(read(schedule="ring"))
-    (schedule,) = resolve(section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, measured=CLUSTER).schedules
+    (schedule,) = resolve(
+        section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, cluster=load_cluster(CLUSTER)
+    ).schedules
     assert schedule.tokens(40) == {0: 30, 1: 10}
 
 
@@ -229,6 +249,7 @@ MODEL = ModelSpec(
     mlp_size=2048,
     vocab_size=1000,
 )
+MODEL_FACTS = ModelFacts(name="small", num_heads=8, num_kv_heads=4, spec=MODEL, max_seq_len=16384)
 WORKLOAD = Workload(seq_len=16384, tiled_logits=False)
 FOUR = {**CLUSTER, "nodes": [{**node, "count": 2} for node in CLUSTER["nodes"]]}
 
@@ -237,17 +258,23 @@ def searched(
     section: dict[str, Any], world_size: int = 2, *, workload: Workload = WORKLOAD, **sizes: int | None
 ) -> Any:
     searcher = Searcher(MODEL, workload, section.get("layout"))
-    found = resolve(
-        read(**section), num_heads=8, num_kv_heads=4, world_size=world_size, sp_sizes=sizes, search=searcher
+    plan = resolve(
+        read(**section),
+        num_heads=8,
+        num_kv_heads=4,
+        world_size=world_size,
+        sp_sizes=sizes,
+        cluster=cluster_of(section),
+        search=searcher,
     )
-    return found.schedules, searcher
+    return plan.schedules, searcher
 
 
 def test_the_default_is_the_planners_schedule() -> None:
     (schedule,), searcher = searched({"cluster": CLUSTER})
     expected = plan(cluster_from_dict(CLUSTER), MODEL, WORKLOAD)
     assert schedule == expected.schedule
-    assert searcher.plans[cluster_from_dict(CLUSTER)].prediction == expected.prediction
+    assert searcher.planned[cluster_from_dict(CLUSTER)].prediction == expected.prediction
     (again,), _ = searched({"cluster": CLUSTER, "schedule": "plan"})
     assert again == schedule
     (contiguous,), _ = searched({"cluster": CLUSTER, "layout": "contiguous"})
@@ -274,10 +301,17 @@ def test_every_replica_is_planned_on_its_own_devices() -> None:
 
 
 def test_the_cluster_of_the_job_is_known_if_all_ranks_are_described() -> None:
-    assert cluster_of_job(read(cluster=FOUR), None, 4) == cluster_from_dict(FOUR)
-    assert cluster_of_job(read(), FOUR, 4) == cluster_from_dict(FOUR)
-    assert cluster_of_job(read(cluster=CLUSTER), None, 4) is None  # describes one replica
-    assert cluster_of_job(read(), None, 4) is None
+    facts = JobFacts(section=read(cluster=FOUR, schedule="ring"), model=MODEL_FACTS, training=TrainingFacts())
+    sizes = {"sp_size": 2}
+    (first, _) = decide(replace(facts, sp_sizes=sizes), 4, measured=None, on_host=False).forecasts
+    assert first.cost.workload.zero_cluster == cluster_from_dict(FOUR)
+    measured = replace(facts, section=read(schedule="ring"), sp_sizes=sizes)
+    (first, _) = decide(measured, 4, measured=load_cluster(FOUR), on_host=False).forecasts
+    assert first.cost.workload.zero_cluster == cluster_from_dict(FOUR)
+    described = replace(facts, section=read(cluster=CLUSTER, schedule="ring"), sp_sizes=sizes)  # one replica
+    (first, _) = decide(described, 4, measured=None, on_host=False).forecasts
+    assert first.cost.workload.zero_cluster is None
+    assert not decide(measured, 4, measured=None, on_host=False).forecasts
 
 
 def test_one_rank_needs_neither_devices_nor_a_search() -> None:
@@ -314,8 +348,8 @@ def test_what_fits_nowhere_names_the_key_to_change() -> None:
 def test_a_forecast_lists_equal_replicas_once() -> None:
     (schedule,), searcher = searched({"cluster": CLUSTER})
     cluster = cluster_from_dict(CLUSTER)
-    found = forecast([schedule, schedule.shifted(2)], [cluster, cluster], MODEL, WORKLOAD, searcher.plans)
-    assert found[0].prediction == found[1].prediction == searcher.plans[cluster].prediction
+    found = [forecast(s, cluster, MODEL, WORKLOAD, searcher.planned[cluster]) for s in (schedule, schedule.shifted(2))]
+    assert found[0].prediction == found[1].prediction == searcher.planned[cluster].prediction
     text = forecast_text(found)
     assert text.count("replica 0, 1:") == text.count("predicted:") == text.count("bottleneck:") == 1
     assert f"{found[0].prediction.tokens_per_s:,.0f} tokens/s" in text and "fast" in text
@@ -354,5 +388,5 @@ def test_a_schedule_for_another_model_or_world_is_refused() -> None:
 
 
 def test_reading_a_section_needs_no_torch() -> None:
-    code = "import sys, ds_hetero.config, ds_hetero.job.resolve; sys.exit('torch' in sys.modules)"
+    code = "import sys, ds_hetero.config, ds_hetero.job.decide; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

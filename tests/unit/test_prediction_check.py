@@ -11,7 +11,8 @@ from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import forecast
-from ds_hetero.job.prediction_check import Comparison, Outlook, announce
+from ds_hetero.job.prediction_check import Comparison, Outlook
+from ds_hetero.job.report import announce
 from ds_hetero.models import ModelSpec
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import batch_layout
@@ -38,7 +39,7 @@ SCHEDULE = ring(2, 4, 2)
 
 def outlook(num_replicas: int = 1) -> Outlook:
     schedules = [SCHEDULE.shifted(2 * i) for i in range(num_replicas)]
-    return Outlook(forecast(schedules, [CLUSTER] * num_replicas, MODEL, Workload(seq_len=1024), {}))
+    return Outlook([forecast(schedule, CLUSTER, MODEL, Workload(seq_len=1024)) for schedule in schedules])
 
 
 def step(found: Outlook, now_s: float, *lengths: int, schedule=SCHEDULE) -> None:

@@ -36,9 +36,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.checkpoints import guard_checkpoints
+from ds_hetero.integrations.deepspeed.facts import enabled
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
-from ds_hetero.integrations.handle import Handle, enabled
+from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.plan import BatchSplit

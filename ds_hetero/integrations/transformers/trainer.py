@@ -17,10 +17,11 @@ from transformers import Trainer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
+from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers.sharded_model import sharding
-from ds_hetero.job.start import ReplicaBatches, agree_on_replica_batches
+from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
@@ -193,7 +194,8 @@ def _replica_batches(trainer: Any) -> ReplicaBatches | None:
     """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
     if not _is_sharded(trainer):
         return None
-    return agree_on_replica_batches(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+    ds_config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    return agree_on_replica_batches(World.current(), lambda: section_of(ds_config))
 
 
 def _is_sharded(trainer: Any) -> bool:

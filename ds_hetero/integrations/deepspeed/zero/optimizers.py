@@ -30,7 +30,7 @@ from ds_hetero.integrations.deepspeed.zero.stage3 import check_stage3, make_stag
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import install_checkpoints
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.job.start import Agreement
+from ds_hetero.job.start import JobStart
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import check_weights, is_even
 
@@ -103,7 +103,7 @@ def zero_stage_of(ds_config: Mapping[str, Any]) -> int:
 
 
 def agree_on_weights(
-    agreement: Agreement, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
+    agreement: JobStart, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
 ) -> tuple[float, ...]:
     """The ZeRO shares of all ranks, checked against the rest of the configuration.
 
@@ -126,7 +126,7 @@ def agree_on_weights(
     return weights
 
 
-def weights_of(agreement: Agreement, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
+def weights_of(agreement: JobStart, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
     """The ZeRO shares of all ranks that the section asks for.
 
     Raises:
@@ -135,7 +135,7 @@ def weights_of(agreement: Agreement, ds_config: Mapping[str, Any], world_size: i
     asked = agreement.section.zero_partition
     if asked == "uniform":
         return (1.0,) * world_size
-    weights = asked if isinstance(asked, list) else agreement.weights_by_memory
+    weights = asked if isinstance(asked, list) else agreement.zero_weights
     assert weights is not None
     check_weights(weights, world_size, zero_stage=zero_stage_of(ds_config))
     return tuple(weights)

@@ -1,0 +1,77 @@
+"""The one reader of ds_config.json: what it says, as values. Imports no framework.
+
+DeepSpeed's own reader of batch sizes is `batch_sizes`, since it writes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_hetero.config import SECTION, HeterogeneitySection, read_section
+from ds_hetero.job.facts import TrainingFacts
+
+__all__ = ["enabled", "read_training_facts", "section_of"]
+
+_FP32 = ("fp32", "float32")
+# Settings with which DeepSpeed computes as if ZeRO partitions were equal.
+_EQUAL_ZERO_ONLY = {
+    '"zenflow"': ("zero_optimization", "zenflow"),
+    '"compile": {"deepcompile": true}': ("compile", "deepcompile"),
+    '"elastic_checkpoint"': ("zero_optimization", "elastic_checkpoint"),
+    '"expert_parallel"': ("expert_parallel", "enabled"),
+}
+
+
+def enabled(ds_config: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed configuration asks for this engine. Looks no further: checking is for all ranks together."""
+    if ds_config is None or SECTION not in ds_config:
+        return False
+    return not isinstance(_value(ds_config, SECTION), Mapping) or _value(ds_config, SECTION, "enabled") is not False
+
+
+def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
+    """Read the "heterogeneity" section; None where there is none or it is switched off.
+
+    Raises:
+        ConfigError: see `read_section`.
+    """
+    return read_section(ds_config[SECTION]) if SECTION in ds_config else None
+
+
+def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
+    """Read everything that this engine needs to know of a DeepSpeed configuration."""
+    bf16, fp16 = (_value(ds_config, name, "enabled") is True for name in ("bf16", "fp16"))
+    return TrainingFacts(
+        zero_stage=_number(ds_config, "zero_optimization", "stage") or 0,
+        train_batch_size=_number(ds_config, "train_batch_size"),
+        micro_batch_size=_number(ds_config, "train_micro_batch_size_per_gpu"),
+        accumulation_steps=_number(ds_config, "gradient_accumulation_steps"),
+        mixed_precision="bfloat16" if bf16 else "float16" if fp16 else None,
+        accumulates_in_fp32=_value(ds_config, "data_types", "grad_accum_dtype") in _FP32,
+        offloads_optimizer=_offloads(ds_config, "offload_optimizer"),
+        offloads_parameters=_offloads(ds_config, "offload_param"),
+        sp_size=_value(ds_config, "sequence_parallel_size"),
+        tensor_parallel_size=_number(ds_config, "tensor_parallel", "autotp_size") or 1,
+        optimizer=str(_value(ds_config, "optimizer", "type") or ""),
+        equal_zero_only=tuple(name for name, path in _EQUAL_ZERO_ONLY.items() if _value(ds_config, *path)),
+    )
+
+
+def _value(ds_config: Any, *path: str) -> Any:
+    """The value at a path of nested objects; None where a part of it is missing."""
+    value = ds_config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(ds_config: Mapping[str, Any], *path: str) -> int | None:
+    """The whole number at a path; None for anything else, such as "auto"."""
+    value = _value(ds_config, *path)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _offloads(ds_config: Mapping[str, Any], key: str) -> bool:
+    device = _value(ds_config, "zero_optimization", key, "device")
+    return device not in (None, "none")

@@ -1,0 +1,56 @@
+"""What the start of a job needs to know of a transformers model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.job.facts import ModelFacts
+from ds_hetero.models import ModelSpec, model_from_config
+
+__all__ = ["read_model_facts"]
+
+
+def read_model_facts(model: nn.Module) -> ModelFacts:
+    """Read everything that the start of a job needs to know of a model.
+
+    Args:
+        model: a PreTrainedModel, or a module around one.
+
+    Raises:
+        ModelError: it cannot be split over the sequence, see `check_model`.
+    """
+    check_model(model)
+    pretrained = pretrained_of(model)
+    config = pretrained.config.get_text_config()
+    num_heads, num_kv_heads = head_counts(pretrained)
+    spec: ModelSpec | None = None
+    reason = ""
+    try:
+        spec = model_from_config(config.to_dict(), type(pretrained).__name__)
+    except ModelError as error:
+        reason = str(error)
+    max_seq_len = getattr(config, "max_position_embeddings", None)
+    modules = list(pretrained.modules())
+    return ModelFacts(
+        name=type(pretrained).__name__,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        spec=spec,
+        no_spec_reason=reason,
+        dtype=str(pretrained.dtype).removeprefix("torch."),
+        element_bytes=pretrained.dtype.itemsize,
+        max_seq_len=max_seq_len if isinstance(max_seq_len, int) and max_seq_len > 0 else None,
+        trained_share=_trained_share(pretrained),
+        causal=any(getattr(module, "is_causal", False) for module in modules),
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
+    )
+
+
+def _trained_share(pretrained: PretrainedModel) -> float:
+    """Share of the elements that are trained, also where ZeRO-3 has partitioned them already."""
+    parameters = list(pretrained.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / sum(sizes)

@@ -1,0 +1,43 @@
+"""The line by which a job says that it is on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_hetero.baselines import ring, ulysses
+from ds_hetero.config import HeterogeneitySection
+from ds_hetero.job.report import plan_text
+from ds_hetero.plan import Plan
+from ds_hetero.schedule import Group, Schedule
+
+UNEVEN = Schedule(
+    num_heads=8,
+    num_kv_heads=4,
+    groups=(Group(ranks=(0, 1), tokens=(4, 1), heads=(6, 2)), Group(ranks=(2, 3), tokens=(3, 2), heads=(5, 3))),
+)
+SHAPE = "groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2"
+
+
+@pytest.mark.parametrize(
+    ("schedules", "source", "text"),
+    [
+        ([UNEVEN], "files/four_ranks.json", f"4 ranks, schedule four_ranks.json: {SHAPE}"),
+        ([UNEVEN, UNEVEN.shifted(4)], {}, f"8 ranks, 2 replicas, schedule given inline: {SHAPE}"),
+        ([ulysses(1, 8, 4)], "ulysses", "1 rank, schedule ulysses: groups 1, heads 8, tokens 1"),
+        (
+            [UNEVEN, ring(1, 8, 4).shifted(4)],
+            "replicas.json",
+            f"5 ranks, 2 replicas, schedule replicas.json: replica 0: {SHAPE}; replica 1: groups 1, heads 8, tokens 1",
+        ),
+        (
+            [ring(10, 8, 4)],
+            "ring",
+            "10 ranks, schedule ring: groups 10, heads 8 | 8 | 8 | 8 | 8 | 8 | 8 | 8 | 2 more, "
+            "tokens 1 | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 2 more",
+        ),
+    ],
+    ids=["file", "alike", "one rank", "different", "long"],
+)
+def test_one_line_names_the_schedule_and_its_shape(schedules, source, text):
+    plan = Plan.of_replicas(schedules)
+    assert plan_text(plan, HeterogeneitySection(schedule=source)) == text
