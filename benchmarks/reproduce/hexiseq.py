@@ -32,7 +32,8 @@ from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, write
 from benchmarks.reproduce import hexiseq_paper as paper
 from benchmarks.reproduce.hexiseq_paper import DATASHEET, Assumptions
-from benchmarks.reproduce.hexiseq_show import draw, show, summary
+from benchmarks.reproduce.hexiseq_plot import draw
+from benchmarks.reproduce.hexiseq_show import show, summary
 from ds_hetero.baselines import ring, ulysses, usp_meshes
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE

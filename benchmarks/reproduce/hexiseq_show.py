@@ -1,10 +1,9 @@
-"""Tables and the plot of `benchmarks.reproduce.hexiseq`: published figures beside ours."""
+"""Tables of `benchmarks.reproduce.hexiseq`: published figures beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -12,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.reproduce import hexiseq_paper as paper
-from ds_hetero.models import load_model
 
-__all__ = ["draw", "show", "summary"]
+__all__ = ["show", "summary"]
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -122,52 +120,3 @@ _TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
     "equal_flops": _equal_flops_tables,
     "table_3": _table_3_tables,
 }
-
-
-def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
-    """Figure 5 of the paper: throughput over context, one panel per cluster and model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), sharex=True)
-    for (row, model), (column, simulation) in product(enumerate(paper.MODELS), enumerate(paper.SIMULATIONS)):
-        axis = axes[row][column]
-        panel = [each for each in cells if (each["simulation"], each["model"]) == (simulation, model)]
-        x = [each["context"] // 1024 for each in panel]
-        layers = load_model(model).num_layers
-
-        def rate(each: dict[str, Any], block_s: float, layers: int = layers) -> float:
-            return float(each["context"] / (layers * block_s) / 1e3)
-
-        kinds = {"Ring": "ring", "Ulysses": "ulysses", "USP, best mesh": "usp"}
-        for label, prefix in kinds.items():
-            values = [
-                min((s for name, s in each["baselines_s"].items() if name.startswith(prefix)), default=None)
-                for each in panel
-            ]
-            if all(values):
-                axis.plot(
-                    x, [rate(each, s) for each, s in zip(panel, values, strict=True) if s], marker="o", label=label
-                )
-        axis.plot(x, [rate(each, each["ours_s"]) for each in panel], marker="s", color="black", label="ds_hetero")
-        axis.plot(
-            x,
-            [rate(each, each["bound_s"]) for each in panel],
-            linestyle=":",
-            color="gray",
-            label="total work / sum of speeds",
-        )
-        axis.set_title(f"{simulation}, {model}")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(x, [f"{value}K" for value in x])
-    for axis in axes[:, 0]:
-        axis.set_ylabel("thousand tokens per second")
-    for axis in axes[1]:
-        axis.set_xlabel("context")
-    axes[0][0].legend()
-    figure.suptitle("HexiSeq's simulations 1-3 under its published equations (predicted, not measured)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
