@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ds_hetero.extras import require
 
 if TYPE_CHECKING:
-    from ds_hetero.cli.common import Job
+    from ds_hetero.cost.workload import Workload
 
 __all__ = ["app", "compare", "doctor", "plan", "profile", "replicas", "show", "simulate"]
 
@@ -36,24 +35,27 @@ CostModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
 
 
-# Options that describe the training, by the field of `Workload` that they set.
-_WORKLOAD = {
-    "seq_len": "seq_len",
-    "micro_batch": "micro_batch",
-    "micro_batches": "micro_batches",
-    "causal": "causal",
-    "zero_stage": "zero_stage",
-    "checkpointing": "activation_checkpointing",
-    "tiled_loss": "tiled_logits",
-}
+def _workload(
+    seq_len: int,
+    micro_batch: int,
+    micro_batches: int,
+    causal: bool,
+    zero_stage: int,
+    checkpointing: bool,
+    tiled_loss: bool,
+) -> Workload:
+    """The options that describe the training, as a workload."""
+    from ds_hetero.cost.workload import Workload
 
-
-def _job(options: Mapping[str, Any]) -> Job:
-    """What most commands begin with, from the options of the command."""
-    from ds_hetero.cli.common import Job
-
-    workload = {field: options[name] for name, field in _WORKLOAD.items()}
-    return Job.read(options["cluster"], options["model"], options["cost_model"], **workload)
+    return Workload(
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        causal=causal,
+        zero_stage=zero_stage,
+        activation_checkpointing=checkpointing,
+        tiled_logits=tiled_loss,
+    )
 
 
 @app.callback()
@@ -80,8 +82,10 @@ def plan(
 ) -> None:
     """Search the best schedule for a cluster, a model and a length, and say why it is."""
     from ds_hetero.cli import plan as command
+    from ds_hetero.cli.scenario import Scenario
 
-    command.run(_job(locals()), layout, token_unit, out, as_json)
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    command.run(Scenario.read(cluster, model, workload, cost_model), layout, token_unit, out, as_json)
 
 
 @app.command()
@@ -101,10 +105,11 @@ def replicas(
 ) -> None:
     """Schedules and micro-batches for replicas that differ, so that all finish together."""
     from ds_hetero.cli import replicas as command
+    from ds_hetero.cli.scenario import Scenario
 
-    options = {**locals(), "micro_batch": 1, "micro_batches": 1}
-    jobs = [_job({**options, "cluster": of_replica}) for of_replica in cluster]
-    command.run(jobs, global_batch, layout, out, as_json)
+    workload = _workload(seq_len, 1, 1, causal, zero_stage, checkpointing, tiled_loss)
+    scenarios = [Scenario.read(of_replica, model, workload, cost_model) for of_replica in cluster]
+    command.run(scenarios, global_batch, layout, out, as_json)
 
 
 @app.command()
@@ -124,8 +129,10 @@ def simulate(
 ) -> None:
     """Predict time and memory of a given schedule."""
     from ds_hetero.cli import simulate as command
+    from ds_hetero.cli.scenario import Scenario
 
-    command.run(_job(locals()), schedule, as_json)
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    command.run(Scenario.read(cluster, model, workload, cost_model), schedule, as_json)
 
 
 @app.command()
@@ -145,8 +152,10 @@ def compare(
 ) -> None:
     """All strategies on one cluster, in one table."""
     from ds_hetero.cli import compare as command
+    from ds_hetero.cli.scenario import Scenario
 
-    command.run(_job(locals()), exact, as_json)
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    command.run(Scenario.read(cluster, model, workload, cost_model), exact, as_json)
 
 
 @app.command()
@@ -167,8 +176,10 @@ def show(
 ) -> None:
     """Draw a schedule: tokens, heads and memory of every rank, and the timeline of one block."""
     from ds_hetero.cli import show as command
+    from ds_hetero.cli.scenario import Scenario
 
-    command.run(_job(locals()), schedule, out, as_json)
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    command.run(Scenario.read(cluster, model, workload, cost_model), schedule, out, as_json)
 
 
 @app.command()

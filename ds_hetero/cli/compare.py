@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ds_hetero.baselines import STRATEGIES
-from ds_hetero.cli.common import Job, print_json
+from ds_hetero.cli.printing import print_json
+from ds_hetero.cli.scenario import Scenario
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.hetero_ring import fit_formula, profile_table
@@ -22,9 +23,9 @@ TOKEN_UNITS = (1, 1, 24, 24, 24, 20, 12, 8, 6)
 HEAD_UNITS = (1, 64, 16, 16, 12, 8, 8, 6, 4)
 
 
-def run(job: Job, with_exact: bool, as_json: bool) -> None:
+def run(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
     """Compare and print."""
-    cost = job.cost
+    cost = scenario.cost
     rows: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES:
         try:
@@ -36,7 +37,7 @@ def run(job: Job, with_exact: bool, as_json: bool) -> None:
         rows[name] = {"reason": prediction.reason, "schedule": schedule.to_dict(), "predicted": prediction}
     report: dict[str, Any] = {"strategies": rows, "formula_r_squared": fit_formula(profile_table(cost)).r_squared}
     if with_exact:
-        report["exact"] = _exact(job)
+        report["exact"] = _exact(scenario)
     if as_json:
         plain = {name: {**row, "predicted": _plain(row["predicted"])} for name, row in rows.items()}
         print_json({**report, "strategies": plain})
@@ -48,29 +49,31 @@ def _plain(prediction: Prediction | None) -> dict[str, Any] | None:
     return prediction.to_dict() if prediction is not None else None
 
 
-def _exact(job: Job) -> dict[str, Any]:
-    """The optimum in coarse units, and what the search finds in the same units."""
-    num_ranks = job.cluster.num_ranks
+def _exact(scenario: Scenario) -> dict[str, Any]:
+    """The optimum in coarse units, and the best of the search in the same units."""
+    num_ranks = scenario.cluster.num_ranks
     if num_ranks >= len(TOKEN_UNITS):
         raise PlanError(f"--exact takes at most {len(TOKEN_UNITS) - 1} ranks, the cluster has {num_ranks}.")
-    heads = job.model.num_heads
+    heads = scenario.model.num_heads
     head_unit = min(
         unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS[num_ranks]
     )
-    token_unit = -(-job.workload.seq_len // TOKEN_UNITS[num_ranks])
-    problem, rank_of = make_problem(job.cost, token_unit=token_unit, head_units=(head_unit,))
-    found = search(problem)
-    known_s = found[0].time_s if found else float("inf")
+    token_unit = -(-scenario.workload.seq_len // TOKEN_UNITS[num_ranks])
+    problem, rank_of = make_problem(scenario.cost, token_unit=token_unit, head_units=(head_unit,))
+    searched = search(problem)
+    known_s = searched[0].time_s if searched else float("inf")
     solved = solve_exact(problem, upper_bound_s=known_s)
-    best = solved.best or (found[0] if found else None)
+    best = solved.best or (searched[0] if searched else None)
     if best is None:
-        raise PlanError(f"no schedule of {job.model.name} fits in units of {token_unit} tokens and {head_unit} heads.")
+        raise PlanError(
+            f"no schedule of {scenario.model.name} fits in units of {token_unit} tokens and {head_unit} heads."
+        )
     return {
         "token_unit": token_unit,
         "head_unit": head_unit,
         "block_s": best.time_s,
-        "search_block_s": known_s if found else None,
-        "gap": known_s / best.time_s - 1 if found else None,
+        "search_block_s": known_s if searched else None,
+        "gap": known_s / best.time_s - 1 if searched else None,
         "schedule": schedule_of(problem, best, rank_of).to_dict(),
         "combinations": solved.combinations,
         "evaluated": solved.evaluated,

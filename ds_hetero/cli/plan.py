@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_hetero.cli.common import Job, check_out, print_json, terms_text
+from ds_hetero.cli.printing import check_out, print_json, terms_text
+from ds_hetero.cli.scenario import Scenario
 from ds_hetero.planner import PlannedSchedule, plan
 from ds_hetero.text import bytes_text, time_text
 
@@ -17,55 +18,63 @@ if TYPE_CHECKING:
 __all__ = ["ranks_text", "run", "schedule_table"]
 
 
-def run(job: Job, layout: str | None, token_unit: int, out: Path | None, as_json: bool) -> None:
+def run(scenario: Scenario, layout: str | None, token_unit: int, out: Path | None, as_json: bool) -> None:
     """Search, print, and write the schedule file if asked to."""
     if out is not None:
         check_out(out)
-    found = plan(job.cluster, job.model, job.workload, cost_model=job.cost_model, layout=layout, token_unit=token_unit)
+    planned = plan(
+        scenario.cluster,
+        scenario.model,
+        scenario.workload,
+        cost_model=scenario.cost_model,
+        layout=layout,
+        token_unit=token_unit,
+    )
     if out is not None:
-        out.write_text(json.dumps(found.schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(planned.schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
-        print_json(found.to_dict())
+        print_json(planned.to_dict())
         return
     from rich.console import Console
 
-    _print(Console(), job, found)
+    _print(Console(), scenario, planned)
     if out is not None:
         print(f"written to {out}")
 
 
-def _print(console: Console, job: Job, found: PlannedSchedule) -> None:
-    work, prediction = job.workload, found.prediction
-    console.print(schedule_table(job, found))
+def _print(console: Console, scenario: Scenario, planned: PlannedSchedule) -> None:
+    work, prediction = scenario.workload, planned.prediction
+    console.print(schedule_table(scenario, planned))
     lines = [
-        f"{job.model.name}, {work.seq_len} tokens x {work.micro_batch}, {'causal' if work.causal else 'full'}, "
-        f"{job.cost_model} cost model; searched for {time_text(found.search_s)}",
-        f"chosen:     {found.name}",
+        f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, {'causal' if work.causal else 'full'}, "
+        f"{scenario.cost_model} cost model; searched for {time_text(planned.search_s)}",
+        f"chosen:     {planned.name}",
         f"predicted:  {time_text(prediction.block_s)} per block, {time_text(prediction.iteration_s)} per iteration, "
         f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)})",
         f"bottleneck: {prediction.bottleneck.text}",
-        f"bound:      {100 * found.of_bound:.1f} % of the speed at perfect balance with free communication",
+        f"bound:      {100 * planned.of_bound:.1f} % of the speed at perfect balance with free communication",
     ]
-    if found.idle:
-        lines.append(f"idle:       {ranks_text(found.idle)}; over these links they would cost more than they add")
+    if planned.idle:
+        lines.append(f"idle:       {ranks_text(planned.idle)}; over these links they would cost more than they add")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    console.print(_baseline_table(found))
-    for rejected in found.rejected:
+    console.print(_baseline_table(planned))
+    for rejected in planned.rejected:
         console.print(f"not {rejected.name}: {rejected.reason}", markup=False, highlight=False, soft_wrap=True)
 
 
-def schedule_table(job: Job, found: PlannedSchedule) -> Table:
+def schedule_table(scenario: Scenario, planned: PlannedSchedule) -> Table:
     """Ranks that do the same in one row: group, device, tokens, heads, memory."""
     from rich.table import Table
 
-    table = Table("ring", "ranks", "device", "tokens", "heads", "memory GiB", "of", title=f"Schedule, {_layout(found)}")
-    tokens = found.schedule.tokens(job.workload.seq_len)
-    capacity = job.cost.capacity_bytes_D
-    for position, group in enumerate(found.schedule.ring_groups):
+    title = f"Schedule, {planned.schedule.layout}, ring order from top to bottom"
+    table = Table("ring", "ranks", "device", "tokens", "heads", "memory GiB", "of", title=title)
+    tokens = planned.schedule.tokens(scenario.workload.seq_len)
+    capacity = scenario.cost.capacity_bytes_D
+    for position, group in enumerate(planned.schedule.ring_groups):
         rows: dict[tuple[str, ...], list[int]] = {}
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            need = bytes_text(found.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
-            share = job.cluster.devices[rank].name, str(tokens[rank]), str(heads)
+            need = bytes_text(planned.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
+            share = scenario.cluster.devices[rank].name, str(tokens[rank]), str(heads)
             rows.setdefault((*share, *need), []).append(rank)
         for row, ranks in rows.items():
             table.add_row(str(position), ranks_text(ranks), *row)
@@ -83,19 +92,15 @@ def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _layout(found: PlannedSchedule) -> str:
-    return f"{found.schedule.layout}, ring order from top to bottom"
-
-
-def _baseline_table(found: PlannedSchedule) -> Table:
+def _baseline_table(planned: PlannedSchedule) -> Table:
     from rich.table import Table
 
     table = Table("baseline", "block", "tokens/s", "plan is faster by", title="Against uniform schedules")
-    for kind, prediction in found.baselines.items():
+    for kind, prediction in planned.baselines.items():
         if prediction is None:
-            table.add_row(kind, "-", "-", found.baseline_reasons[kind])
+            table.add_row(kind, "-", "-", planned.baseline_reasons[kind])
         else:
-            faster = found.prediction.tokens_per_s / prediction.tokens_per_s
+            faster = planned.prediction.tokens_per_s / prediction.tokens_per_s
             rate = f"{prediction.tokens_per_s:,.0f}"
-            table.add_row(found.baseline_names[kind], time_text(prediction.block_s), rate, f"{faster:.2f} x")
+            table.add_row(planned.baseline_names[kind], time_text(prediction.block_s), rate, f"{faster:.2f} x")
     return table

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_hetero.cli.common import Job, check_out, print_json
+from ds_hetero.cli.printing import check_out, print_json
+from ds_hetero.cli.scenario import Scenario
 from ds_hetero.plan import Plan
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.text import time_text
@@ -14,46 +15,46 @@ from ds_hetero.text import time_text
 __all__ = ["run"]
 
 
-def run(jobs: Sequence[Job], global_batch: int, layout: str | None, out: Path | None, as_json: bool) -> None:
-    """Plan, print, and write the file of replicas if asked to; ``jobs`` differ in their clusters only."""
+def run(scenarios: Sequence[Scenario], global_batch: int, layout: str | None, out: Path | None, as_json: bool) -> None:
+    """Plan, print, and write the file of replicas if asked to; ``scenarios`` differ in their clusters only."""
     if out is not None:
         check_out(out)
-    first = jobs[0]
-    found = plan_replicas(
-        [job.cluster for job in jobs],
+    first = scenarios[0]
+    planned = plan_replicas(
+        [scenario.cluster for scenario in scenarios],
         first.model,
         first.workload,
         global_batch,
         cost_model=first.cost_model,
         layout=layout,
     )
-    schedule = Plan.of_replicas(found.schedules, found.split).to_replicas_dict()
+    schedule = Plan.of_replicas(planned.schedules, planned.split).to_replicas_dict()
     if out is not None:
         out.write_text(json.dumps(schedule, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        predicted = {"step_s": found.step_s, "busy_s": found.busy_s, "even_step_s": found.even_s}
-        print_json({"schedule": schedule, "global_batch": found.split.samples, "predicted": predicted})
+        predicted = {"step_s": planned.step_s, "busy_s": planned.busy_s, "even_step_s": planned.even_s}
+        print_json({"schedule": schedule, "global_batch": planned.split.samples, "predicted": predicted})
         return
-    _print(jobs, found)
+    _print(scenarios, planned)
     if out is not None:
         print(f"written to {out}")
 
 
-def _print(jobs: Sequence[Job], found: ReplicasPlan) -> None:
+def _print(scenarios: Sequence[Scenario], planned: ReplicasPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    split = found.split
+    split = planned.split
     table = Table("replica", "ranks", "schedule", "micro-batches", "samples", "busy", title=f"Replicas, {split}")
-    for i, (plan, schedule) in enumerate(zip(found.plans, found.schedules, strict=True)):
+    for i, (plan, schedule) in enumerate(zip(planned.plans, planned.schedules, strict=True)):
         ranks = f"{schedule.ranks[0]}-{schedule.ranks[-1]}" if schedule.sp_size > 1 else str(schedule.ranks[0])
         batches = f"{split.micro_batches[i]} of {split.micro_batch_sizes[i]}"
-        busy = f"{100 * found.busy_s[i] / found.step_s:.0f} %"
+        busy = f"{100 * planned.busy_s[i] / planned.step_s:.0f} %"
         table.add_row(str(i), ranks, plan.name, batches, str(split.samples_of[i]), busy)
     console = Console()
     console.print(table)
-    rate = split.samples * jobs[0].workload.seq_len / found.step_s
-    text = f"predicted:  {time_text(found.step_s)} per optimizer step, {rate:,.0f} tokens/s"
-    if found.even_s is not None:
-        text += f"; {found.even_s / found.step_s:.2f} x as fast as the same micro-batches on every replica"
+    rate = split.samples * scenarios[0].workload.seq_len / planned.step_s
+    text = f"predicted:  {time_text(planned.step_s)} per optimizer step, {rate:,.0f} tokens/s"
+    if planned.even_s is not None:
+        text += f"; {planned.even_s / planned.step_s:.2f} x as fast as the same micro-batches on every replica"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

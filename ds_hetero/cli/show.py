@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ds_hetero.cli.common import Job, check_out, print_json, read_schedule, terms_text
+from ds_hetero.cli.printing import check_out, print_json, terms_text
+from ds_hetero.cli.scenario import Scenario, read_schedule
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction, Span
 from ds_hetero.errors import PlanError
@@ -37,17 +38,17 @@ GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2
 GREY = "#666666"
 
 
-def run(job: Job, source: str, out: Path, as_json: bool) -> None:
+def run(scenario: Scenario, source: str, out: Path, as_json: bool) -> None:
     """Draw and write the picture."""
     if out.suffix not in FORMATS:
         raise PlanError(f"--out must end in one of {', '.join(FORMATS)}, got {str(out)!r}.")
     check_out(out)
-    cost = job.cost
+    cost = scenario.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)
-    figure = _draw(job, cost, schedule, prediction)
+    figure = _draw(scenario, cost, schedule, prediction)
     if out.suffix == ".html":
-        out.write_text(_page(job, schedule, prediction, figure), encoding="utf-8")
+        out.write_text(_page(scenario, schedule, prediction, figure), encoding="utf-8")
     else:
         figure.savefig(out, dpi=120)
     if as_json:
@@ -56,9 +57,9 @@ def run(job: Job, source: str, out: Path, as_json: bool) -> None:
         print(f"written to {out}")
 
 
-def _draw(job: Job, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
+def _draw(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
     spans = _spans(cost, schedule)
-    ranks = _drawn_ranks(job, schedule) if spans else []
+    ranks = _drawn_ranks(scenario, schedule) if spans else []
     heights = [1.6, 1.6, 1.6] + ([0.9 + 0.4 * len(ranks)] if ranks else [])
     width = min(max(9.0, 4.0 + 0.5 * schedule.sp_size), 24.0)
     figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
@@ -68,24 +69,24 @@ def _draw(job: Job, cost: CostModel, schedule: Schedule, prediction: Prediction)
         for position, group in enumerate(schedule.ring_groups)
         for rank in group.ranks
     }
-    _draw_tokens(axes[0], job, schedule, colour_of)
+    _draw_tokens(axes[0], scenario, schedule, colour_of)
     _draw_heads(axes[1], schedule, colour_of)
     _draw_memory(axes[2], cost, schedule, prediction, colour_of)
-    _label_devices(axes[2], job, schedule)
+    _label_devices(axes[2], scenario, schedule)
     if ranks:
-        _draw_timeline(axes[3], job, [span for span in spans if span.rank in ranks], ranks)
+        _draw_timeline(axes[3], scenario, [span for span in spans if span.rank in ranks], ranks)
     for rank_axes in axes[:3]:
         rank_axes.set_xlim(-0.6, schedule.sp_size - 0.4)
     for any_axes in axes:
         any_axes.spines[["top", "right"]].set_visible(False)
-    text = [describe(schedule, job.cluster), *_summary(job, prediction).split("; ")]
+    text = [describe(schedule, scenario.cluster), *_summary(scenario, prediction).split("; ")]
     lines = [line for part in text for line in textwrap.wrap(part, int(width * 12))]
     figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left", linespacing=1.5)
     return figure
 
 
-def _draw_tokens(axes: Axes, job: Job, schedule: Schedule, colour_of: dict[int, Any]) -> None:
-    tokens = schedule.tokens(job.workload.seq_len)
+def _draw_tokens(axes: Axes, scenario: Scenario, schedule: Schedule, colour_of: dict[int, Any]) -> None:
+    tokens = schedule.tokens(scenario.workload.seq_len)
     bars = axes.bar(list(tokens), list(tokens.values()), color=[colour_of[rank] for rank in tokens])
     if schedule.sp_size <= MAX_LABELLED_RANKS:
         axes.bar_label(bars, labels=[f"{count:,}" for count in tokens.values()], fontsize=8, color=GREY)
@@ -120,12 +121,12 @@ def _draw_memory(
     axes.set_ylabel("memory, GiB\n(grey: capacity)")
 
 
-def _label_devices(axes: Axes, job: Job, schedule: Schedule) -> None:
+def _label_devices(axes: Axes, scenario: Scenario, schedule: Schedule) -> None:
     """Rank numbers as ticks; below them, once for neighbours of one kind, the name of the device."""
     if schedule.sp_size > MAX_LABELLED_RANKS:
         axes.set_xlabel("rank")
         return
-    names = [job.cluster.devices[rank].name for rank in range(schedule.sp_size)]
+    names = [scenario.cluster.devices[rank].name for rank in range(schedule.sp_size)]
     axes.set_xticks(range(schedule.sp_size))
     first = 0
     for name, run in groupby(names):
@@ -137,7 +138,7 @@ def _label_devices(axes: Axes, job: Job, schedule: Schedule) -> None:
     axes.set_xlabel("rank", x=0, ha="right", labelpad=-9)
 
 
-def _draw_timeline(axes: Axes, job: Job, spans: list[Span], ranks: list[int]) -> None:
+def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: list[int]) -> None:
     """Two rows per rank: the upper one computes, the lower one transfers."""
     for span in spans:
         row = ranks.index(span.rank) + (0.0 if span.stream == "compute" else 0.42)
@@ -145,7 +146,7 @@ def _draw_timeline(axes: Axes, job: Job, spans: list[Span], ranks: list[int]) ->
         axes.broken_barh([bar], (row, 0.38), facecolors=KINDS[span.kind], edgecolor="white", linewidth=0.3)
     axes.set_ylim(len(ranks), -0.15)
     axes.set_yticks([i + 0.4 for i in range(len(ranks))])
-    axes.set_yticklabels([f"rank {rank}\n{job.cluster.devices[rank].name}" for rank in ranks], fontsize=8)
+    axes.set_yticklabels([f"rank {rank}\n{scenario.cluster.devices[rank].name}" for rank in ranks], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("one block, ms: upper row computes, lower row transfers")
     labels = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in KINDS.items()]
@@ -156,36 +157,36 @@ def _spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
     return cost.timeline(schedule) if schedule.sp_size * schedule.ring_size * 6 <= MAX_SPANS else ()
 
 
-def _drawn_ranks(job: Job, schedule: Schedule) -> list[int]:
+def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
     """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
-    tokens = schedule.tokens(job.workload.seq_len)
+    tokens = schedule.tokens(scenario.workload.seq_len)
     first: dict[tuple[object, ...], int] = {}
     for position, group in enumerate(schedule.ring_groups):
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            first.setdefault((position, job.cluster.devices[rank].name, tokens[rank] // 16, heads), rank)
+            first.setdefault((position, scenario.cluster.devices[rank].name, tokens[rank] // 16, heads), rank)
     return sorted(first.values())[:MAX_TIMELINE_RANKS]
 
 
-def _summary(job: Job, prediction: Prediction) -> str:
+def _summary(scenario: Scenario, prediction: Prediction) -> str:
     return (
-        f"{job.model.name}, {job.workload.seq_len:,} tokens: {time_text(prediction.block_s)} per block, "
+        f"{scenario.model.name}, {scenario.workload.seq_len:,} tokens: {time_text(prediction.block_s)} per block, "
         f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)}); bottleneck: {prediction.bottleneck.text}"
     )
 
 
-def _page(job: Job, schedule: Schedule, prediction: Prediction, figure: Figure) -> str:
+def _page(scenario: Scenario, schedule: Schedule, prediction: Prediction, figure: Figure) -> str:
     """One file: the picture as SVG, the prediction in words, the schedule as JSON to copy."""
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
     picture = svg.getvalue()
-    title = html.escape(describe(schedule, job.cluster))
+    title = html.escape(describe(schedule, scenario.cluster))
     memory = html.escape(prediction.reason or "every rank fits into its memory")
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font-family: sans-serif; margin: 2em; max-width: 100em }} svg {{ max-width: 100%; height: auto }}
 pre {{ background: #f4f4f4; padding: 1em; overflow: auto }}</style>
 <h1>{title}</h1>
-<p>{html.escape(_summary(job, prediction))}; {memory}.</p>
+<p>{html.escape(_summary(scenario, prediction))}; {memory}.</p>
 {picture[picture.index("<svg") :]}
 <h2>Schedule file</h2>
 <pre>{html.escape(schedule.to_json())}</pre>

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from ds_hetero.cli.common import Job, print_json, read_schedule, terms_text
+from ds_hetero.cli.printing import print_json, terms_text
+from ds_hetero.cli.scenario import Scenario, read_schedule
 from ds_hetero.planner.explain import describe
 from ds_hetero.text import bytes_text, time_text
 
 __all__ = ["run"]
 
 
-def run(job: Job, source: str, as_json: bool) -> None:
+def run(scenario: Scenario, source: str, as_json: bool) -> None:
     """Predict and print. A schedule that does not fit into memory is predicted all the same, and said not to fit."""
-    cost = job.cost
+    cost = scenario.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)
     if as_json:
@@ -23,14 +24,14 @@ def run(job: Job, source: str, as_json: bool) -> None:
     from rich.table import Table
 
     table = Table(
-        "rank", "device", "tokens", "heads", "busy", "memory GiB", "of", title=describe(schedule, job.cluster)
+        "rank", "device", "tokens", "heads", "busy", "memory GiB", "of", title=describe(schedule, scenario.cluster)
     )
-    tokens = schedule.tokens(job.workload.seq_len)
+    tokens = schedule.tokens(scenario.workload.seq_len)
     for position, group in enumerate(schedule.ring_groups):
         for rank, heads in zip(group.ranks, group.heads, strict=True):
             busy = f"{100 * prediction.busy_s[rank] / prediction.block_s:.0f} %"
             need, capacity = bytes_text(prediction.memory_bytes[rank]), bytes_text(cost.capacity_bytes_D[rank])
-            row = (rank, job.cluster.devices[rank].name, tokens[rank], heads, busy, need, capacity)
+            row = (rank, scenario.cluster.devices[rank].name, tokens[rank], heads, busy, need, capacity)
             table.add_row(*map(str, row), end_section=rank == group.ranks[-1] and position + 1 < schedule.ring_size)
     console = Console()
     console.print(table)

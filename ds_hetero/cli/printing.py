@@ -1,0 +1,38 @@
+"""How commands write: one JSON object for machines, shares of a block for people, and files that can be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.cost.prediction import Prediction
+from ds_hetero.errors import PlanError
+
+__all__ = ["check_out", "print_json", "terms_text"]
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that cannot be written, before anything is computed for it.
+
+    Raises:
+        PlanError: its folder does not exist or may not be written to, or it is a folder itself.
+    """
+    folder = out.resolve().parent
+    if out.is_dir() or not os.access(folder, os.W_OK):
+        reason = "it is a folder" if out.is_dir() else f"{folder} is no folder that may be written to"
+        raise PlanError(f"--out {out} cannot be written: {reason}.")
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(data, allow_nan=False))
+
+
+def terms_text(prediction: Prediction) -> str:
+    """The terms of a block as shares of it."""
+    terms = prediction.terms
+    parts = (("non-attention", terms.non_attention_s), ("all-to-all", terms.all_to_all_s), ("ring", terms.ring_steps_s))
+    return ", ".join(f"{name} {100 * seconds / prediction.block_s:.0f} %" for name, seconds in parts)
