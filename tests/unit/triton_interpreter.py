@@ -9,7 +9,7 @@ import torch
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
-from tests.unit.test_kernels import assert_close, check, in_parts, reference, strided, tensors
+from tests.unit.kernel_checks import assert_close, check, in_parts, reference, strided, tensors
 
 KERNEL = TritonKernel()
 

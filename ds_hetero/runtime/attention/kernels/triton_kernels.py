@@ -64,10 +64,10 @@ def _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexp
     last_query = tl.minimum(first_query + BLOCK_Q, num_queries) - 1
     start = tl.maximum(first_query + lo, 0) // BLOCK_K * BLOCK_K
     stop = tl.minimum(last_query + hi + 1, num_keys)
-    whole = tl.cdiv(tl.maximum(last_query + lo, 0), BLOCK_K) * BLOCK_K
-    whole_stop = tl.minimum(first_query + hi + 1, num_keys) // BLOCK_K * BLOCK_K
-    whole = tl.minimum(whole, stop)
-    return start, whole, tl.maximum(whole, whole_stop), stop
+    unmasked = tl.cdiv(tl.maximum(last_query + lo, 0), BLOCK_K) * BLOCK_K
+    unmasked_stop = tl.minimum(first_query + hi + 1, num_keys) // BLOCK_K * BLOCK_K
+    unmasked = tl.minimum(unmasked, stop)
+    return start, unmasked, tl.maximum(unmasked, unmasked_stop), stop
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexp
     last_key = tl.minimum(first_key + BLOCK_K, num_keys) - 1
     start = tl.maximum(first_key - hi, 0) // BLOCK_Q * BLOCK_Q
     stop = tl.minimum(last_key - lo + 1, num_queries)
-    whole = tl.cdiv(tl.maximum(last_key - hi, 0), BLOCK_Q) * BLOCK_Q
-    whole_stop = tl.minimum(first_key - lo + 1, num_queries) // BLOCK_Q * BLOCK_Q
-    whole = tl.minimum(whole, stop)
-    return start, whole, tl.maximum(whole, whole_stop), stop
+    unmasked = tl.cdiv(tl.maximum(last_key - hi, 0), BLOCK_Q) * BLOCK_Q
+    unmasked_stop = tl.minimum(first_key - lo + 1, num_queries) // BLOCK_Q * BLOCK_Q
+    unmasked = tl.minimum(unmasked, stop)
+    return start, unmasked, tl.maximum(unmasked, unmasked_stop), stop
 
 
 @triton.jit
