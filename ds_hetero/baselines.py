@@ -15,8 +15,8 @@ from ds_hetero.splits import share
 
 __all__ = [
     "COMPARED",
-    "FROM_COST_MODEL",
     "FROM_DEVICES",
+    "FROM_PLANNER",
     "STRATEGIES",
     "UNIFORM",
     "all_baselines",
@@ -30,7 +30,7 @@ __all__ = [
 
 COMPARED = ("ulysses", "ring", "usp")  # kinds of baselines that a planned schedule is compared with
 FROM_DEVICES = ("proportional",)  # strategies that need the speeds of the devices
-FROM_COST_MODEL = ("plan", "lut", "formula")  # strategies that `ds_hetero.planner` computes under a cost model
+FROM_PLANNER = ("plan", "lut", "formula")  # strategies that `ds_hetero.planner` computes under a cost model
 
 
 def ulysses(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
@@ -85,7 +85,7 @@ def proportional(speeds: Sequence[float], num_heads: int, num_kv_heads: int) -> 
 
 
 UNIFORM = {"ulysses": ulysses, "ring": ring, "usp": usp, "even": even}  # strategies that need numbers only
-STRATEGIES = ("plan", *UNIFORM, *FROM_DEVICES, "lut", "formula")
+STRATEGIES = ("plan", *UNIFORM, *FROM_DEVICES, "lut", "formula")  # all that a configuration and the commands take
 
 
 def all_baselines(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[dict[str, Schedule], dict[str, str]]:

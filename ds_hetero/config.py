@@ -13,16 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ds_hetero.baselines import UNIFORM
+from ds_hetero.baselines import STRATEGIES
 from ds_hetero.errors import ConfigError
 from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
 from ds_hetero.text import nearest
 
 __all__ = [
-    "FROM_DEVICES",
-    "FROM_PLANNER",
     "SECTION",
-    "STRATEGY_NAMES",
     "HeterogeneitySection",
     "ReplanSection",
     "accepted",
@@ -31,13 +28,6 @@ __all__ = [
 ]
 
 SECTION = "heterogeneity"
-
-FROM_DEVICES = ("proportional",)
-"""Strategies that need to know the speeds of the devices."""
-FROM_PLANNER = ("plan", "lut", "formula")
-"""Strategies that search for a schedule under a cost model."""
-STRATEGY_NAMES = (*UNIFORM, *FROM_DEVICES, *FROM_PLANNER)
-"""All strategies that ``"schedule"`` takes by name; those of `ds_hetero.baselines.UNIFORM` depend on sizes only."""
 
 
 class ReplanSection(BaseModel):
@@ -83,7 +73,7 @@ _ACCEPTED = {
     "enabled": "true or false",
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
-    + ", ".join(STRATEGY_NAMES),
+    + ", ".join(STRATEGIES),
     "seq_len": "a whole number >= 1, the tokens of a sequence that is planned for",
     "layout": '"contiguous" or "zigzag"',
     "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),

@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.baselines import UNIFORM, proportional, ulysses
+from ds_hetero.baselines import FROM_DEVICES, FROM_PLANNER, STRATEGIES, UNIFORM, proportional, ulysses
 from ds_hetero.cluster import Cluster
 from ds_hetero.config import (
-    FROM_DEVICES,
-    FROM_PLANNER,
     SECTION,
-    STRATEGY_NAMES,
     HeterogeneitySection,
     accepted,
     did_you_mean,
@@ -137,7 +134,7 @@ def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
         PlanError: a plan of version 2 is wrong, or cannot be run yet.
     """
     source = section.schedule
-    if isinstance(source, str) and source in STRATEGY_NAMES:
+    if isinstance(source, str) and source in STRATEGIES:
         return None
     name = source if isinstance(source, str) else "the inline schedule"
     content = _read_json(source) if isinstance(source, str) else source
@@ -156,7 +153,7 @@ def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
 
 def _read_json(path: str) -> Any:
     if not Path(path).is_file():
-        hint = did_you_mean(path, STRATEGY_NAMES)
+        hint = did_you_mean(path, STRATEGIES)
         raise ConfigError(f'"{SECTION}.schedule": "{path}" is no file{hint}. {accepted("schedule")}')
     try:
         return json.loads(Path(path).read_text())
