@@ -21,7 +21,7 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers import sharded_model
 from ds_hetero.integrations.transformers.facts import read_model_facts
 from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.monitor import Change, Watch
+from ds_hetero.job.monitor import Change, EventWriter, Watch
 from ds_hetero.job.prediction_check import Outlook
 from ds_hetero.job.report import announce, plan_text
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, start_job
@@ -242,8 +242,13 @@ class Handle:
             self._replicas[plan] = make_replica(plan, self._groups)
         return self._replicas[plan]
 
-    def watch(self, engine: Any, model: sharded_model.ShardedModel) -> None:
-        """Take the times of an engine's steps from now on, and change the schedule if that is asked for.
+    def watch(self, model: sharded_model.ShardedModel, steps_per_print: float | None, writer: EventWriter) -> Watch:
+        """Make what takes the times of an engine's steps, and changes the schedule if the section says so.
+
+        Args:
+            model: what the engine trains.
+            steps_per_print: of the engine's configuration.
+            writer: the engine's monitors.
 
         Caller: every rank of the world, when the engine has been built.
         """
@@ -252,8 +257,8 @@ class Handle:
             model.change_replica(self._replica_of(plan))
             self._agreements[model] = replace(self._agreements[model], plan=plan)
 
-        self._watches[model] = Watch(engine.steps_per_print(), model, self._agreements[model], change)
-        self._watches[model].attach(engine)
+        self._watches[model] = Watch(steps_per_print, model.clock, self._agreements[model], change, writer)
+        return self._watches[model]
 
     def outlook(self, model: sharded_model.ShardedModel) -> Outlook:
         """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""

@@ -7,19 +7,15 @@ Nothing here waits for the device: steps that it has not finished are looked at 
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
-from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.rank_times import (
     Paces,
     RankTimes,
@@ -37,9 +33,10 @@ from ds_hetero.plan import Plan
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
+from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Change", "Watch"]
+__all__ = ["Change", "EventWriter", "Watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +60,24 @@ class Change:
     gain: float
 
 
+class EventWriter(Protocol):
+    """What writes numbers to the monitors of a training, such as DeepSpeed's."""
+
+    enabled: bool
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        """Write (name, value, samples so far) for each event."""
+
+
 class Watch:
     """Looks after one engine.
 
     Args:
         steps_per_print: of the engine's configuration; None or infinite, as accelerate sets it, if it does not say.
-        model: what the engine trains.
+        clock: of the model that the engine trains.
         agreed: what the ranks agreed on for the model.
         change: called on every rank with the new plan when a schedule has changed.
+        writer: of the events that each look makes.
 
     Attributes:
         changes: of the schedules, oldest first; the same on every rank.
@@ -81,12 +88,13 @@ class Watch:
     def __init__(
         self,
         steps_per_print: float | None,
-        model: ShardedModel,
+        clock: StepClock,
         agreed: JobStart,
         change: Callable[[Plan], None],
+        writer: EventWriter,
     ) -> None:
         self.changes: list[Change] = []
-        self._model, self._agreed, self._change = model, agreed, change
+        self._clock, self._agreed, self._change, self._writer = clock, agreed, change, writer
         self._plan = agreed.plan
         self._paces = Paces()
         self._device = default_device()
@@ -126,55 +134,26 @@ class Watch:
             )
         atexit.register(self.conclude)
 
-    # --- the engine ---------------------------------------------------------------------------------
+    def stepped(self, samples: int) -> None:
+        """Count an optimizer step, and look at the ranks' times if it is due.
 
-    def attach(self, engine: Any) -> None:
-        """Have the methods of a DeepSpeed engine timed, and looks taken after its steps."""
-        clock, model = self._model.clock, self._model
-        forward, backward, step, destroy = engine.forward, engine.backward, engine.step, engine.destroy
+        Args:
+            samples: of all optimizer steps so far, the abscissa of the monitor's events.
 
-        @functools.wraps(forward)
-        def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            with clock.running(), clock.forward(training=model.takes_shards and torch.is_grad_enabled()):
-                return forward(*args, **kwargs)
-
-        @functools.wraps(backward)
-        def timed_backward(*args: Any, **kwargs: Any) -> Any:
-            with clock.running(), clock.backward():
-                return backward(*args, **kwargs)
-
-        @functools.wraps(step)
-        def watched_step(*args: Any, **kwargs: Any) -> Any:
-            before = engine.global_steps
-            with clock.running(), record_function("ds_hetero.step"):
-                result = step(*args, **kwargs)
-            if engine.global_steps > before:
-                self.stepped(engine)
-            return result
-
-        @functools.wraps(destroy)
-        def concluded_destroy(*args: Any, **kwargs: Any) -> Any:
-            self.conclude()
-            return destroy(*args, **kwargs)
-
-        engine.forward, engine.backward = timed_forward, timed_backward
-        engine.step, engine.destroy = watched_step, concluded_destroy
-
-    def stepped(self, engine: Any) -> None:
-        """An optimizer step is done."""
-        clock = self._model.clock
-        clock.end_step()
+        Caller: every rank of the world, after each optimizer step.
+        """
+        self._clock.end_step()
         self._steps += 1
         if self._skip:
             self._skip -= 1
-            clock.pop_finished()
+            self._clock.pop_finished()
         elif self._steps % self._interval == 0:
-            self._look(engine)
+            self._look(samples)
 
     # --- looking ------------------------------------------------------------------------------------
 
-    def _look(self, engine: Any) -> None:
-        steps = self._model.clock.pop_finished()
+    def _look(self, samples: int) -> None:
+        steps = self._clock.pop_finished()
         for step in steps:
             self._paces.add(step)
         mine = RankTimes.of(steps, self._paces, possible_growth(self._device), self._peak)
@@ -185,9 +164,9 @@ class Watch:
         if self._replans:
             self._say_what_a_change_brought(everyone)
             self._replan(everyone)
-        if engine.monitor.enabled and dist.get_rank() == 0:
-            told = events(everyone, self._shape, self._peaks, len(self.changes), engine.global_samples)
-            engine.monitor.write_events(told)
+        if self._writer.enabled and dist.get_rank() == 0:
+            told = events(everyone, self._shape, self._peaks, len(self.changes), samples)
+            self._writer.write_events(told)
 
     def _replan(self, everyone: Sequence[RankTimes]) -> None:
         payload = b""
@@ -217,7 +196,7 @@ class Watch:
         self._plan = self._plan.with_schedules(schedules)
         self._change(self._plan)
         self._before_change = _s_per_token(everyone)
-        self._model.clock.restart()
+        self._clock.restart()
         self._paces.restart()
         self._skip = AFTER_CHANGE
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -82,37 +80,15 @@ class Outlook:
 
     # --- watching ----------------------------------------------------------------------------------
 
-    def watch(self, engine: Any) -> None:
-        """Look at the clock after every optimizer step of a DeepSpeed engine, and compare when it is destroyed."""
-        if not self.forecasts:
-            return
-        atexit.register(self.conclude)
-        engine.step = self._timing(engine, engine.step)
-        engine.destroy = self._concluding(engine.destroy)
+    def start(self) -> None:
+        """Compare at the latest when the process exits."""
+        if self.forecasts:
+            atexit.register(self.conclude)
 
     def saw(self, batch: BatchLayout) -> None:
         """A sharded forward has begun."""
         if self.forecasts and torch.is_grad_enabled():
             self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
-
-    def _timing(self, engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before = engine.global_steps
-            result = stock(*args, **kwargs)
-            if engine.global_steps > before:
-                self.stepped(time.perf_counter())
-            return result
-
-        return step
-
-    def _concluding(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def destroy(*args: Any, **kwargs: Any) -> Any:
-            self.conclude()
-            return stock(*args, **kwargs)
-
-        return destroy
 
     def stepped(self, now_s: float) -> None:
         """An optimizer step is done, of the batches seen since the last one."""

@@ -1,12 +1,11 @@
 """Checkpoints of an engine: `latest` names finished ones only, and parts of any layout can be loaded.
 
-Everything goes through DeepSpeed's own files and methods. A rank that finds a fault in a checkpoint tells all others,
-so that every rank refuses it with the same message and none waits for ever.
+Everything goes through DeepSpeed's own files and methods. The functions here run around methods of the engine, see
+`hooks.HOOKS`. A fault in a checkpoint is raised on every rank with the same message.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import read_shard
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["PRIVATE_NAMES", "guard_checkpoints"]
+__all__ = ["PRIVATE_NAMES", "load_any_layout", "raise_on_all_ranks", "write_latest_last"]
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PRIVATE_NAMES = (
@@ -36,100 +36,104 @@ PRIVATE_NAMES = (
 )
 
 
-def guard_checkpoints(engine: Any) -> None:
-    """Replace the methods of ``engine`` that write and read checkpoints by those that the module promises."""
-    engine.save_checkpoint = _saving(engine, engine.save_checkpoint)
-    engine._load_checkpoint = _loading(engine, engine._load_checkpoint)
-    if isinstance(engine.optimizer, WeightedZeroOptimizer):
-        engine._load_zero_checkpoint = _loading_zero(engine, engine._load_zero_checkpoint)
+def write_latest_last(
+    engine: Engine,
+    save: Callable[..., Any],
+    save_dir: str,
+    tag: Any = None,
+    client_state: Any = None,
+    save_latest: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Around ``save_checkpoint``: write the file ``latest`` when all ranks have saved their parts.
+
+    DeepSpeed's rank 0 writes it as soon as it has saved its own part.
+
+    Collectives: one barrier.
+    """
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if engine.checkpoint_engine.is_decoupled():  # it writes later, and then `latest` as well
+        return save(save_dir, tag, client_state or {}, save_latest, **kwargs)
+    saved = save(save_dir, tag, client_state or {}, save_latest=False, **kwargs)  # ends with a barrier
+    if save_latest and dist.get_rank() == 0:
+        _write_whole(Path(save_dir, "latest"), tag)
+    dist.barrier()
+    return saved
 
 
-def _saving(engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's rank 0 writes `latest` when it has saved its own part; here, when all ranks have saved theirs."""
+def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, tag: Any, **kwargs: Any) -> Any:
+    """Around ``_load_checkpoint``, which loads the model: raise on every rank if any rank cannot load its file.
 
-    @functools.wraps(stock)
-    def save_checkpoint(
-        save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kwargs: Any
-    ) -> Any:
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        if engine.checkpoint_engine.is_decoupled():  # it writes later, and then `latest` as well
-            return stock(save_dir, tag, client_state or {}, save_latest, **kwargs)
-        saved = stock(save_dir, tag, client_state or {}, save_latest=False, **kwargs)  # ends with a barrier
-        if save_latest and dist.get_rank() == 0:
-            _write_whole(Path(save_dir, "latest"), tag)
-        dist.barrier()
-        return saved
+    Collectives: one `on_all_ranks`.
 
-    return save_checkpoint
+    Raises:
+        CheckpointError: the checkpoint is unfinished, or a file cannot be loaded; the same on every rank.
+    """
+    folder = Path(load_dir, str(tag))
+    partitioned = engine.zero_optimization_partition_weights()  # then the ranks exchange messages while they load
+    loaded: list[Any] = []
+
+    def load_own_file() -> None:
+        if not engine._get_all_ckpt_names(load_dir, tag):
+            raise CheckpointError(f"{folder} has no *model_states.pt, so there is no finished checkpoint in it.")
+        if not partitioned:
+            try:
+                loaded.append(load(load_dir, tag, **kwargs))
+            except Exception as error:  # torch and pickle raise almost anything here
+                raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+
+    on_all_ranks(load_own_file)
+    return load(load_dir, tag, **kwargs) if partitioned else loaded[0]
+
+
+def load_any_layout(
+    engine: Engine, load: Callable[..., Any], load_dir: str, tag: Any, load_optimizer_states: bool = True
+) -> bool:
+    """Around ``_load_zero_checkpoint`` of stages 1 and 2: take the state from shards of any layout and number.
+
+    Universal checkpoints, and other optimizers than ours, go DeepSpeed's way.
+
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        CheckpointError: shards are missing, damaged or of another model; the same on every rank.
+    """
+    optimizer = engine.optimizer
+    ours = isinstance(optimizer, WeightedZeroOptimizer)
+    if not ours or engine.load_universal_checkpoint() or not load_optimizer_states:
+        return bool(load(load_dir, tag, load_optimizer_states=load_optimizer_states))
+    restored: list[Any] = []
+
+    def read() -> None:
+        paths = _shard_paths(engine, load_dir, tag)
+        read_file = engine.checkpoint_engine.load
+        restored.append(optimizer.read_checkpoint(lambda i: read_shard(read_file, paths[i]), len(paths)))
+
+    on_all_ranks(read)
+    groups, state = restored[0]
+    optimizer.restore(groups, state, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+    return True
+
+
+def _shard_paths(engine: Engine, load_dir: str, tag: Any) -> list[str]:
+    """List the files of the ranks that saved; their number is known from the model's file."""
+    own = engine.bfloat16_enabled()
+    by_type = [engine._get_all_zero_checkpoint_names(load_dir, tag, bf16_mode) for bf16_mode in (own, not own)]
+    shards = max(by_type, key=lambda paths: sum(os.path.exists(path) for path in paths))
+    if missing := [path for path in shards if not os.path.exists(path)]:
+        raise CheckpointError(
+            f"the checkpoint was saved by {len(shards)} ranks, but {len(missing)} of their files are missing: "
+            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}. It is incomplete, as if ranks had "
+            "died while saving it, or this rank does not see the files of the others. Load an earlier one."
+        )
+    return shards
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace a file such that whoever reads it finds the old content or the new one, whatever happens."""
+    """Replace a file such that a reader gets the old content or the new one, whatever happens."""
     draft = path.with_name(f"{path.name}.new")
     with open(draft, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
-
-
-def _loading(engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """As DeepSpeed, which loads the model here; faults of its file are reported by all ranks."""
-
-    @functools.wraps(stock)
-    def _load_checkpoint(load_dir: str, tag: Any, **kwargs: Any) -> Any:
-        folder, loaded = Path(load_dir, str(tag)), None
-
-        def load() -> None:
-            nonlocal loaded
-            if not engine._get_all_ckpt_names(load_dir, tag):
-                raise CheckpointError(f"{folder} has no *model_states.pt, so there is no finished checkpoint in it.")
-            if not partitioned:
-                try:
-                    loaded = stock(load_dir, tag, **kwargs)
-                except Exception as error:  # torch and pickle raise almost anything here
-                    raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
-
-        partitioned = engine.zero_optimization_partition_weights()  # then the ranks speak while they load
-        on_all_ranks(load)
-        return stock(load_dir, tag, **kwargs) if partitioned else loaded
-
-    return _load_checkpoint
-
-
-def _loading_zero(engine: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Optimizer state from shards of any layout and number; universal checkpoints go DeepSpeed's way."""
-
-    @functools.wraps(stock)
-    def _load_zero_checkpoint(load_dir: str, tag: Any, load_optimizer_states: bool = True) -> bool:
-        if engine.load_universal_checkpoint() or not load_optimizer_states:
-            done: bool = stock(load_dir, tag, load_optimizer_states=load_optimizer_states)
-            return done
-        restored: Any = None
-
-        def read() -> None:
-            nonlocal restored
-            paths = _shard_paths(engine, load_dir, tag)
-            load = engine.checkpoint_engine.load
-            restored = engine.optimizer.read_checkpoint(lambda i: read_shard(load, paths[i]), len(paths))
-
-        on_all_ranks(read)
-        groups, state = restored
-        engine.optimizer.restore(groups, state, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
-        return True
-
-    return _load_zero_checkpoint
-
-
-def _shard_paths(engine: Any, load_dir: str, tag: Any) -> list[str]:
-    """Where the ranks that saved have put their parts; the number of ranks is known from the model's file."""
-    own: bool = engine.bfloat16_enabled()
-    of_types = [engine._get_all_zero_checkpoint_names(load_dir, tag, bf16_mode) for bf16_mode in (own, not own)]
-    found: list[str] = max(of_types, key=lambda paths: sum(os.path.exists(path) for path in paths))
-    if missing := [path for path in found if not os.path.exists(path)]:
-        raise CheckpointError(
-            f"the checkpoint was saved by {len(found)} ranks, but {len(missing)} of their files are missing: "
-            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}. It is incomplete, as if ranks had "
-            "died while saving it, or this rank does not see the files of the others. Load an earlier one."
-        )
-    return found

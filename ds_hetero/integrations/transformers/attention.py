@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields
 from types import FunctionType
@@ -44,6 +44,7 @@ __all__ = [
     "begin_sharded_forward",
     "end_sharded_forward",
     "install",
+    "keep_attention_function",
     "remember_implementation",
     "restore_implementation",
 ]
@@ -97,6 +98,19 @@ def install(patches: Patches) -> None:
     AttentionMaskInterface.register(NAME, _mask)
     patches.on_undo(lambda: AttentionInterface._global_mapping.pop(NAME))
     patches.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(NAME))
+
+
+def keep_attention_function(name: str) -> Callable[[], None]:
+    """Remember the attention function that is registered under ``name``; return what puts it back."""
+    registered = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = registered.get(name)
+
+    def restore() -> None:
+        registered.pop(name, None)
+        if before is not None:
+            registered[name] = before
+
+    return restore
 
 
 def begin_sharded_forward(forward: ShardedForward) -> Token[ShardedForward | None]:

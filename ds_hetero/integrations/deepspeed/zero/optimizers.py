@@ -3,7 +3,7 @@
     weights = agree_on_weights(agreement, ds_config, model, optimizer)
     with optimizers_in_place(ds_config, weights):
         engine, *_ = deepspeed.initialize(...)
-    prepare(engine)
+    checkpoints = stage3_checkpoints(engine)
 
 Nothing of DeepSpeed stays replaced after that.
 """
@@ -23,11 +23,13 @@ import deepspeed.runtime.engine as engine_module
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
-from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import install_checkpoints
+from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.job.start import JobStart
@@ -41,7 +43,7 @@ __all__ = [
     "agree_on_weights",
     "expect_possible",
     "optimizers_in_place",
-    "prepare",
+    "stage3_checkpoints",
     "weights_of",
     "zero_stage_of",
 ]
@@ -68,14 +70,12 @@ class Replacement:
         module, name: where the engine looks for DeepSpeed's class.
         make: takes the arguments of that class, and ``weights``.
         check: raises `ConfigError` for a configuration with which unequal weights do not work.
-        prepare: called with the finished engine.
     """
 
     module: str
     name: str
     make: Callable[..., Any]
     check: Callable[[Mapping[str, Any]], None]
-    prepare: Callable[[Any], None]
 
 
 _STAGES_1_AND_2 = Replacement(
@@ -83,14 +83,12 @@ _STAGES_1_AND_2 = Replacement(
     name="DeepSpeedZeroOptimizer",
     make=WeightedZeroOptimizer,
     check=lambda ds_config: None,
-    prepare=lambda engine: None,
 )
 _STAGE_3 = Replacement(
     module="deepspeed.runtime.zero.stage3",
     name="DeepSpeedZeroOptimizer_Stage3",
     make=make_stage3_optimizer,
     check=check_stage3,
-    prepare=install_checkpoints,
 )
 OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3: _STAGE_3}
 """By ZeRO stage."""
@@ -207,10 +205,15 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
         patches.undo()
 
 
-def prepare(engine: Any) -> None:
-    """Whatever is left to do to an engine that was built with one of `OPTIMIZERS`."""
-    if (ours := OPTIMIZERS.get(engine.zero_optimization_stage())) and _is_recent():
-        ours.prepare(engine)
+def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
+    """Make what reads and writes the checkpoints of an engine; None where DeepSpeed does it alone.
+
+    Args:
+        engine: built under `optimizers_in_place`.
+    """
+    ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3 and _is_recent()
+    has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)  # not so without an optimizer
+    return Stage3Checkpoints(engine) if ours and has_state else None
 
 
 def _is_recent() -> bool:

@@ -8,7 +8,6 @@ it, `stage3_saved`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3_saved import (
     Saved,
     examine,
@@ -30,12 +29,9 @@ from ds_hetero.integrations.deepspeed.zero.stage3_saved import (
 from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, is_weighted, parameter_moves
 from ds_hetero.zero.partition import cut_as_deepspeed
 
-__all__ = ["equal_shards", "install_checkpoints"]
+__all__ = ["Stage3Checkpoints", "equal_shards"]
 
 CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
-
-
-# --- saving --------------------------------------------------------------------------------------------
 
 
 def equal_shards(flat: Tensor, params: Sequence[Any], name: str = "weights") -> Tensor:
@@ -109,78 +105,65 @@ def _exchange(shards: Sequence[Tensor], params: Sequence[Any], group: Any) -> li
     return done
 
 
-# --- in the engine -------------------------------------------------------------------------------------
+class Stage3Checkpoints:
+    """Saves shards of one size and loads checkpoints of any number of ranks, for one engine of stage 3.
 
+    Each method runs around the method of the engine that its first line names, and is given that as ``method``. Files
+    and their names are DeepSpeed's; universal checkpoints stay DeepSpeed's to load.
 
-class _Checkpoints:
-    """The methods of one engine that read and write checkpoints; each is given the one that it replaces."""
+    Args:
+        engine: of stage 3, with an optimizer.
+    """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._saved: Saved | None = None  # the checkpoint that is being loaded
 
-    def _get_param_fragment_func(self, stock: Callable[..., Any], param: Any) -> Tensor:
-        """Save: this rank's shard of a frozen parameter, of one size on all ranks."""
+    def equal_shard(self, method: Callable[..., Any], param: Any) -> Tensor:
+        """``_get_param_fragment_func``: this rank's shard of a frozen parameter, of one size on all ranks."""
         if not is_weighted(param):
-            fragment: Tensor = stock(param)
+            fragment: Tensor = method(param)
             return fragment
         return equal_shards(param.ds_tensor.detach(), [param])
 
-    def _load_checkpoint(self, stock: Callable[..., Any], load_dir: str, tag: str, **kwargs: Any) -> Any:
-        """Load: the checkpoint is looked over before anything is taken from it."""
+    def examine(self, method: Callable[..., Any], load_dir: str, tag: str, **kwargs: Any) -> Any:
+        """``_load_checkpoint``: look the checkpoint over before anything is taken from it.
+
+        Raises:
+            CheckpointError: files are missing or damaged, or the checkpoint is of another model; on every rank.
+        """
         if self._engine.load_universal_checkpoint():
-            return stock(load_dir, tag, **kwargs)
+            return method(load_dir, tag, **kwargs)
         self._saved = examine(self._engine, load_dir, str(tag))
         with_state = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
         if with_state:
             expect_same_parameters(self._saved, self._engine)
-        loaded = stock(load_dir, tag, **kwargs)
+        loaded = method(load_dir, tag, **kwargs)
         if not with_state:
             self._saved = None
         return loaded
 
-    def _get_all_ckpt_names(self, stock: Callable[..., Any], load_dir: str, tag: str) -> list[str]:
-        """Load: a rank that the saving job did not have reads what is the same for all from the first file."""
-        names: list[str] = stock(load_dir, tag)
+    def list_model_files(self, method: Callable[..., Any], load_dir: str, tag: str) -> list[str]:
+        """``_get_all_ckpt_names``: a rank that the saving job did not have reads the first file."""
+        names: list[str] = method(load_dir, tag)
         return names or [self._engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")]
 
-    def load_module_state_dict(self, stock: Callable[..., Any], checkpoint: dict[str, Any], **kwargs: Any) -> Any:
-        """Load: frozen parameters, of which the file of this rank need not have what this rank owns now."""
+    def load_frozen_parameters(self, method: Callable[..., Any], checkpoint: dict[str, Any], **kwargs: Any) -> Any:
+        """``load_module_state_dict``: this rank's file need not have the frozen shards that it owns now."""
         if self._saved is not None and checkpoint.get(FROZEN_PARAM_FRAGMENTS):
             names = set(checkpoint[FROZEN_PARAM_FRAGMENTS])
             shards = own_frozen_shards(self._saved, self._engine, names)
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: shards}
-        return stock(checkpoint=checkpoint, **kwargs)
+        return method(checkpoint=checkpoint, **kwargs)
 
-    def _load_zero_checkpoint(
-        self, stock: Callable[..., Any], load_dir: str, tag: str, load_optimizer_states: bool = True
+    def load_state(
+        self, method: Callable[..., Any], load_dir: str, tag: str, load_optimizer_states: bool = True
     ) -> bool:
-        """Load: master weights and optimizer state."""
+        """``_load_zero_checkpoint``: master weights and optimizer state."""
         if self._saved is None or not load_optimizer_states:
-            return bool(stock(load_dir, tag, load_optimizer_states=load_optimizer_states))
+            return bool(method(load_dir, tag, load_optimizer_states=load_optimizer_states))
         optimizer, saved = self._engine.optimizer, self._saved
         self._saved = None
         rank = dist.get_rank(group=optimizer.dp_process_group)
         optimizer.load_state_dict({rank: own_state(saved, optimizer)})
         return True
-
-
-def install_checkpoints(engine: Any) -> None:
-    """Have an engine of stage 3 save shards of one size, and load checkpoints of any number of ranks.
-
-    Saved is with DeepSpeed's files and names, see the module's head. Universal checkpoints stay DeepSpeed's to load.
-
-    Raises (when loading):
-        CheckpointError: files are missing or damaged, or the checkpoint is of another model; on every rank.
-    """
-    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):  # an engine without an optimizer saves no state
-        return
-    ours = _Checkpoints(engine)
-    for name in (
-        "_get_param_fragment_func",
-        "_load_checkpoint",
-        "_get_all_ckpt_names",
-        "load_module_state_dict",
-        "_load_zero_checkpoint",
-    ):
-        setattr(engine, name, functools.partial(getattr(ours, name), getattr(engine, name)))

@@ -27,6 +27,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import Move, cut_as_deepspeed
@@ -64,7 +65,7 @@ class Saved:
         return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=param.ds_process_group))
 
 
-def examine(engine: Any, load_dir: str, tag: str) -> Saved:
+def examine(engine: Engine, load_dir: str, tag: str) -> Saved:
     """Look the whole checkpoint over, the ranks sharing its files, and agree.
 
     Raises:
@@ -94,7 +95,7 @@ def examine(engine: Any, load_dir: str, tag: str) -> Saved:
     return Saved(model_files, optimizer_files, places, shapes)
 
 
-def _optimizer_file(engine: Any, load_dir: str, tag: str, rank: int) -> str:
+def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
     """The name has a prefix by the type that the model was trained in."""
     names = [
         str(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16_mode=bf16))
@@ -136,7 +137,7 @@ def _fault_of(file: str) -> str:
 # --- loading -------------------------------------------------------------------------------------------
 
 
-def expect_same_parameters(saved: Saved, engine: Any) -> None:
+def expect_same_parameters(saved: Saved, engine: Engine) -> None:
     """Check that the checkpoint is of the parameters that the engine trains.
 
     Raises:
@@ -232,7 +233,7 @@ def _inner_state_dict(optimizer: Any) -> dict[str, Any]:
     return state_dict
 
 
-def own_frozen_shards(saved: Saved, engine: Any, names: set[str]) -> dict[str, Tensor]:
+def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str, Tensor]:
     """This rank's shards of the frozen parameters, by name.
 
     Args:
@@ -243,7 +244,7 @@ def own_frozen_shards(saved: Saved, engine: Any, names: set[str]) -> dict[str, T
     Raises:
         CheckpointError: the model has frozen parameters that the checkpoint has not, or of another shape.
     """
-    named = {engine.param_names[param]: param for param in engine.module.parameters()}
+    named: dict[str, Any] = {engine.param_names[param]: param for param in engine.module.parameters()}
     frozen = {name: param for name, param in named.items() if name in names or not param.requires_grad}
     for name, param in frozen.items():
         if saved.shapes.get(name) != tuple(param.ds_shape):

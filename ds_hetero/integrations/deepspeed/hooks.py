@@ -1,0 +1,208 @@
+"""What runs around the methods of DeepSpeed's engine, and in which order: `HOOKS`, one table.
+
+A hook is a function ``hook(job, method, *args, **kwargs)`` that is called in the place of an engine's method. It calls
+``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. This is the only
+file that replaces methods of an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.checkpoints import load_any_layout, raise_on_all_ranks, write_latest_last
+from ds_hetero.integrations.deepspeed.losses import LossScaling
+from ds_hetero.integrations.deepspeed.protocols import Engine
+from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.job.monitor import Watch
+from ds_hetero.job.prediction_check import Outlook
+from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.step_clock import IDLE
+
+__all__ = ["HOOKS", "Hook", "HookedEngine", "install_hooks"]
+
+# What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|timed out|timeout|NCCL error|connection refused", re.I
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookedEngine:
+    """An engine and what the hooks around its methods need.
+
+    Args:
+        engine: DeepSpeed's, as it was built.
+        model: what it trains.
+        scaling: brings losses to the scale of the engine's average.
+        monitor: takes the times of steps.
+        prediction_check: compares steps with their prediction.
+        stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
+    """
+
+    engine: Engine
+    model: ShardedModel
+    scaling: LossScaling
+    monitor: Watch
+    prediction_check: Outlook
+    stage3: Stage3Checkpoints | None
+
+
+Hook = Callable[..., Any]
+
+
+def install_hooks(hooked: HookedEngine) -> None:
+    """Put the hooks of `HOOKS` around the methods of an engine."""
+    for name, hooks in HOOKS.items():
+        method = getattr(hooked.engine, name)
+        for hook in reversed(hooks):
+            method = _around(hook, hooked, method)
+        setattr(hooked.engine, name, method)
+
+
+def _around(hook: Hook, hooked: HookedEngine, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(hooked, method, *args, **kwargs)
+
+    return call
+
+
+def time_forward(hooked: HookedEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Time a forward of the model."""
+    clock, model = hooked.model.clock, hooked.model
+    with clock.running(), clock.forward(training=model.takes_shards and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+
+
+def time_backward(hooked: HookedEngine, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Time a backward."""
+    with hooked.model.clock.running(), hooked.model.clock.backward():
+        return backward(*args, **kwargs)
+
+
+def time_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Time the engine's step; after an optimizer step the monitor may look at all ranks' times."""
+    before = hooked.engine.global_steps
+    with hooked.model.clock.running(), record_function("ds_hetero.step"):
+        result = step(*args, **kwargs)
+    if hooked.engine.global_steps > before:
+        hooked.monitor.stepped(hooked.engine.global_samples)
+    return result
+
+
+def record_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Note when an optimizer step was done, for the comparison with its prediction."""
+    before = hooked.engine.global_steps
+    result = step(*args, **kwargs)
+    if hooked.engine.global_steps > before:
+        hooked.prediction_check.stepped(time.perf_counter())
+    return result
+
+
+def name_lost_peers(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Report a collective that broke or timed out inside the engine as `PeerError`."""
+    try:
+        return method(*args, **kwargs)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST_PEER.search(str(error)):
+            raise
+        with reporting_lost_peers(f"running the engine's {method.__name__}"):
+            raise
+
+
+def scale_loss(
+    hooked: HookedEngine,
+    backward: Callable[..., Any],
+    loss: Tensor,
+    retain_graph: bool = False,
+    scale_wrt_gas: bool = True,
+) -> Any:
+    """Bring a loss of any convention to the scale that the engine's average needs."""
+    divisor = hooked.engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+    with hooked.model.clock.phase(IDLE, "loss"):
+        loss = hooked.scaling.scale(loss, divisor)
+    return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+
+def expect_scaled_loss(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a step on gradients of a loss that did not come through ``engine.backward``."""
+    hooked.scaling.expect_scaled()
+    return step(*args, **kwargs)
+
+
+def report_times(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Print the table of the ranks' times before the engine is gone."""
+    hooked.monitor.conclude()
+    return destroy(*args, **kwargs)
+
+
+def report_prediction(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Print how prediction and measurement compare before the engine is gone."""
+    hooked.prediction_check.conclude()
+    return destroy(*args, **kwargs)
+
+
+def refuse_batch_sizes(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse another batch size while replicas take different batches, which are the schedule's.
+
+    Raises:
+        ConfigError: replicas take different batches.
+    """
+    split = hooked.model.replica.batch_split
+    if split is not None:
+        raise ConfigError(
+            f"the batch cannot be changed while replicas take different ones ({split}); change their micro_batch_size "
+            "and micro_batches in the schedule."
+        )
+    return method(*args, **kwargs)
+
+
+def _checkpoint(hook: Callable[..., Any]) -> Hook:
+    """Make a hook of a function of the engine alone."""
+
+    @functools.wraps(hook)
+    def of_engine(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return hook(hooked.engine, method, *args, **kwargs)
+
+    return of_engine
+
+
+def _stage3(hook: Callable[..., Any]) -> Hook:
+    """Make a hook of a method of `Stage3Checkpoints`; engines of other stages run without it."""
+
+    @functools.wraps(hook)
+    def of_stage3(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if hooked.stage3 is None:
+            return method(*args, **kwargs)
+        return hook(hooked.stage3, method, *args, **kwargs)
+
+    return of_stage3
+
+
+HOOKS: Mapping[str, tuple[Hook, ...]] = {
+    "forward": (time_forward, name_lost_peers),
+    "backward": (time_backward, name_lost_peers, scale_loss),
+    "step": (time_step, record_step, name_lost_peers, expect_scaled_loss),
+    "destroy": (report_times, report_prediction),
+    "set_train_batch_size": (refuse_batch_sizes,),
+    "set_train_micro_batch_size": (refuse_batch_sizes,),
+    "save_checkpoint": (_checkpoint(write_latest_last),),
+    "_load_checkpoint": (_checkpoint(raise_on_all_ranks), _stage3(Stage3Checkpoints.examine)),
+    "_load_zero_checkpoint": (_checkpoint(load_any_layout), _stage3(Stage3Checkpoints.load_state)),
+    "load_module_state_dict": (_stage3(Stage3Checkpoints.load_frozen_parameters),),
+    "_get_all_ckpt_names": (_stage3(Stage3Checkpoints.list_model_files),),
+    "_get_param_fragment_func": (_stage3(Stage3Checkpoints.equal_shard),),
+}
+"""By method of the engine, the hooks around it: outermost first."""

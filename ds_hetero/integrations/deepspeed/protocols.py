@@ -1,0 +1,86 @@
+"""What ds_hetero uses of DeepSpeed's objects, which have no type information of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ds_hetero.job.monitor import EventWriter
+
+__all__ = ["BatchSizes", "CheckpointEngine", "Engine", "ThroughputTimer"]
+
+
+class BatchSizes(Protocol):
+    """Of `deepspeed.runtime.config.DeepSpeedConfig`: the batch that the engine reports."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+
+
+class ThroughputTimer(Protocol):
+    """Of `deepspeed.utils.timer.ThroughputTimer`."""
+
+    batch_size: int
+
+
+class CheckpointEngine(Protocol):
+    """Of `deepspeed.runtime.checkpoint_engine.CheckpointEngine`."""
+
+    def is_decoupled(self) -> bool:
+        """Whether files are written after ``save`` has returned."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file."""
+
+
+class Engine(Protocol):
+    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `hooks.HOOKS`."""
+
+    _config: BatchSizes
+    checkpoint_engine: CheckpointEngine
+    checkpoint_mp_rank: int
+    dp_world_size: int
+    global_samples: int
+    global_steps: int
+    module: nn.Module
+    monitor: EventWriter
+    optimizer: Any  # of a class for each ZeRO stage, or the user's
+    param_names: Mapping[nn.Parameter, str]
+    seq_parallel_group: ProcessGroup
+    tput_timer: ThroughputTimer
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model is trained in bf16."""
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an optimizer step, by which ``backward`` divides the loss."""
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether checkpoints to load are universal ones."""
+
+    def steps_per_print(self) -> float | None:
+        """Steps between two lines of the log."""
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        """Whether loading takes the saved master weights, else those of the model."""
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are partitioned: ZeRO stage 3."""
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]: ...
+
+    def _get_all_zero_checkpoint_names(self, load_dir: str, tag: Any, bf16_mode: bool) -> list[str]: ...
+
+    def _get_ckpt_name(self, checkpoints_path: str, tag: Any, pp_placeholder: str) -> str: ...
+
+    def _get_rank_zero_ckpt_name(
+        self, checkpoints_path: str, tag: Any, mp_rank: int, dp_rank: int, bf16_mode: bool
+    ) -> str: ...
+
+    def _get_zero_param_shapes(self) -> list[Mapping[str, Any]]: ...
