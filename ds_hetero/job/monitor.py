@@ -31,8 +31,8 @@ from ds_hetero.job.start import JobStart
 from ds_hetero.models import ModelSpec
 from ds_hetero.plan import Plan
 from ds_hetero.planner.replan.planned import Replanner
-from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Schedule
 

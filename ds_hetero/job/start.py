@@ -26,9 +26,10 @@ from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.report import announce
 from ds_hetero.job.resolve import check_plan_fits, needs_measuring, needs_planner, plan_in_file
 from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.profiler.cache import cache_folder
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
-from ds_hetero.profiler.measure import cache_folder, default_device
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.devices import default_device
 
 __all__ = [
     "JobStart",
@@ -99,7 +100,7 @@ class MeasuredClusters:
         """Return the cluster of the live ranks, measured with a kernel in a data type.
 
         Caller: every rank of the world.
-        Collectives: the first time, those of `ds_hetero.profiler.measure.measure_cached`.
+        Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
         key = World(0, world.size), kernel, dtype
         if key not in self._clusters:

@@ -42,9 +42,13 @@ class RankFacts:
     """What a rank is, before anything is timed.
 
     Args:
-        node: the same for ranks that share a machine and its network; host: the machine's name.
-        attention: name of the kernel that was timed.
-        device: the catalogue's name where it has one. memory_bytes: of the device; of a CPU, the rank's share.
+        node: the same for ranks that share a machine and its network.
+        host: name of the machine.
+        device: the catalogue's name where it has one.
+        memory_bytes: of the device; of a CPU, the rank's share.
+        torch: its version.
+        dtype: measured in.
+        attention: name of the kernel that is timed.
     """
 
     node: str

@@ -1,4 +1,4 @@
-"""Profiling with the kernel that will train: the profiler belongs to the planning half and knows no kernels."""
+"""Measuring with the attention kernel that will train: the one tie from the profiler to the kernels."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hetero.profiler.cache import measure_cached
 from ds_hetero.profiler.device_probes import head_dim_on
-from ds_hetero.profiler.measure import default_device, default_dtype, measure, measure_cached
+from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForward, Scores, select
+from ds_hetero.runtime.devices import default_device, default_dtype
 
 __all__ = ["KernelProbe", "kernel_probe", "profile", "profile_cached"]
 
 
-def profile(dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Any]:
-    """`ds_hetero.profiler.measure.measure` with the runtime's best kernel; every rank.
-
-    Args:
-        dtype, settings: as for `profile_cached`.
-    """
-    return measure(attention=kernel_probe(dtype), dtype=dtype, **settings)
+def profile(
+    dtype: torch.dtype | None = None, *, window_s: float = WINDOW_S, show_progress: bool = True
+) -> dict[str, Any]:
+    """Measure the live ranks with the runtime's best kernel; see `ds_hetero.profiler.measure.measure`."""
+    return measure(attention=kernel_probe(dtype), dtype=dtype, window_s=window_s, show_progress=show_progress)
 
 
-def profile_cached(
-    dtype: torch.dtype | None = None, kernel: str | None = None, **settings: Any
-) -> tuple[dict[str, Any], bool]:
-    """`ds_hetero.profiler.measure.measure_cached` with a kernel of the runtime; every rank.
+def profile_cached(dtype: torch.dtype | None = None, kernel: str | None = None) -> tuple[dict[str, Any], bool]:
+    """Measure the live ranks once with a kernel of the runtime; see `ds_hetero.profiler.cache.measure_cached`.
 
     Args:
         dtype: in which layers will be computed; left out, what is usual on the device.
         kernel: its name; left out, the best on the device.
-        settings: see `ds_hetero.profiler.measure.measure`.
+
+    Caller: every rank.
     """
-    found = measure_cached(attention=kernel_probe(dtype, kernel), dtype=dtype, **settings)
+    content, fresh = measure_cached(attention=kernel_probe(dtype, kernel), dtype=dtype)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the probes' memory is the model's now
-    return found
+    return content, fresh
 
 
 def kernel_probe(dtype: torch.dtype | None = None, kernel: str | None = None) -> KernelProbe:

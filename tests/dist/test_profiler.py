@@ -28,7 +28,7 @@ def test_live_ranks_are_measured_once_and_cached(tmp_path):
 
 
 def _measure_twice(rank, folder):
-    from ds_hetero.profiler.measure import measure_cached
+    from ds_hetero.profiler.cache import measure_cached
 
     first = measure_cached(folder=folder, window_s=0.001, show_progress=False)
     return *first, *measure_cached(folder=folder, window_s=0.001, show_progress=False)
@@ -36,16 +36,16 @@ def _measure_twice(rank, folder):
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"profile": {"version": 1, "fingerprint": "other"}}', "\x80"])
 def test_a_damaged_cache_is_not_trusted(tmp_path, caplog, damage, monkeypatch):
-    from ds_hetero.profiler import measure
+    from ds_hetero.profiler import cache
 
     measured = {"nodes": [{"name": "a", "device": "CPU"}], "profile": {"version": 1}}
-    monkeypatch.setattr(measure, "measure", lambda **_: measured)
+    monkeypatch.setattr(cache, "measure", lambda **_: measured)
     monkeypatch.delenv("RANK", raising=False)
-    measure.measure_cached(folder=tmp_path)
+    cache.measure_cached(folder=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage.encode("latin1"))
     with caplog.at_level(logging.WARNING):
-        content, fresh = measure.measure_cached(folder=tmp_path)
+        content, fresh = cache.measure_cached(folder=tmp_path)
     assert fresh and content == measured
     assert "ignoring the damaged profile" in caplog.text and "measuring anew" in caplog.text
     assert json.loads(path.read_text()) == measured

@@ -23,10 +23,10 @@ from ds_hetero.integrations.transformers.attention import (
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
-from ds_hetero.profiler.measure import default_device
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, Shard, agree_on_batch
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import PACKING
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 
