@@ -43,9 +43,8 @@ from benchmarks.measure.ranks import Report, run
 from benchmarks.measure.results import FOLDER, write
 from benchmarks.measure.statistics import compare
 from benchmarks.measure.traffic import Traffic
-from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements
-from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
+from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.transfers import local_tensor
 
 RESULT = FOLDER / "gradient_sync.json"

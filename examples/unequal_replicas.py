@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import corpus
-from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
 from ds_hetero.splits import share
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

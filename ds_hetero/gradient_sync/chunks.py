@@ -1,4 +1,4 @@
-"""Gradient chunks of replicas that cut a parameter differently, and the buckets they travel in.
+"""Gradient chunks of replicas that cut a parameter differently.
 
 HexiScale (arXiv:2409.01143, asymmetric gradient synchronization) lets every pipeline cut a layer for itself: one rank
 holds all of it, two others a half each. Their cuts and that of the ZeRO owners have a common refinement, whose pieces
@@ -11,10 +11,10 @@ unions of boxes, one (start, stop) per dimension, and boxes are what is intersec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, product
+from itertools import chain, product
 from math import prod
 
 from ds_hetero.errors import SyncError
@@ -24,22 +24,14 @@ from ds_hetero.zero.partition import ALIGNMENT, alignment_of
 
 __all__ = [
     "Box",
-    "Bucket",
     "Chunk",
     "box_size",
     "chunks_of",
     "fit_owner_weights",
-    "fuse",
-    "gathered_elements",
-    "reduced_elements",
-    "ring_reduce_scatter_elements",
 ]
 
 Box = tuple[tuple[int, int], ...]
 """``(start, stop)`` in every dimension of a parameter."""
-
-
-# --- chunks -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,117 +199,20 @@ def _flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
         yield ((low + last, low + last + 1), *inner)
 
 
-# --- buckets ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Chunks that travel together, in this order.
-
-    Args:
-        parties: ranks on the many side: those that contribute to a sum, or that hold the result.
-        members: parties and owners, ascending: the communicator. Buckets with the same parties have the same members.
-        kind: what else they have in common (a dtype).
-        chunks: in the order of their parameters.
-    """
-
-    parties: tuple[int, ...]
-    members: tuple[int, ...]
-    kind: Hashable
-    chunks: tuple[Chunk, ...]
-
-    def owned(self, rank: int) -> tuple[Chunk, ...]:
-        """What goes to, or comes from, ``rank`` as an owner; in the order in which it travels."""
-        return tuple(chunk for chunk in self.chunks if chunk.owner == rank)
-
-    def owned_sizes(self) -> tuple[int, ...]:
-        """Elements that each member owns."""
-        sizes = dict.fromkeys(self.members, 0)
-        for chunk in self.chunks:
-            sizes[chunk.owner] += chunk.size
-        return tuple(sizes.values())
-
-
-def fuse(
-    chunks: Sequence[Chunk],
-    parties: Callable[[Chunk], tuple[int, ...]],
-    kinds: Mapping[str, Hashable],
-    item_bytes: Mapping[str, int],
-    bucket_bytes: int,
-) -> tuple[Bucket, ...]:
-    """Fuse chunks with the same parties and kind into buckets, in the order in which they become complete.
-
-    Args:
-        chunks: in the order in which their gradients come.
-        parties: contributors or holders of a chunk.
-        kinds: by name of the parameter; chunks of different kinds do not mix.
-        item_bytes: of an element, by name of the parameter.
-        bucket_bytes: a bucket is closed after the parameter with which it has so many.
-    """
-    members: dict[tuple[int, ...], set[int]] = {}
-    for chunk in chunks:
-        members.setdefault(parties(chunk), set(parties(chunk))).add(chunk.owner)
-    buckets: list[tuple[int, Bucket]] = []
-    filling: dict[tuple[tuple[int, ...], Hashable], list[Chunk]] = {}
-    filled_bytes: dict[tuple[tuple[int, ...], Hashable], int] = {}
-    last: dict[tuple[tuple[int, ...], Hashable], int] = {}
-
-    def close(key: tuple[tuple[int, ...], Hashable]) -> None:
-        ranks, kind = key
-        buckets.append((last[key], Bucket(ranks, tuple(sorted(members[ranks])), kind, tuple(filling.pop(key)))))
-        del filled_bytes[key]
-
-    for position, (name, of_parameter) in enumerate(groupby(chunks, lambda chunk: chunk.name)):
-        for chunk in of_parameter:
-            key = parties(chunk), kinds[name]
-            filling.setdefault(key, []).append(chunk)
-            filled_bytes[key] = filled_bytes.get(key, 0) + chunk.size * item_bytes[name]
-            last[key] = position
-        for key in [key for key in filling if filled_bytes[key] >= bucket_bytes]:
-            close(key)
-    for key in list(filling):
-        close(key)
-    return tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0]))
-
-
-# --- what it costs ----------------------------------------------------------------------------------
-
-
-def reduced_elements(chunks: Iterable[Chunk], rank: int) -> int:
-    """Elements that ``rank`` sends to other ranks so that every owner has its sums."""
-    return sum(chunk.size for chunk in chunks if rank in chunk.contributors and chunk.owner != rank)
-
-
-def gathered_elements(chunks: Iterable[Chunk], rank: int) -> int:
-    """Elements that ``rank`` sends to other ranks so that every holder has the owners' values."""
-    return sum(chunk.size * sum(holder != rank for holder in chunk.holders) for chunk in chunks if chunk.owner == rank)
-
-
-def ring_reduce_scatter_elements(held: int, replicas: int) -> float:
-    """Elements that a rank sends in a ring reduce-scatter of ``held`` elements over ``replicas`` equal copies.
-
-    (R - 1) / R of them, in R - 1 steps of 1 / R (Patarasu and Yuan, doi:10.1016/j.jpdc.2008.09.002); no algorithm
-    sends fewer, summed over ranks: every copy but the owner's leaves its rank once. An all-gather sends as many, and an
-    all-reduce, ring or recursive halving and doubling, is the two in turn. A binary tree all-reduce sends all ``held``
-    elements up and down each edge: 2 (R - 1) of ``held`` in total, the same.
-    """
-    return held * (replicas - 1) / replicas
-
-
 def fit_owner_weights(
     layouts: Iterable[ParameterLayout], targets: Mapping[int, float], rounds: int = 200
 ) -> dict[int, float]:
-    """Weights for `chunks_of` with which each rank owns a share of everything in proportion to ``targets``.
+    """Compute weights for `chunks_of` with which each rank owns a share of everything in proportion to ``targets``.
 
     Only a holder can own, so a rank's weight among the holders of one chunk differs from its target: with replicas of
-    1, 2 and 4 ranks and equal targets it is 1 : 2 : 4. Found by scaling every weight by wanted over owned in turns
-    (iterative proportional fitting, Deming and Stephan 1940). A rank that holds less than its share ends with nearly
-    all that it holds.
+    1, 2 and 4 ranks and equal targets it is 1 : 2 : 4. Every weight is scaled by wanted over owned in turns (iterative
+    proportional fitting, Deming and Stephan 1940). A rank that holds less than its share ends with nearly all that it
+    holds.
 
     Args:
         layouts: of all parameters that are synchronized; those that name their owners are passed over.
         targets: positive, by rank: free memory, say.
-        rounds: of scaling.
+        rounds: how often every weight is scaled.
 
     Raises:
         SyncError: a holder without a positive target.

@@ -24,10 +24,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync.buckets import Bucket, fuse
 from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
-from ds_hetero.gradient_sync.chunks import Bucket, Chunk, chunks_of, fuse
+from ds_hetero.gradient_sync.chunks import Chunk, chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
-from ds_hetero.gradient_sync.transfers import Kind, Lane, Shard, local_tensor
+from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.zero.partition import ALIGNMENT
 
@@ -97,7 +98,7 @@ class AsymmetricGradientSync:
         chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
         self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
         self._own(chunks, layouts, dtypes)
-        self._make_lanes(chunks, dtypes, communication_dtype, bucket_bytes)
+        self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes)
         self._accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._tokens: tuple[dist.Work, Tensor] | None
@@ -127,9 +128,9 @@ class AsymmetricGradientSync:
         """
         if self._packed:
             raise SyncError("start() weighs the gradients of a step, so it comes before the backward that sends them.")
-        mine = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
-        table = mine.new_empty(dist.get_world_size(self._group))
-        work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), mine, group=self._group, async_op=True)
+        own = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
+        table = own.new_empty(dist.get_world_size(self._group))
+        work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), own, group=self._group, async_op=True)
         assert work is not None
         self._tokens = work, table
 
@@ -152,7 +153,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the last backward of a step.
         Collectives: an all_to_all_single for every bucket that could not leave earlier.
-        Sends: in all buckets of a step, `ds_hetero.gradient_sync.chunks.reduced_elements` of the communication dtype.
+        Sends: in all buckets of a step, `ds_hetero.gradient_sync.traffic.reduced_elements` of the communication dtype.
 
         Raises:
             SyncError: on every rank, when ranks of one replica were given different tokens.
@@ -175,17 +176,17 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
-        Sends: `ds_hetero.gradient_sync.chunks.gathered_elements` of the parameters' dtype.
+        Sends: `ds_hetero.gradient_sync.traffic.gathered_elements` of the parameters' dtype.
 
         Raises:
             PeerError: another rank failed.
         """
-        in_flight: deque[Lane] = deque()
-        for lane in self._gather_lanes:
+        in_flight: deque[BucketTransfer] = deque()
+        for transfer in self._gathers:
             if len(in_flight) == _GATHERS_IN_FLIGHT:
                 self._unpack(in_flight.popleft())
-            lane.start_gather([self.owned[chunk.name][self._extents[chunk]] for chunk in lane.owned])
-            in_flight.append(lane)
+            transfer.start_gather([self.owned[chunk.name][self._extents[chunk]] for chunk in transfer.owned])
+            in_flight.append(transfer)
         while in_flight:
             self._unpack(in_flight.popleft())
 
@@ -230,14 +231,14 @@ class AsymmetricGradientSync:
                 self._sums[name] = torch.zeros(sizes[name], dtype=_kept(dtypes[name]), device=self._device)
                 self.owned[name] = nn.Parameter(torch.zeros_like(self._sums[name]))
 
-    def _make_lanes(
+    def _make_transfers(
         self,
         chunks: list[Chunk],
         dtypes: Mapping[str, torch.dtype],
         communication_dtype: torch.dtype | None,
         bucket_bytes: int,
     ) -> None:
-        """Buckets and process groups, the same on every rank, and the lanes of those that this rank is a member of."""
+        """Make buckets and process groups, the same on every rank, and the transfers that this rank takes part in."""
         wires = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
         reduce = _fuse(chunks, lambda chunk: chunk.contributors, wires, dtypes, bucket_bytes)
         gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]  # first layers first
@@ -246,31 +247,31 @@ class AsymmetricGradientSync:
             if members not in groups:
                 groups[members] = dist.new_group(list(members)) if len(members) > 1 else None
 
-        def lanes(buckets: Sequence[Bucket]) -> list[Lane]:
-            mine = [bucket for bucket in buckets if self._rank in bucket.members]
-            return [Lane(bucket, groups[bucket.members], self._rank, self._device) for bucket in mine]
+        def transfers(buckets: Sequence[Bucket]) -> list[BucketTransfer]:
+            own = [bucket for bucket in buckets if self._rank in bucket.members]
+            return [BucketTransfer(bucket, groups[bucket.members], self._rank, self._device) for bucket in own]
 
-        self._reduce_lanes, self._gather_lanes = lanes(reduce), lanes(gather)
-        self._lanes_of: dict[str, list[Lane]] = {name: [] for name in self._shards}
-        for lane in self._reduce_lanes:
-            for name in lane.pieces:
-                self._lanes_of[name].append(lane)
-        self._take_first_replica(lanes([_from_first_party(bucket) for bucket in reduce]))
+        self._reductions, self._gathers = transfers(reduce), transfers(gather)
+        self._reductions_of: dict[str, list[BucketTransfer]] = {name: [] for name in self._shards}
+        for transfer in self._reductions:
+            for name in transfer.pieces:
+                self._reductions_of[name].append(transfer)
+        self._take_first_replica(transfers([_from_first_contributor(bucket) for bucket in reduce]))
 
     @torch.no_grad()
-    def _take_first_replica(self, lanes: Sequence[Lane]) -> None:
+    def _take_first_replica(self, transfers: Sequence[BucketTransfer]) -> None:
         """Every owner takes what the first replica holds, and every holder what the owners have."""
-        for lane in lanes:
-            for name in lane.pieces:
-                lane.pack(name, local_tensor(self._parameters[name]), self._shards[name])
-            lane.start_reduce()
-            self._store(lane, lane.reduced()[0], self.owned)
+        for transfer in transfers:
+            for name in transfer.pieces:
+                transfer.pack(name, local_tensor(self._parameters[name]), self._shards[name])
+            transfer.start_reduce()
+            self._store(transfer, transfer.reduced()[0], self.owned)
         self.gather()
 
     def _reset(self) -> None:
         self._packed: set[str] = set()
-        self._next = 0  # of the lanes: those before it have left
-        self._in_flight: deque[Lane] = deque()
+        self._next = 0  # of the reductions: those before it have left
+        self._in_flight: deque[BucketTransfer] = deque()
         self._tokens = None
         self._weights: dict[int, float] | None = None
 
@@ -305,32 +306,34 @@ class AsymmetricGradientSync:
         if name in self._accumulated:
             total = self._accumulated.pop(name)
             gradient = total if gradient is None else total.add_(gradient)
-        for lane in self._lanes_of[name]:
-            lane.pack(name, gradient, self._shards[name])
+        for transfer in self._reductions_of[name]:
+            transfer.pack(name, gradient, self._shards[name])
         parameter.grad = None
         self._packed.add(name)
 
     def _launch(self) -> None:
         """Start the buckets whose turn it is and that are full; add up those that have arrived."""
-        while self._next < len(self._reduce_lanes) and self._reduce_lanes[self._next].is_full:
-            self._reduce_lanes[self._next].start_reduce()
-            self._in_flight.append(self._reduce_lanes[self._next])
+        while self._next < len(self._reductions) and self._reductions[self._next].is_full:
+            self._reductions[self._next].start_reduce()
+            self._in_flight.append(self._reductions[self._next])
             self._next += 1
         while self._in_flight and self._in_flight[0].has_arrived() and self._knows_weights():
             self._add_up(self._in_flight.popleft())
 
     @torch.no_grad()
-    def _add_up(self, lane: Lane) -> None:
+    def _add_up(self, transfer: BucketTransfer) -> None:
         weights = self._replica_weights()
-        rows = lane.reduced()
-        total = torch.zeros(rows.shape[1], dtype=lane.kind.kept, device=rows.device)
-        for rank, row in zip(lane.sources, rows, strict=True):
+        rows = transfer.reduced()
+        total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.kept, device=rows.device)
+        for rank, row in zip(transfer.sources, rows, strict=True):
             if weights[rank]:  # 0 times NaN is NaN
                 total.add_(row, alpha=weights[rank])
-        self._store(lane, total, self._sums)
+        self._store(transfer, total, self._sums)
 
-    def _store(self, lane: Lane, values: Tensor, where: Mapping[str, Tensor]) -> None:
-        for chunk, part in zip(lane.owned, values.split_with_sizes([chunk.size for chunk in lane.owned]), strict=True):
+    def _store(self, transfer: BucketTransfer, values: Tensor, where: Mapping[str, Tensor]) -> None:
+        for chunk, part in zip(
+            transfer.owned, values.split_with_sizes([chunk.size for chunk in transfer.owned]), strict=True
+        ):
             where[chunk.name][self._extents[chunk]] = part
 
     def _knows_weights(self) -> bool:
@@ -350,8 +353,8 @@ class AsymmetricGradientSync:
 
     # --- from owners to holders ---------------------------------------------------------------------
 
-    def _unpack(self, lane: Lane) -> None:
-        for name, box, values in lane.gathered():
+    def _unpack(self, transfer: BucketTransfer) -> None:
+        for name, box, values in transfer.gathered():
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
 
 
@@ -368,19 +371,21 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def _fuse(
     chunks: Sequence[Chunk],
-    parties: Callable[[Chunk], tuple[int, ...]],
+    contributors: Callable[[Chunk], tuple[int, ...]],
     wires: Mapping[str, torch.dtype],
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    kinds = {name: Kind(wire, _kept(dtypes[name])) for name, wire in wires.items()}
-    return fuse(chunks, parties, kinds, {name: wire.itemsize for name, wire in wires.items()}, bucket_bytes)
+    bucket_dtypes = {name: BucketDtypes(wire, _kept(dtypes[name])) for name, wire in wires.items()}
+    item_bytes = {name: wire.itemsize for name, wire in wires.items()}
+    return fuse(chunks, contributors, bucket_dtypes, item_bytes, bucket_bytes)
 
 
-def _from_first_party(bucket: Bucket) -> Bucket:
+def _from_first_contributor(bucket: Bucket) -> Bucket:
     """The same bucket, filled by one rank of the first replica alone, with values as their owner keeps them."""
-    assert isinstance(bucket.kind, Kind)
-    return replace(bucket, parties=bucket.parties[:1], kind=Kind(bucket.kind.kept, bucket.kind.kept))
+    assert isinstance(bucket.dtypes, BucketDtypes)
+    kept = bucket.dtypes.kept
+    return replace(bucket, contributors=bucket.contributors[:1], dtypes=BucketDtypes(kept, kept))
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:

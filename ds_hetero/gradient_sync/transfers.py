@@ -19,15 +19,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from ds_hetero.gradient_sync.chunks import Box, Bucket, Chunk, box_size
+from ds_hetero.gradient_sync.buckets import Bucket
+from ds_hetero.gradient_sync.chunks import Box, Chunk, box_size
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.runtime.collectives import reporting_lost_peers
 
-__all__ = ["Kind", "Lane", "Shard", "local_tensor"]
+__all__ = ["BucketDtypes", "BucketTransfer", "Shard", "local_tensor"]
 
 
-class Kind(NamedTuple):
-    """What the elements of a bucket are while they travel, and what their owner keeps and adds them up in."""
+class BucketDtypes(NamedTuple):
+    """Dtypes of the elements of a bucket.
+
+    Args:
+        wire: while they travel.
+        kept: what their owner keeps and adds them up in.
+    """
 
     wire: torch.dtype
     kept: torch.dtype
@@ -79,11 +85,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-class Lane:
-    """One bucket on one of its members.
+class BucketTransfer:
+    """The transfer of one bucket, in either direction, as one of its members takes part in it.
 
     Args:
-        bucket: the bucket; its ``kind`` is a `Kind`.
+        bucket: the bucket; its ``dtypes`` are `BucketDtypes`.
         group: process group of its members; None where this rank is the only one.
         rank: this process's global rank.
         device: where the bucket's tensors are.
@@ -92,16 +98,16 @@ class Lane:
         owned: chunks whose owner is this rank.
         pieces: by name of the parameter, the chunks that this rank contributes or holds and their offsets in the
             bucket.
-        sources: the bucket's parties, ascending.
+        sources: the bucket's contributors, ascending.
     """
 
     def __init__(self, bucket: Bucket, group: ProcessGroup | None, rank: int, device: torch.device) -> None:
-        assert isinstance(bucket.kind, Kind)
-        self.kind = bucket.kind
-        self.sources = sorted(bucket.parties)
+        assert isinstance(bucket.dtypes, BucketDtypes)
+        self.dtypes = bucket.dtypes
+        self.sources = sorted(bucket.contributors)
         self.owned = bucket.owned(rank)
         self.pieces: dict[str, list[tuple[Chunk, int]]] = {}
-        if rank in bucket.parties:
+        if rank in bucket.contributors:
             by_owner = [chunk for member in bucket.members for chunk in bucket.owned(member)]
             for chunk, offset in zip(by_owner, accumulate((chunk.size for chunk in by_owner), initial=0), strict=False):
                 self.pieces.setdefault(chunk.name, []).append((chunk, offset))
@@ -145,7 +151,7 @@ class Lane:
         self._start("gradients to owners", send, sent, received, arriving)
 
     def reduced(self) -> Tensor:
-        """``[sources, owned elements]`` of what the sources sent; waits for it, and empties the lane."""
+        """``[sources, owned elements]`` of what the sources sent; waits for it, and empties the bucket."""
         received = self._finish()
         self._missing = set(self.pieces)
         return received.view(len(self.sources), self._owned_size)
@@ -166,7 +172,7 @@ class Lane:
         self._start("values to holders", payload.repeat(len(self.sources)), sent, received, arriving)
 
     def gathered(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Name, box and values of all that this rank holds; waits for them, and empties the lane."""
+        """Name, box and values of all that this rank holds; waits for them, and empties the bucket."""
         received = self._finish()
         for name, pieces in self.pieces.items():
             for chunk, offset in pieces:
@@ -197,7 +203,7 @@ class Lane:
         return received
 
     def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=self.kind.wire, device=self._device)
+        return torch.empty(size, dtype=self.dtypes.wire, device=self._device)
 
 
 def _by_box(chunk: Chunk, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:

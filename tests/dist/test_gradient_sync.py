@@ -19,7 +19,7 @@ from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.splits import share
 from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-from ds_hetero.gradient_sync.chunks import ring_reduce_scatter_elements
+from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.gradient_sync.transfers import Shard
 from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts

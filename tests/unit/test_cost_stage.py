@@ -13,8 +13,9 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stage import Block, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.gradient_sync.chunks import chunks_of, gathered_elements, reduced_elements
+from ds_hetero.gradient_sync.chunks import chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.gradient_sync.traffic import gathered_elements, reduced_elements
 from ds_hetero.models import ModelSlice, load_model
 
 MODEL = load_model("llama-3.1-8b")

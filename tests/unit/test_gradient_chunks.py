@@ -10,16 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.chunks import (
-    Chunk,
-    chunks_of,
-    fit_owner_weights,
-    fuse,
-    gathered_elements,
-    reduced_elements,
-    ring_reduce_scatter_elements,
-)
+from ds_hetero.gradient_sync.buckets import fuse
+from ds_hetero.gradient_sync.chunks import Chunk, chunks_of, fit_owner_weights
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.gradient_sync.traffic import gathered_elements, reduced_elements, ring_reduce_scatter_elements
 
 ONE_TWO_FOUR = ((0,), (1, 2), (3, 4, 5, 6))
 
@@ -283,9 +277,9 @@ def _owned(layouts, targets):
 @given(st.lists(layouts(), min_size=1, max_size=4), st.integers(1, 200))
 def test_buckets_hold_every_chunk_once_in_order_and_start_when_full(some_layouts, bucket_bytes):
     chunks = [chunk for i, layout in enumerate(some_layouts) for chunk in chunks_of(f"p{i}", layout, 1)]
-    kinds = {f"p{i}": i % 2 for i in range(4)}
-    item_bytes = {name: 2 + 2 * kind for name, kind in kinds.items()}
-    buckets = fuse(chunks, lambda chunk: chunk.contributors, kinds, item_bytes, bucket_bytes)
+    dtypes = {f"p{i}": i % 2 for i in range(4)}
+    item_bytes = {name: 2 + 2 * dtype for name, dtype in dtypes.items()}
+    buckets = fuse(chunks, lambda chunk: chunk.contributors, dtypes, item_bytes, bucket_bytes)
     position = {id(chunk): i for i, chunk in enumerate(chunks)}
     assert sorted(position[id(chunk)] for bucket in buckets for chunk in bucket.chunks) == list(range(len(chunks)))
     last = [bucket.chunks[-1].name for bucket in buckets]
@@ -294,8 +288,9 @@ def test_buckets_hold_every_chunk_once_in_order_and_start_when_full(some_layouts
     for bucket in buckets:
         before = [chunk for chunk in bucket.chunks if chunk.name != bucket.chunks[-1].name]
         assert sum(chunk.size * item_bytes[chunk.name] for chunk in before) < bucket_bytes
-        assert {(chunk.contributors, kinds[chunk.name]) for chunk in bucket.chunks} == {(bucket.parties, bucket.kind)}
-        assert {*bucket.parties, *(chunk.owner for chunk in bucket.chunks)} <= set(bucket.members)
-        assert seen.setdefault(bucket.parties, bucket.members) == bucket.members
+        in_bucket = {(chunk.contributors, dtypes[chunk.name]) for chunk in bucket.chunks}
+        assert in_bucket == {(bucket.contributors, bucket.dtypes)}
+        assert {*bucket.contributors, *(chunk.owner for chunk in bucket.chunks)} <= set(bucket.members)
+        assert seen.setdefault(bucket.contributors, bucket.members) == bucket.members
         owned = [sum(chunk.size for chunk in bucket.owned(rank)) for rank in bucket.members]
         assert list(bucket.owned_sizes()) == owned
