@@ -10,14 +10,24 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import accelerate  # noqa: F401
+import deepspeed.module_inject  # this and the next three are what deepspeed.initialize imports late
+import deepspeed.moe.layer
 import deepspeed.ops
-import deepspeed.runtime.zero.muon.muon_optimizer  # what deepspeed.initialize imports late: a second for torch.compile
+import deepspeed.runtime.zero.muon.muon_optimizer
+import torchdata.stateful_dataloader  # noqa: F401
+import tqdm
 import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
+
+import ds_hetero.integrations.registration  # noqa: F401
+
+# tqdm's own lock is a semaphore for processes, which a rank that ends by os._exit would leave behind.
+tqdm.tqdm.set_lock(threading.RLock())
 
 compatible_ops = deepspeed.ops.__compatible_ops__  # looked at the first time, this probes every op with a compiler
 cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])

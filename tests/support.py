@@ -17,6 +17,7 @@ filled with NaN. What a rank prints is shown as the test's own output.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -208,7 +210,8 @@ def _report(fn: Callable[..., Any], world_size: int, failures: dict[int, str], o
 
 
 def _deepspeed_env() -> dict[str, str]:
-    build = f"{sys.implementation.cache_tag}-torch-{version('torch')}"
+    # The build files name folders of this environment: one that another environment left behind would be built again.
+    build = f"{sys.implementation.cache_tag}-torch-{version('torch')}-{zlib.crc32(sys.prefix.encode()):08x}"
     return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions" / build)}
 
 
@@ -232,6 +235,7 @@ def _rank_main(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(env)
+    gc.freeze()  # A full collection over what the server has loaded would copy all of its pages: two seconds each time.
     import torch
 
     torch.set_num_threads(1)
