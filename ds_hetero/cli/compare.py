@@ -9,9 +9,9 @@ from ds_hetero.cli.printing import print_json
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
+from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.hetero_ring import fit_formula, profile_table
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.exact import solve_exact
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.text import time_text

@@ -2,10 +2,10 @@
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
 from ds_hetero.cost.published import PublishedCostModel
+from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec

@@ -26,15 +26,16 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost import explain, flops
-from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.memory import memory_parts
+from ds_hetero.cost import explain
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
-from ds_hetero.cost.ring_time import ring_finish_s
+from ds_hetero.cost.terms import flops
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.memory import memory_parts
+from ds_hetero.cost.terms.ring_time import ring_finish_s
+from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.cost.zero_time import Collective
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
@@ -121,7 +122,7 @@ class CalibratedCostModel(CostModel):
         }
 
     def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
-        """See `ds_hetero.cost.memory.memory_parts`."""
+        """See `ds_hetero.cost.terms.memory.memory_parts`."""
         return memory_parts(self.model, self.workload, grouping, tokens_D, heads_D)
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:

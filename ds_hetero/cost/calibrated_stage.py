@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost import flops
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.memory import LOGIT_TILE_TOKENS, WIDE
 from ds_hetero.cost.pipeline_time import closed_form, run_pipeline
 from ds_hetero.cost.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.terms import flops
+from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
+from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.cost.zero_time import Collective
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.heads import ring_edges
 from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
-from ds_hetero.cost.ring_time import ring_finish_s, ring_schedule
+from ds_hetero.cost.terms.heads import ring_edges
+from ds_hetero.cost.terms.ring_time import ring_finish_s, ring_schedule
 
 __all__ = ["bottleneck", "busy_s", "timeline"]
 

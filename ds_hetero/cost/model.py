@@ -14,8 +14,8 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
+from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec

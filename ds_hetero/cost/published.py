@@ -21,11 +21,11 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.grouping import GroupBy, Grouping
-from ds_hetero.cost.heads import Edges, ring_edges
-from ds_hetero.cost.memory import static_bytes
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.terms.grouping import GroupBy, Grouping
+from ds_hetero.cost.terms.heads import Edges, ring_edges
+from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule

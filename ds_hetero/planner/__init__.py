@@ -5,11 +5,11 @@ cases.
 """
 
 from ds_hetero.baselines import STRATEGIES
+from ds_hetero.planner.exact import Exact, solve_exact
 from ds_hetero.planner.hetero_ring import Formula, ProfileTable, fit_formula, profile_table
 from ds_hetero.planner.planned_schedule import PlannedSchedule, Rejected
 from ds_hetero.planner.planning import plan
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.exact import Exact, solve_exact
 from ds_hetero.planner.strategies import strategy
 
 __all__ = [

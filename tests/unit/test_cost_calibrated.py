@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ds_hetero.baselines import ring, ulysses, usp
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
-from ds_hetero.cost.exchange_time import exchange_latency_s, exchange_s
-from ds_hetero.cost.heads import kv_heads_of_ranks, ring_edges
-from ds_hetero.cost.zero_time import Collective
+from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.terms.heads import kv_heads_of_ranks, ring_edges
+from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.schedule import Group, Schedule
 

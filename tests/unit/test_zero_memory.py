@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.baselines import proportional
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.cost.memory import partitioned_bytes, static_bytes
+from ds_hetero.cost.terms.memory import partitioned_bytes, static_bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.zero.memory import GIB, weights_by_memory, weights_by_room

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hetero.cost.grouping import Grouping
+from ds_hetero.cost.terms.grouping import Grouping
 
 __all__ = ["EvaluationBudget"]
 

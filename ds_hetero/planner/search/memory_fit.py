@@ -13,8 +13,8 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
 __all__ = ["fit_memory", "longest_sequence"]

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from ds_hetero.arrays import Bools, Floats, Ints
-from ds_hetero.cost.grouping import Grouping
 from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares
 
 __all__ = ["Assignment", "Problem"]

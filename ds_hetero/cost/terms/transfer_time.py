@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
-from ds_hetero.cost.grouping import Grouping
-from ds_hetero.cost.heads import Edges, ring_edges
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.heads import Edges, ring_edges
 
 __all__ = ["ring_transfers_s"]
 
