@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.shard_info import attach, shard_info
@@ -36,7 +37,9 @@ class ModelLoader(ShardedLoader):
         batches: Literal["same", "own"] | None = None,
     ) -> None:
         self._model, self._target = model, device
-        super().__init__(dataloader, model.replica, batches=batches, keep_labels=not model.moves_labels)
+        super().__init__(
+            dataloader, model.replica, batches=batches, keep_labels=not model.moves_labels, names=KNOWN_LOADERS
+        )
 
     @property
     def replica(self) -> Replica:

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_hetero.baselines import ring, usp
 from ds_hetero.errors import PeerError
-from ds_hetero.plan import Plan
 from ds_hetero.placement import stream_placement
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
-from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.baselines import ring, usp
+from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Group, Schedule
 from tests.dist.cases import Case, random_case
 from tests.support import run_ranks
@@ -81,7 +81,9 @@ def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | Non
     mine = stream_placement(case.schedule, case.length).positions(replica.rank)
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
-    batch = agree_on_batch(replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank)))
+    batch = agree_on_batch(
+        replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank))
+    )
     spec = AttentionSpec(
         select(CPU, q.dtype, case.head_dim, case.softcap, None),
         causal=case.causal,
@@ -108,7 +110,9 @@ def _check_checkpointing(rank, use_reentrant):
     torch.manual_seed(0)
     q, k, v, dout, _ = case.tensors(torch.float64)
     mine = stream_placement(case.schedule, case.length).positions(rank)
-    batch = agree_on_batch(replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(rank)))
+    batch = agree_on_batch(
+        replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(rank))
+    )
     spec = AttentionSpec(select(CPU, q.dtype, case.head_dim, None, None), causal=case.causal)
 
     def layers(q, k, v):

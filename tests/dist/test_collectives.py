@@ -24,7 +24,7 @@ def _gather_results(rank):
 
 def test_one_process_needs_no_process_group():
     assert on_all_ranks(lambda: 3) == [3]
-    with pytest.raises(ConfigError, match="^wrong$"):
+    with pytest.raises(ConfigError, match=r"^wrong$"):
         on_all_ranks(lambda: _raise(ConfigError("wrong")))
 
 
@@ -76,7 +76,7 @@ def test_failures_that_travelled_with_other_bytes():
     raise_failures({}, None, "nothing")
     with pytest.raises(KeyError):
         raise_failures({0: encode_failure(KeyError("x"))}, KeyError("x"), "the sum failed")
-    with pytest.raises(PeerError, match="^the sum failed on rank 0: KeyError: 'x'$"):
+    with pytest.raises(PeerError, match=r"^the sum failed on rank 0: KeyError: 'x'$"):
         raise_failures({0: encode_failure(KeyError("x"))}, None, "the sum failed")
-    with pytest.raises(BatchError, match="^on rank 3: too short$"):
+    with pytest.raises(BatchError, match=r"^on rank 3: too short$"):
         raise_failures({3: encode_failure(BatchError("too short"))}, None, "the sum failed")

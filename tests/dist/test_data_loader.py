@@ -11,11 +11,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.placement import stream_placement
+from ds_hetero.plan import BatchSplit, Plan
 from ds_hetero.runtime.data.loader import ShardedLoader
-from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule, schedules_for_world
 from tests.support import run_ranks
 
@@ -167,14 +168,14 @@ def test_two_replicas_read_different_data_and_the_reason_is_logged():
         "all ranks of a replica read the same shard, 0 of 2"
     )
     assert warning == 'WARNING batches="own": each rank is given its own batch; the first batches differ'
-    assert asked == 'INFO batches="same": all ranks of a replica are given the same batch; it was asked for'
+    assert asked == 'INFO batches="same": all ranks of a replica are given the same batch; as requested'
 
 
 def _check_replicas(rank):
     logs = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("ds_hetero.runtime.data.loader")
+    logger = logging.getLogger("ds_hetero.runtime.data.fetchers")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     replica = make_replica(Plan.of_replicas(schedules_for_world(PAIR, 4)))
@@ -226,7 +227,7 @@ def _check_resume(rank):
     }
     for name, make in makers.items():
         for stop in (0, 1, 2, 3, 5, 7):
-            loader = ShardedLoader(make(), replica)
+            loader = ShardedLoader(make(), replica, names=KNOWN_LOADERS)
             loader.set_epoch(3)
             whole = names(loader)
             loader.set_epoch(3)
@@ -235,7 +236,7 @@ def _check_resume(rank):
             state = json.loads(json.dumps(loader.state_dict())) if "state" not in name else loader.state_dict()
             assert used + names(steps) == whole
 
-            resumed = ShardedLoader(make(), replica)
+            resumed = ShardedLoader(make(), replica, names=KNOWN_LOADERS)
             resumed.load_state_dict(state)
             assert resumed.state_dict()["used"] == state["used"]
             assert used + names(resumed) == whole, (name, stop)
@@ -243,7 +244,7 @@ def _check_resume(rank):
             assert names(resumed) == whole  # only the first epoch is shortened
 
             twice = ShardedLoader(
-                make(), replica
+                make(), replica, names=KNOWN_LOADERS
             )  # a state saved after resuming counts from the epoch's beginning
             twice.load_state_dict(state)
             steps = iter(twice)

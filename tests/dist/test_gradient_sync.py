@@ -1,4 +1,4 @@
-"""The bucketer on real ranks: exact sums for random layouts, training of tensor-parallel replicas of different degree."""
+"""The bucketer on real ranks: exact sums for random layouts, training of tensor-parallel replicas of unlike degree."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
-from ds_hetero.splits import share
-from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.gradient_sync.transfers import Shard
+from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
+from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
+from ds_hetero.gradient_sync.transfers import Shard
+from ds_hetero.splits import share
 from tests.support import run_ranks
 
 WORLD = 5
@@ -40,8 +40,12 @@ def _check_random_layouts(rank):
         layouts = {f"p{i}": _random_layout(draw) for i in range(4)}
         torch.manual_seed(seed)
         values = {n: torch.randint(-9, 9, v.shape).to(d) for (n, v), d in zip(layouts.items(), dtypes, strict=True)}
-        parameters = {n: torch.nn.Parameter(_local(values[n], layout, rank, junk=rank)) for n, layout in layouts.items()}
-        sync = AsymmetricGradientSync(parameters, layouts, bucket_bytes=draw.choice([1, 64, 1 << 20]), alignment=draw.choice([1, 4]))
+        parameters = {
+            n: torch.nn.Parameter(_local(values[n], layout, rank, junk=rank)) for n, layout in layouts.items()
+        }
+        sync = AsymmetricGradientSync(
+            parameters, layouts, bucket_bytes=draw.choice([1, 64, 1 << 20]), alignment=draw.choice([1, 4])
+        )
         _check_values(parameters, values, layouts, rank)
 
         gradients = [{n: torch.randint(-9, 9, v.shape).to(v) for n, v in values.items()} for _ in REPLICAS]
@@ -122,7 +126,7 @@ class Block(nn.Module):
 
 WIDTH = 16  # 8 heads of 2
 DEGREES = ((0,), (1, 2), (3, 4, 5, 6))
-PLAN = {layer: ColwiseParallel for layer in ("q", "k", "v", "up")} | {layer: RowwiseParallel for layer in ("out", "down")}
+PLAN = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel) | dict.fromkeys(("out", "down"), RowwiseParallel)
 STEPS = 4
 
 
@@ -299,10 +303,27 @@ def _provoke(rank):
         _message(SyncError, "rank 2 holds .* of b, but it was given no such", make, (4, 2)[: 1 + (rank != 2)]),
         _message(SyncError, "differ between ranks: fingerprints", make, bucket_bytes=100 + rank),
         _message(SyncError, "differ between ranks", make, layouts=dict(sorted(good.items(), reverse=rank == 0))),
-        _message(SyncError, "a is torch.float64 on rank 1, but torch.float32", make, dtype=(torch.float32, torch.float64)[rank % 2]),
-        _message(SyncError, r"has ranks \[3\]", make, layouts={"a": ParameterLayout((4,), (*cuts, Cut.whole((4,), 3)))}),
-        _message(SyncError, r"one cut for every replica.* \[2, 3\]", make, layouts=good | {"b": ParameterLayout((2,), good["b"].cuts[:2])}),
-        _message(SyncError, "rank 2 is in replica 2, but the layout of b has it in 1", make, layouts=good | {"b": ParameterLayout((2,), tuple(good["b"].cuts[r] for r in (0, 2, 1)))}),
+        _message(
+            SyncError,
+            "a is torch.float64 on rank 1, but torch.float32",
+            make,
+            dtype=(torch.float32, torch.float64)[rank % 2],
+        ),
+        _message(
+            SyncError, r"has ranks \[3\]", make, layouts={"a": ParameterLayout((4,), (*cuts, Cut.whole((4,), 3)))}
+        ),
+        _message(
+            SyncError,
+            r"one cut for every replica.* \[2, 3\]",
+            make,
+            layouts=good | {"b": ParameterLayout((2,), good["b"].cuts[:2])},
+        ),
+        _message(
+            SyncError,
+            "rank 2 is in replica 2, but the layout of b has it in 1",
+            make,
+            layouts=good | {"b": ParameterLayout((2,), tuple(good["b"].cuts[r] for r in (0, 2, 1)))},
+        ),
     ]
     parameters, sync = make()
     with sync.no_sync():

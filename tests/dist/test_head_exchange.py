@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ds_hetero.plan import Plan
 from ds_hetero.placement import stream_placement
+from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,

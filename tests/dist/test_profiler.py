@@ -67,9 +67,9 @@ def test_a_rank_that_cannot_be_measured_is_named_on_every_rank():
 
 
 def _measure_with_a_broken_rank(rank):
+    from ds_hetero.errors import ClusterError
     from ds_hetero.profiler.device_probes import SdpaProbe
     from ds_hetero.profiler.measure import measure
-    from ds_hetero.errors import ClusterError
 
     class Broken(SdpaProbe):
         def forward(self, q, k, v, causal):

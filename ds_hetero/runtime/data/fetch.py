@@ -1,8 +1,4 @@
-"""What the ranks do together to get their next batches: one fetch, in one of three ways.
-
-    SharedBatches    all ranks of a replica are given the same batch: one step
-    OwnBatches       each rank is given a batch of its own: they are used in turn, one step each
-    DividedBatches   replicas take different batches: all micro-batches of one optimizer step, as many on every rank
+"""What the ranks do together to get their next batches: one fetch; the three ways are in `fetchers`.
 
 Every batch is placed as it is read, and cut for that placement. Then each fetch makes one small all_gather over the
 whole job, by which every rank learns whether another has failed, whether a replica's ranks disagree, and whether one
@@ -13,7 +9,6 @@ is left waiting.
 from __future__ import annotations
 
 import json
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,21 +17,26 @@ from typing import Any, NoReturn
 
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer
-from ds_hetero.plan import BatchSplit
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
-from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream
-from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
-from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
+from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, place
+from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["DividedBatches", "Fetcher", "OwnBatches", "SharedBatches", "checksum"]
+__all__ = ["Fetcher", "Position", "Report", "Reports"]
 
 _OK, _ERROR = range(2)
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class _Report:
+class Position:
+    """Where in an epoch: fetches done, and steps used of the next."""
+
+    fetches: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
     """What one rank reports at the beginning of a fetch.
 
     Args:
@@ -55,7 +55,7 @@ class _Report:
 
 
 @dataclass(frozen=True)
-class _Reports:
+class Reports:
     """What all ranks have reported at the beginning of a fetch.
 
     Args:
@@ -65,7 +65,7 @@ class _Reports:
     """
 
     number: int
-    by_rank: Sequence[_Report]
+    by_rank: Sequence[Report]
     payloads: Sequence[bytes]
 
     def ranks_by_replica(self) -> dict[int, list[int]]:
@@ -100,7 +100,10 @@ class Fetcher(ABC):
         placer: decides who holds which positions of a batch.
     """
 
+    mode: str  # as users and saved states write it
     batches_per_fetch = 1  # that this rank reads
+    resumes_loader = True  # by the wrapped loader's own state, if it has one
+    uses_in_turn = False  # a fetch gives the batches of several ranks, so that an epoch may be left amid a fetch
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -125,23 +128,39 @@ class Fetcher(ABC):
             placed.extend(place(self._placer, replica.schedule, batch) for batch in taken)
         except Exception as raised:
             error = raised
-        report = self._report(replica, placed, number) if error is None else _Report(replica.replica_id, 0)
+        report = self._report(replica, placed, number) if error is None else Report(replica.replica_id, 0)
         numbers = [_OK if error is None else _ERROR, *vars(report).values()]
         rows, payloads = all_gather_bytes(numbers, self._payload(placed) if error is None else encode_failure(error))
         failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
         raise_failures(failures, error, "the next batch could not be read")
-        return self._shards(replica, placed, _Reports(number, [_Report(*row[1:]) for row in rows], payloads))
+        return self._shards(replica, placed, Reports(number, [Report(*row[1:]) for row in rows], payloads))
 
     @abstractmethod
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> _Report: ...
+    def num_steps(self, whole: WholeBatches, num_skipped: int) -> int:
+        """Steps of an epoch of ``whole``, the first ``num_skipped`` of which are left out.
+
+        Raises:
+            TypeError: the length of an epoch is not known.
+        """
+
+    @abstractmethod
+    def position_after(self, num_steps: int) -> Position:
+        """Where an epoch is after ``num_steps`` steps."""
+
+    def kind(self, replica: Replica) -> dict[str, Any]:
+        """What must be the same for a saved state to be of use."""
+        return {"batches": self.mode}
+
+    @abstractmethod
+    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report: ...
 
     def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
         return b""
 
     @abstractmethod
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: _Reports) -> list[dict[str, Any]]: ...
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]: ...
 
-    def _expect_same_in_replicas(self, placed: Sequence[PlacedBatch], reports: _Reports) -> None:
+    def _expect_same_in_replicas(self, placed: Sequence[PlacedBatch], reports: Reports) -> None:
         for ranks in reports.ranks_by_replica().values():
             if len({reports.by_rank[rank] for rank in ranks}) > 1:
                 self._raise_difference(placed, ranks)
@@ -163,101 +182,3 @@ class Fetcher(ABC):
             f"ranks {tuple(ranks)} of a replica must be given the same batch, but by rank {different}. "
             'Seed shuffling and collators alike on all of them, or pass batches="own" if each is to have its own.'
         )
-
-
-class SharedBatches(Fetcher):
-    """All ranks of a replica hold the same batch and each cuts its part out of it."""
-
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> _Report:
-        return _Report(replica.replica_id, len(placed), checksum([batch for batch, _ in placed]))
-
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: _Reports) -> list[dict[str, Any]]:
-        self._expect_same_in_replicas(placed, reports)
-        reports.expect_as_many({report.replica: report.batches for report in reports.by_rank})
-        return [batch.shard(replica.rank) for batch in placed]
-
-
-class OwnBatches(Fetcher):
-    """Each rank holds a batch of its own; all shards travel at once."""
-
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> _Report:
-        return _Report(replica.replica_id, len(placed))
-
-    def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
-        return b"".join(manifest(batch) for batch, _ in placed)
-
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: _Reports) -> list[dict[str, Any]]:
-        ranks_by_replica = reports.ranks_by_replica()
-        counts = {of: sum(reports.by_rank[rank].batches for rank in ranks) for of, ranks in ranks_by_replica.items()}
-        reports.expect_as_many(counts)
-        if not any(counts.values()):
-            return []
-        manifests = [reports.payloads[rank] for rank in replica.ranks]
-        return exchange_shards(placed[0] if placed else None, manifests, replica, self._placer)
-
-
-class DividedBatches(Fetcher):
-    """Replicas take different batches; a fetch is an optimizer step of `BatchSplit.micro_steps` micro-batches.
-
-    A replica that has fewer is given filler batches, in which no label counts, for the rest of the step.
-
-    Args:
-        placer: decides who holds which positions of a batch.
-        replica_id: of this rank's replica.
-        split: the batches of all replicas.
-        reader: what chooses this replica's samples; None where the caller has chosen them.
-    """
-
-    def __init__(
-        self, placer: Placer, replica_id: int, split: BatchSplit, reader: OwnSampler | OwnStream | None
-    ) -> None:
-        super().__init__(placer)
-        self._split, self._reader = split, reader
-        self.batches_per_fetch = split.micro_batches[replica_id]
-        self._filler: WholeBatch | None = None
-        self._short_step: int | None = None
-
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> _Report:
-        samples = self._reader.checksum(number) if self._reader is not None else 0
-        labels = [batch.num_labels() for batch, _ in placed]
-        counted = _UNKNOWN if None in labels else sum(count or 0 for count in labels)
-        return _Report(replica.replica_id, len(placed), checksum([batch for batch, _ in placed]), samples, counted)
-
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: _Reports) -> list[dict[str, Any]]:
-        if len({report.samples for report in reports.by_rank}) > 1:
-            raise BatchError(
-                f"the ranks do not draw the same samples: checksums of step {reports.number} by rank are "
-                f"{[f'{report.samples:08x}' for report in reports.by_rank]}. Seed shuffling alike on all ranks."
-            )
-        self._expect_same_in_replicas(placed, reports)
-        by_replica = {report.replica: report for report in reports.by_rank}
-        if not any(report.batches for report in by_replica.values()):
-            self._short_step = None
-            return []
-        self._expect_end_of_epoch_after_a_short_step(by_replica, reports)
-        labels = [report.labels for report in by_replica.values()]
-        num_items = None if _UNKNOWN in labels else sum(labels)
-        fillers = [self._place_filler(replica, placed)] * (self._split.micro_steps - len(placed))
-        return [
-            *(batch.shard(replica.rank, num_items=num_items) for batch in placed),
-            *(batch.shard(replica.rank, num_items=num_items, is_filler=True) for batch in fillers),
-        ]
-
-    def _expect_end_of_epoch_after_a_short_step(self, by_replica: dict[int, _Report], reports: _Reports) -> None:
-        counts = {replica: report.batches for replica, report in by_replica.items()}
-        if self._short_step is not None and reports.number > self._short_step:
-            reports.raise_uneven(counts)
-        is_short = any(counts[replica] < count for replica, count in enumerate(self._split.micro_batches))
-        self._short_step = reports.number if is_short else None
-
-    def _place_filler(self, replica: Replica, placed: Sequence[PlacedBatch]) -> PlacedBatch:
-        """A filler with the entries of the last batch, as short as the schedule allows."""
-        if placed:
-            self._filler = filler_batch(placed[-1].batch, 1)
-        fewest_tokens = sum(1 for group in replica.schedule.groups for weight in group.tokens if weight)
-        return place(self._placer, replica.schedule, filler_batch(self._filler, fewest_tokens))
-
-
-def checksum(batches: Sequence[WholeBatch]) -> int:
-    """Of everything in the batches that two ranks can compare; 0 for none."""
-    return zlib.crc32(json.dumps([batch.fingerprints() for batch in batches]).encode()) if batches else 0

@@ -1,0 +1,104 @@
+"""The wrapped loader: its batches, read and still whole, its first batch, and where it is resumed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from ds_hetero.plan import BatchSplit
+from ds_hetero.runtime.data.loader_names import LoaderNames
+from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, all_samples, own_samples, reader_of
+from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+
+__all__ = ["WholeBatches"]
+
+
+class WholeBatches:
+    """The batches of one loader, before they are cut.
+
+    Args:
+        dataloader: yields mappings.
+        keep_labels: see `ds_hetero.runtime.data.shards.read_batch`.
+        names: by which loaders show their parts.
+    """
+
+    def __init__(self, dataloader: Any, keep_labels: bool, names: LoaderNames) -> None:
+        self.dataloader, self.names = dataloader, names
+        self.reader: OwnSampler | OwnStream | None = reader_of(dataloader)
+        self.epoch: int | None = None  # as `set_epoch` was called
+        self._keep_labels = keep_labels
+        self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
+        self._num_dropped = 0  # batches that the next epoch reads and drops
+        self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
+
+    @property
+    def all_samples(self) -> Any:
+        """The loader; where the replicas take different batches, with the samples of all of them."""
+        return self.dataloader if self.reader is None else all_samples(self.dataloader)
+
+    def divide(self, split: BatchSplit, replica_id: int) -> None:
+        """Read only the samples of one replica from now on."""
+        self.dataloader = own_samples(self.dataloader, split, replica_id)
+        self.reader = reader_of(self.dataloader)
+
+    def read_epoch(self, first_step: int = 0) -> Iterator[WholeBatch]:
+        """The batches of the next epoch; the loader is opened, and may fail, when the first is taken.
+
+        Args:
+            first_step: optimizer steps that are left out, where this loader's samples are divided among replicas.
+        """
+        begun, self._begun = self._begun, None
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        if begun is not None:
+            yield from begun
+            return
+        if self.reader is not None:
+            self.reader.first_step = first_step
+        for batch in islice(self.dataloader, num_dropped, None):
+            self._loaded_state = None
+            if self.reader is not None:
+                self.reader.first_step = 0
+            yield read_batch(batch, self._keep_labels)
+        self._loaded_state = None
+
+    def peek(self) -> WholeBatch | None:
+        """The first batch of the next epoch, which will still have it; None if there is none."""
+        batches = self.read_epoch()
+        first = next(batches, None)
+        self._begun = batches if first is None else chain([first], batches)
+        return first
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, or else its sampler and dataset, which epoch comes next."""
+        self.epoch, self._begun = epoch, None
+        parts = [self.dataloader]
+        if not hasattr(self.dataloader, "set_epoch"):
+            parts = [getattr(self.dataloader, name, None) for name in self.names.with_epoch]
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def state(self) -> Any:
+        """The loader's own state; None if it has none."""
+        if self._loaded_state is not None or not self.names.has_state(self.dataloader):
+            return self._loaded_state
+        return self.dataloader.state_dict()
+
+    def resume(self, num_batches: int, state: Any) -> None:
+        """Begin the next epoch after ``num_batches`` batches, by the loader's own ``state`` if there is one."""
+        self._begun = self._loaded_state = None
+        self._num_dropped = num_batches if self.reader is None else 0
+        if state is not None and self.names.has_state(self.dataloader):
+            self.dataloader.load_state_dict(state)
+            self._loaded_state = state
+            self._num_dropped = 0
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeBatches:
+        """The same batches without the first ``num_batches`` of the next epoch, left out by ``skip``."""
+        batches = copy.copy(self)
+        if self.reader is None:
+            batches.dataloader = skip(self.dataloader, num_batches)
+        batches._begun = batches._loaded_state = None
+        return batches
