@@ -19,7 +19,7 @@ __all__ = ["ranks_text", "run", "schedule_table"]
 
 
 def run(scenario: Scenario, layout: str | None, token_unit: int, out: Path | None, as_json: bool) -> None:
-    """Search, print, and write the schedule file if asked to."""
+    """Search, print, and write the schedule file if ``out`` is given."""
     if out is not None:
         check_out(out)
     planned = plan(

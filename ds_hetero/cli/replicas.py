@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 
 def run(scenarios: Sequence[Scenario], global_batch: int, layout: str | None, out: Path | None, as_json: bool) -> None:
-    """Plan, print, and write the file of replicas if asked to; ``scenarios`` differ in their clusters only."""
+    """Plan, print, and write the file of replicas if ``out`` is given; ``scenarios`` differ in their clusters only."""
     if out is not None:
         check_out(out)
     first = scenarios[0]

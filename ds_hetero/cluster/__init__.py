@@ -2,8 +2,9 @@
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
-from ds_hetero.cluster.files import cluster_from_dict, cluster_names, cluster_to_dict, load_cluster
+from ds_hetero.cluster.files import cluster_from_dict, cluster_names, load_cluster
 from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.cluster.writing import cluster_to_dict
 
 __all__ = [
     "CATALOGUE",

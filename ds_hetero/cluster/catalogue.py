@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
-from ds_hetero.units import GIB
+from ds_hetero.units import GB, GIB, TERA
 
 __all__ = ["CATALOGUE", "CatalogueEntry", "catalogue_name"]
 
@@ -53,7 +53,9 @@ _TURING = _assumed(60, 0.60, 0.35, 0.30)
 _CDNA3 = _assumed(304, 0.55, 0.40, 0.30)
 
 # name, peak TFLOPS, memory GiB, memory GB/s, link, link GB/s, efficiency, source
-_ROWS: tuple[tuple[str, float, float, float, str, float, Efficiency, str], ...] = (
+_Row = tuple[str, float, float, float, str, float, Efficiency, str]
+
+_ROWS: tuple[_Row, ...] = (
     ("B300-SXM-288GB", 2250, 288, 8000, "NVLink 5", 900, _BLACKWELL, "NVIDIA DGX B300 datasheet, one of 8 GPUs"),
     ("B200-SXM-180GB", 2250, 180, 8000, "NVLink 5", 900, _BLACKWELL, "NVIDIA DGX B200 datasheet, one of 8 GPUs"),
     ("H200-SXM-141GB", 989.5, 141, 4800, "NVLink 4", 450, _HOPPER, "NVIDIA H200 datasheet"),
@@ -110,23 +112,22 @@ _WATTS: dict[str, float] = {
 }
 
 
-def _entry(
-    name: str, tflops: float, gib: float, gb_per_s: float, link: str, link_gb_per_s: float, eff: Efficiency, source: str
-) -> CatalogueEntry:
+def _entry(row: _Row) -> CatalogueEntry:
+    name, tflops, gib, gb_per_s, link, link_gb_per_s, efficiency, source = row
     device = DeviceSpec(
         name=name,
-        peak_flops_per_s=tflops * 1e12,
+        peak_flops_per_s=tflops * TERA,
         memory_bytes=int(gib * GIB),
-        memory_bytes_per_s=gb_per_s * 1e9,
+        memory_bytes_per_s=gb_per_s * GB,
         reserved_bytes=0 if name == "CPU" else int(1.5 * GIB),
         source=source,
-        efficiency=eff,
+        efficiency=efficiency,
         watts=_WATTS.get(name),
     )
-    return CatalogueEntry(device, link, link_gb_per_s * 1e9)
+    return CatalogueEntry(device, link, link_gb_per_s * GB)
 
 
-CATALOGUE: dict[str, CatalogueEntry] = {row[0]: _entry(*row) for row in _ROWS}
+CATALOGUE: dict[str, CatalogueEntry] = {row[0]: _entry(row) for row in _ROWS}
 
 
 def catalogue_name(driver_name: str, memory_bytes: int) -> str | None:
@@ -139,14 +140,14 @@ def catalogue_name(driver_name: str, memory_bytes: int) -> str | None:
         name: name.split("-")[0].upper() if not name.startswith("RTX") else name.replace("-", "").upper()
         for name in CATALOGUE
     }
-    found = [name for name, word in words.items() if word in squeezed and name != "CPU"]
-    if not found:
+    matches = [name for name, word in words.items() if word in squeezed and name != "CPU"]
+    if not matches:
         return None
-    longest = max(len(words[name]) for name in found)
+    longest = max(len(words[name]) for name in matches)
 
     def mismatch(name: str) -> tuple[bool, float]:
         form = next((form for form in ("PCIE", "NVL") if form in squeezed), "SXM")
         has_form = [form for form in ("SXM", "PCIE", "NVL") if form in name.upper()]
         return bool(has_form) and form not in has_form, abs(CATALOGUE[name].device.memory_bytes - memory_bytes)
 
-    return min((name for name in found if len(words[name]) == longest), key=mismatch)
+    return min((name for name in matches if len(words[name]) == longest), key=mismatch)

@@ -106,8 +106,6 @@ class Cluster:
         """Memory bandwidth of every rank, ``[ranks]``."""
         return np.array([device.memory_bytes_per_s for device in self.devices])
 
-    # --- links by class -----------------------------------------------------------------------------
-
     @cached_property
     def link_classes(self) -> tuple[Link, ...]:
         """The distinct links, in order of first use: inside the nodes, the network, overrides."""
@@ -224,8 +222,6 @@ class Cluster:
         place = {index: i for i, index in enumerate(nodes)}
         links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
         return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
-
-    # --- identity -----------------------------------------------------------------------------------
 
     def rank_name(self, rank: int) -> str:
         """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""

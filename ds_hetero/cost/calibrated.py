@@ -67,7 +67,9 @@ class CalibratedCostModel(CostModel):
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
-        return self._block_s([ring_finish_s(self._block.ring(assigned, each)[1]) for each in self._block.passes])
+        return self._block_s(
+            [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
+        )
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.
@@ -77,13 +79,14 @@ class CalibratedCostModel(CostModel):
         """
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         before, finish = [], []
-        for each in self._block.passes:
-            non_attention_BK, ring = self._block.ring(assigned, each)
+        for block_pass in self._block.passes:
+            non_attention_BK, ring = self._block.ring(assigned, block_pass)
             before.append((float(non_attention_BK.max()), float(ring.start_s.max())))
             finish.append(ring_finish_s(ring))
         block_s = float(self._block_s(finish)[0])
-        non_attention_s = sum(each.repeats * part[0] for each, part in zip(self._block.passes, before, strict=True))
-        exchanged_s = sum(each.repeats * part[1] for each, part in zip(self._block.passes, before, strict=True))
+        repeats = [block_pass.repeats for block_pass in self._block.passes]
+        non_attention_s = sum(count * part[0] for count, part in zip(repeats, before, strict=True))
+        exchanged_s = sum(count * part[1] for count, part in zip(repeats, before, strict=True))
         return Terms(
             non_attention_s=non_attention_s,
             all_to_all_s=exchanged_s - non_attention_s,
@@ -152,9 +155,9 @@ class CalibratedCostModel(CostModel):
         even = work.seq_len / self.cluster.num_ranks
         causal = work.micro_batch * (0.5 if work.causal else 1.0)
         passes, rates = self._block.passes, self._block.rates
-        attention_D = causal * np.sum([each.repeats * each.attention_s for each in passes], axis=0)
-        token_D = np.sum([each.repeats * each.token_s for each in passes], axis=0)
-        fixed_D = np.sum([each.repeats * each.fixed_s for each in passes], axis=0)
+        attention_D = causal * np.sum([block_pass.repeats * block_pass.attention_s for block_pass in passes], axis=0)
+        token_D = np.sum([block_pass.repeats * block_pass.token_s for block_pass in passes], axis=0)
+        fixed_D = np.sum([block_pass.repeats * block_pass.fixed_s for block_pass in passes], axis=0)
         rows = 1 + rates.half_rows / (work.micro_batch * model.num_heads * even)
         keys = 1 + rates.half_kv * len(self.cluster.nodes) / work.seq_len
         self.attention_s_D = attention_D * rows * keys

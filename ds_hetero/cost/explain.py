@@ -23,14 +23,14 @@ def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
     """Compute of every rank in one block, ``[D]``."""
     grouping, tokens_D = assigned.grouping, assigned.tokens_BD[0]
     busy_D = np.zeros(len(tokens_D))
-    for each in block.passes:
-        slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, each)
+    for block_pass in block.passes:
+        slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, block_pass)
         seen_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
         if contiguous_causal:  # earlier groups, and half of the own one
             seen_K = np.cumsum(assigned.length_BK[0]) - assigned.length_BK[0] / 2
             blocks_K = np.arange(grouping.num_groups) + 0.5
         attention_D = slope_BD[0] * seen_K[grouping.group_of] + fixed_BD[0] * blocks_K[grouping.group_of]
-        busy_D += each.repeats * (block.non_attention_s(tokens_D, each) + attention_D)
+        busy_D += block_pass.repeats * (block.non_attention_s(tokens_D, block_pass) + attention_D)
     return busy_D
 
 
@@ -38,10 +38,10 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bott
     """The largest part of the block, and the rank or the link that sets it."""
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
     grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
-    each = block.passes[1]
-    ring = block.ring(assigned, each)[1]
+    block_pass = block.passes[1]
+    ring = block.ring(assigned, block_pass)[1]
     if term == "non_attention_s":
-        rank = int(block.non_attention_s(tokens_D, each).argmax())
+        rank = int(block.non_attention_s(tokens_D, block_pass).argmax())
         return Bottleneck.of_rank(block.cluster, term, "compute", rank)
     if term == "all_to_all_s":
         group = int(assigned.exchange_BK[0].argmax())
@@ -54,7 +54,7 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bott
     alone_K = (ring.start_s + ring.slope_s * block.workload.seq_len + ring.fixed_s * grouping.num_groups)[0]
     if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
         return _slowest_transfer(block, assigned, term)
-    slope_BD, fixed_BD, _ = block.attention_s(assigned, each)
+    slope_BD, fixed_BD, _ = block.attention_s(assigned, block_pass)
     members_D = grouping.group_of == int(alone_K.argmax())
     busy_D = np.where(members_D, slope_BD[0] * block.workload.seq_len + fixed_BD[0] * grouping.num_groups, -1.0)
     return Bottleneck.of_rank(block.cluster, term, "compute", int(busy_D.argmax()))
@@ -66,9 +66,9 @@ def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
     spans: list[Span] = []
     begin_s = 0.0
     for phase in (*phases, "backward"):
-        each = block.passes[phase == "backward"]
-        spans += _pass_spans(block, assigned, each, phase, begin_s)
-        begin_s += float(ring_finish_s(block.ring(assigned, each)[1])[0])
+        block_pass = block.passes[phase == "backward"]
+        spans += _pass_spans(block, assigned, block_pass, phase, begin_s)
+        begin_s += float(ring_finish_s(block.ring(assigned, block_pass)[1])[0])
     return tuple(spans)
 
 
@@ -89,13 +89,13 @@ def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> 
     return Bottleneck.of_link(block.cluster, term, int(edges.sender[edge]), int(edges.receiver[edge]))
 
 
-def _pass_spans(block: BlockPasses, assigned: AssignedWork, each: Pass, phase: str, begin_s: float) -> list[Span]:
+def _pass_spans(block: BlockPasses, assigned: AssignedWork, block_pass: Pass, phase: str, begin_s: float) -> list[Span]:
     grouping, spans = assigned.grouping, []
-    non_attention_BK, ring = block.ring(assigned, each)
-    slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, each)
+    non_attention_BK, ring = block.ring(assigned, block_pass)
+    slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, block_pass)
     starts, received = (part[:, 0] + begin_s for part in ring_schedule(ring))
-    work_D = block.non_attention_s(assigned.tokens_BD, each)[0]
-    num_groups, backward = grouping.num_groups, each.name == "backward"
+    work_D = block.non_attention_s(assigned.tokens_BD, block_pass)[0]
+    num_groups, backward = grouping.num_groups, block_pass.name == "backward"
     for rank, group in enumerate(grouping.group_of.tolist()):
         work_s = begin_s + float(work_D[rank])
         spans.append(Span.of(rank, "compute", "non_attention", begin_s, work_s, phase=phase))

@@ -124,11 +124,11 @@ class BlockPasses:
             shared_BK=shared_BK,
         )
 
-    def ring(self, assigned: AssignedWork, each: Pass) -> tuple[Floats, RingCoefficients]:
+    def ring(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, RingCoefficients]:
         """Non-attention time of every group, ``[B, K]``, and one pass around the ring."""
-        grouping, backward = assigned.grouping, each.name == "backward"
-        non_attention_BK = grouping.by_group(np.maximum, self.non_attention_s(assigned.tokens_BD, each))
-        slope_BD, fixed_BD, contiguous_causal = self.attention_s(assigned, each)
+        grouping, backward = assigned.grouping, block_pass.name == "backward"
+        non_attention_BK = grouping.by_group(np.maximum, self.non_attention_s(assigned.tokens_BD, block_pass))
+        slope_BD, fixed_BD, contiguous_causal = self.attention_s(assigned, block_pass)
         whole, num_groups = self.workload.seq_len, grouping.num_groups
         slope_BK = grouping.by_group(np.maximum, slope_BD)
         total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * num_groups)
@@ -151,11 +151,11 @@ class BlockPasses:
             contiguous_causal=contiguous_causal,
         )
 
-    def non_attention_s(self, tokens_BD: Floats, each: Pass) -> Floats:
+    def non_attention_s(self, tokens_BD: Floats, block_pass: Pass) -> Floats:
         """Time of every rank outside attention, ``[B, D]``."""
-        return np.asarray(tokens_BD * each.token_s + np.where(tokens_BD > 0, each.fixed_s, 0.0))
+        return np.asarray(tokens_BD * block_pass.token_s + np.where(tokens_BD > 0, block_pass.fixed_s, 0.0))
 
-    def attention_s(self, assigned: AssignedWork, each: Pass) -> tuple[Floats, Floats, bool]:
+    def attention_s(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, Floats, bool]:
         """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
 
         With more than one group partial results are merged in fp32, and backward adds up partial dK and dV.
@@ -164,14 +164,14 @@ class BlockPasses:
         contiguous_causal = work.causal and num_groups > 1 and not assigned.grouping.zigzag
         share = 0.5 if work.causal and not contiguous_causal else 1.0
         active_BD = assigned.rows_BD > 0
-        slope_BD = np.where(active_BD, share * each.attention_s * (assigned.rows_BD + self.rates.half_rows), 0.0)
+        slope_BD = np.where(active_BD, share * block_pass.attention_s * (assigned.rows_BD + self.rates.half_rows), 0.0)
         fixed_BD = slope_BD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
         # The local block's diagonal, once per pass and therefore spread over the blocks.
-        fixed_BD = fixed_BD + assigned.rows_BD * (each.attention_s * self.rates.edge_keys / num_groups)
+        fixed_BD = fixed_BD + assigned.rows_BD * (block_pass.attention_s * self.rates.edge_keys / num_groups)
         if num_groups > 1:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
             fixed_BD = fixed_BD + assigned.rows_BD * merge_s_D
-            if each.name == "backward":
+            if block_pass.name == "backward":
                 slope_BD = slope_BD + 2 * work.micro_batch * assigned.kv_heads_BD * merge_s_D
         return slope_BD, fixed_BD, contiguous_causal
 

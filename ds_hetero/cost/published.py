@@ -213,7 +213,7 @@ class PublishedCostModel(CostModel):
             time_RR = self.cluster.node_latency_s[np.ix_(node, node)] + self._s_per_byte[np.ix_(node, node)] * bytes_RR
             np.fill_diagonal(time_RR, -1.0)
             d, j = np.unravel_index(int(time_RR.argmax()), time_RR.shape)
-            worst = max(worst, (float(time_RR[d, j]), int(ranks[d]), int(ranks[j])), key=lambda found: found[0])
+            worst = max(worst, (float(time_RR[d, j]), int(ranks[d]), int(ranks[j])), key=lambda pair: pair[0])
         return worst[1], worst[2]
 
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:

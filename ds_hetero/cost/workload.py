@@ -1,4 +1,4 @@
-"""What a cost model is asked about: one replica's batch, and how DeepSpeed trains it."""
+"""The input of a cost model: one replica's batch, and how DeepSpeed trains it."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
                         break
                     rows = slice(first, first + BATCH)
                     evaluated += len(tokens_BD[rows])
-                    found = problem.best_row(grouping, tokens_BD[rows], heads_BD[rows], limit)
-                    if found is not None:
-                        best, limit = found, found.time_s
+                    better = problem.best_row(grouping, tokens_BD[rows], heads_BD[rows], limit)
+                    if better is not None:
+                        best, limit = better, better.time_s
     return Exact(best=best, combinations=total, evaluated=evaluated)
 
 
@@ -117,13 +117,13 @@ def _survivors(
     cost, seq_len = problem.cost, problem.seq_len
     token_TD = tokens_TD * cost.least_non_attention_s_per_token_D
     head_HD = heads_HD * cost.least_attention_s_D
-    whole = problem.sees_everything or len(groups) == 1
+    sees_all = problem.sees_everything or len(groups) == 1
     rows = max(1, TABLE // len(tokens_TD))
     for first in range(0, len(heads_HD), rows):
         least_HT = np.zeros((len(heads_HD[first : first + rows]), len(tokens_TD)))
         for group in groups:
             length_T = tokens_TD[:, group].sum(axis=1)
-            pairs_T = length_T * (seq_len if whole else length_T)
+            pairs_T = length_T * (seq_len if sees_all else length_T)
             slowest_H = head_HD[first : first + rows][:, group].max(axis=1)
             np.maximum(least_HT, token_TD[:, group].max(axis=1) + slowest_H[:, None] * pairs_T, out=least_HT)
         h, t = np.nonzero(least_HT < limit)

@@ -34,12 +34,12 @@ class ReplicasPlan:
     """Schedules and batches of all replicas.
 
     Args:
-        plans: of every replica, whose ranks begin at 0.
-        schedules: the same in ranks of the whole job, in which the replicas follow one another.
-        split: their batches.
+        plans: the planned schedule of every replica; its ranks begin at 0.
+        schedules: the same schedules in ranks of the job, where the replicas follow one another.
+        split: the batches of all replicas.
         step_s: predicted time of an optimizer step.
-        busy_s: of every replica, what of it is spent on its own micro-batches.
-        even_s: with the same micro-batches on every replica instead; None if the global batch cannot be cut so.
+        busy_s: the part of ``step_s`` that every replica spends on its own micro-batches.
+        even_s: ``step_s`` with the same micro-batches on every replica; None if the global batch cannot be cut so.
     """
 
     plans: tuple[PlannedSchedule, ...]
@@ -62,12 +62,12 @@ def plan_replicas(
     """Plan every replica on its cluster, and the micro-batches of all.
 
     Args:
-        clusters: of every replica.
+        clusters: one per replica, in rank order.
         model: what is trained.
-        workload: of one replica; its batches are chosen here.
+        workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
         global_batch: samples per optimizer step.
-        cost_model: see `ds_hetero.planner.plan`.
-        layout: see there.
+        cost_model: ``"calibrated"`` or ``"published"``.
+        layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
 
     Raises:
         PlanError: a replica holds not one sample, or the global batch cannot be filled.
@@ -75,15 +75,15 @@ def plan_replicas(
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
     plans = tuple(plan(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
     times = [
-        _times(cluster, model, work, found.schedule, global_batch, cost_model)
-        for cluster, found in zip(clusters, plans, strict=True)
+        _times(cluster, model, work, planned.schedule, global_batch, cost_model)
+        for cluster, planned in zip(clusters, plans, strict=True)
     ]
     lockstep = workload.zero_stage >= 2
     split = split_batch(times, global_batch, lockstep=lockstep)
     firsts = [sum(cluster.num_ranks for cluster in clusters[:i]) for i in range(len(clusters))]
     return ReplicasPlan(
         plans=plans,
-        schedules=tuple(found.schedule.shifted(first) for found, first in zip(plans, firsts, strict=True)),
+        schedules=tuple(planned.schedule.shifted(first) for planned, first in zip(plans, firsts, strict=True)),
         split=split,
         step_s=_step_s(times, split, lockstep),
         busy_s=_busy_s(times, split),
@@ -108,14 +108,14 @@ def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep
             continue
         if lockstep:
             options = [{b: (t * steps, steps) for b, t in enumerate(of_replica, 1)} for of_replica in times]
-            found = _fill(options, global_batch // steps)
+            filled = _fill(options, global_batch // steps)
         elif steps > 1:
             break
         else:
-            found = _fill([_counts(of_replica, global_batch) for of_replica in times], global_batch)
-        if found is None:
+            filled = _fill([_counts(of_replica, global_batch) for of_replica in times], global_batch)
+        if filled is None:
             continue
-        samples, chosen = found
+        samples, chosen = filled
         counts = tuple(count for _, count in chosen)
         sizes = tuple(n if lockstep else n // count for n, count in zip(samples, counts, strict=True))
         split = BatchSplit(micro_batch_sizes=sizes, micro_batches=counts)
@@ -176,9 +176,6 @@ def _reachable(options: Sequence[Mapping[int, Option]], total: int, limit: float
     return reached
 
 
-# --- times ------------------------------------------------------------------------------------------------
-
-
 def _times(
     cluster: Cluster, model: ModelSpec, workload: Workload, schedule: Schedule, most: int, cost_model: str
 ) -> list[float]:
@@ -213,11 +210,13 @@ def _step_s(times: Sequence[Sequence[float]], split: BatchSplit, lockstep: bool)
 
 def _even_s(times: Sequence[Sequence[float]], global_batch: int, lockstep: bool) -> float | None:
     """The fastest step in which every replica takes the same micro-batches."""
-    each, rest = divmod(global_batch, len(times))
+    num_replicas = len(times)
+    samples, rest = divmod(global_batch, num_replicas)
     if rest:
         return None
-    sizes = [size for size in range(1, min(map(len, times)) + 1) if each % size == 0]
+    sizes = [size for size in range(1, min(map(len, times)) + 1) if samples % size == 0]
     splits = [
-        BatchSplit(micro_batch_sizes=(size,) * len(times), micro_batches=(each // size,) * len(times)) for size in sizes
+        BatchSplit(micro_batch_sizes=(size,) * num_replicas, micro_batches=(samples // size,) * num_replicas)
+        for size in sizes
     ]
     return min((_step_s(times, split, lockstep) for split in splits), default=None)

@@ -16,7 +16,8 @@ class Rejected:
     """A candidate that was not chosen, and why.
 
     Args:
-        name: what it is, for people. schedule: itself, None where no such schedule exists.
+        name: what it is, for people.
+        schedule: the candidate; None where no such schedule exists.
         prediction: None where no such schedule exists.
         reason: one sentence.
     """

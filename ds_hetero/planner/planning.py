@@ -42,7 +42,7 @@ def plan(
     Args:
         cluster: every device works for this replica.
         model: what is trained.
-        workload: the batch and how DeepSpeed trains it; a number stands for a `Workload` of so many tokens.
+        workload: the batch and how DeepSpeed trains it; a number stands for a `Workload` of that many tokens.
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
         token_unit: tokens are handed out in multiples of this.

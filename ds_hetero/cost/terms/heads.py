@@ -24,8 +24,9 @@ class Edges:
     """Transfers of one ring step, sorted by (assignment, receiving position).
 
     Attributes:
-        sender, receiver: global ranks, ``[E]``.
-        heads: heads that travel between the two, ``[E]``: query heads, or KV heads where asked for.
+        sender: global rank, ``[E]``.
+        receiver: global rank, ``[E]``.
+        heads: query heads, or KV heads, that travel between the two, ``[E]``; see `ring_edges`.
         starts: first edge of every (assignment, position), ``[B * K]``; each has at least one.
     """
 

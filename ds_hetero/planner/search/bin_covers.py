@@ -40,14 +40,14 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
     bins = (heads_TC @ count_C) // num_heads
     possible = np.flatnonzero(bins >= 1)
     possible = possible[np.argsort(levels[possible] / bins[possible], kind="stable")][: 3 * keep]
-    found = []
+    covers = []
     for i in possible:
         for thrift in THRIFT:
             groups, left = cover(heads_TC[i].astype(np.int64), count_C, num_heads, thrift)
             if groups:
-                found.append((levels[i] / len(groups), i, thrift, groups, left))
-    found.sort(key=lambda item: item[:3])
-    for _, i, _, groups, left in found[:keep]:
+                covers.append((levels[i] / len(groups), i, thrift, groups, left))
+    covers.sort(key=lambda item: item[:3])
+    for _, i, _, groups, left in covers[:keep]:
         yield float(levels[i]), groups, left
 
 

@@ -31,7 +31,7 @@ def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
     Fewer working ranks need at least the balanced time over their own speeds, which rules most sets out where links are
     fast.
     """
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     least = np.inf
     all_ranks, *some_ranks = active_sets(problem)
     idle_budget = EvaluationBudget(budget.left_s / 3)
@@ -43,9 +43,9 @@ def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
             groups = with_idle(problem, groups, active)
             assignment = best_assignment(problem, groups, active, idle_budget if idle else budget)
             if assignment is not None:
-                found.append(assignment)
+                assignments.append(assignment)
                 least = min(least, assignment.time_s)
-    return found
+    return assignments
 
 
 def best_assignment(

@@ -80,13 +80,13 @@ def _further(
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
 
 
-def round_to_units(problem: Problem, found: Assignment) -> Assignment | None:
+def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:
     """The best whole units near an assignment in single tokens, up to two units from the nearest, if any fits."""
-    nearest = problem.round(found.tokens)
+    nearest = problem.round(start.tokens)
     around_XD = nearest + problem.token_unit * np.concatenate([np.zeros((1, len(nearest))), _two_units(problem)])
     around_XD = around_XD[(around_XD >= 0).all(axis=1)]
-    heads_XD = np.broadcast_to(found.heads, around_XD.shape)
-    return problem.best_row(problem.grouping(found.groups), around_XD, heads_XD, np.inf)
+    heads_XD = np.broadcast_to(start.heads, around_XD.shape)
+    return problem.best_row(problem.grouping(start.groups), around_XD, heads_XD, np.inf)
 
 
 def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> tuple[Floats, Ints]:
@@ -119,9 +119,6 @@ def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float
             tokens.append(np.repeat(unit_XD, len(with_XD), axis=0))
             heads.append(np.tile(with_XD, (len(unit_XD), 1)))
     return np.concatenate(tokens), np.concatenate(heads)
-
-
-# --- which ranks move together --------------------------------------------------------------------------
 
 
 def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
@@ -157,9 +154,6 @@ def _masks(labels: Sequence[tuple[Ints, int]], num_ranks: int) -> Masks:
             masks.append(label == np.arange(num_values)[:, None])
     unique = {mask.tobytes(): mask for mask in np.concatenate(masks)}
     return np.array(list(unique.values()), dtype=bool).reshape(-1, num_ranks)
-
-
-# --- moves ----------------------------------------------------------------------------------------------
 
 
 def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_class: Ints, step: float) -> Floats:

@@ -29,7 +29,7 @@ def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints)
 
     Full ranks give what they cannot hold to the others, in proportion to their room. A rank's memory grows with its own
     tokens and with those of its group; the first slope says what it can hold while the second stands still, and
-    where tokens change their group it is asked again.
+    where tokens change their group it is computed again.
     """
     total, working = tokens.sum(), tokens > 0
     for _ in range(ROUNDS):

@@ -32,12 +32,12 @@ M1 = 64  # partitions kept by stage I, HexiSeq's value
 def groupings(problem: Problem, active: Mask, keep: int = M1) -> list[list[Ints]]:
     """At most ``keep`` partitions of the active ranks, without repeats; idle ranks are left out."""
     ranks = np.flatnonzero(active)
-    found: dict[bytes, list[Ints]] = {}
+    partitions: dict[bytes, list[Ints]] = {}
     for groups in _candidates(problem, ranks):
-        found.setdefault(b"|".join(group.tobytes() for group in groups), groups)
-        if len(found) == keep:
+        partitions.setdefault(b"|".join(group.tobytes() for group in groups), groups)
+        if len(partitions) == keep:
             break
-    return list(found.values())
+    return list(partitions.values())
 
 
 def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
@@ -158,9 +158,6 @@ def _balanced(problem: Problem, ranks: Ints, num_groups: int) -> list[Ints]:
     return [np.sort(np.array(group)) for group in members]
 
 
-# --- idle devices -------------------------------------------------------------------------------------
-
-
 def active_sets(problem: Problem) -> list[Mask]:
     """Sets of ranks that work: all, without the slowest classes, single nodes, all but one node, the best nodes."""
     num_nodes = int(problem.node.max()) + 1
@@ -209,9 +206,6 @@ def with_idle(problem: Problem, groups: Sequence[Ints], active: Mask) -> list[In
         k = int(np.argmin(problem.inverse_bandwidth[n, first]))
         groups[k] = np.append(groups[k], idle[problem.node[idle] == n])
     return groups
-
-
-# --- neighbours of a partition --------------------------------------------------------------------------
 
 
 def neighbours(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]:
@@ -264,9 +258,6 @@ def _once(items: Iterable[T], key: Callable[[T], object]) -> Iterator[T]:
 def _given(groups: list[Ints] | None) -> Iterator[list[Ints]]:
     if groups is not None:
         yield groups
-
-
-# --- all partitions -----------------------------------------------------------------------------------
 
 
 def distinct_partitions(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:

@@ -38,7 +38,7 @@ AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothin
 
 
 def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Assignment]:
-    """The best assignments found, best first, one per partition of the working ranks; empty where nothing fits.
+    """The best assignments of the search, best first, one per partition of the working ranks; empty where nothing fits.
 
     Args:
         problem: what to minimize.
@@ -55,35 +55,35 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
         best = _best(best, keep, slower)
         stage = budget.split(left)
         if left == 1 and problem.num_ranks <= REGROUP:
-            best = [_regroup(problem, found, stage.split(2 * len(best))) for found in best]
-        best = [descend(problem, found, steps, stage.split(len(best) - i)) for i, found in enumerate(best)]
-    best = [_reorder(problem, found, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for found in best]
+            best = [_regroup(problem, start, stage.split(2 * len(best))) for start in best]
+        best = [descend(problem, start, steps, stage.split(len(best) - i)) for i, start in enumerate(best)]
+    best = [_reorder(problem, start, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for start in best]
     if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
         best = _best([*best, *_from_whole_tokens(problem)], M2)
-    return _best([_tidy(problem, _trade(problem, found)) for found in best], M2)
+    return _best([_tidy(problem, _trade(problem, start)) for start in best], M2)
 
 
 def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:
-    """What a search in single tokens finds, rounded: coarse units hide good partitions from a search."""
+    """The results of a search in single tokens, rounded: coarse units hide good partitions from a search."""
     fine = replace(problem, token_unit=1)
-    for found in search(fine) if not fine.coarse else []:
-        rounded = round_to_units(problem, found)
+    for start in search(fine) if not fine.coarse else []:
+        rounded = round_to_units(problem, start)
         if rounded is not None:
             yield descend(problem, rounded, STEPS[3:], EvaluationBudget.for_ranks(problem.num_ranks).split(M2))
 
 
-def _reorder(problem: Problem, found: Assignment, budget: EvaluationBudget) -> Assignment:
+def _reorder(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Another ring order where that has become better since stage II, and a descent from there."""
-    ordered = best_order(problem, found, budget, thorough=True)
-    return found if ordered is found else descend(problem, ordered, STEPS[2:], budget)
+    ordered = best_order(problem, start, budget, thorough=True)
+    return start if ordered is start else descend(problem, ordered, STEPS[2:], budget)
 
 
-def _trade(problem: Problem, found: Assignment) -> Assignment:
+def _trade(problem: Problem, start: Assignment) -> Assignment:
     """Let two ranks of a node trade places where the slower one has more of both tokens and attention work.
 
     Their links are the same, so the trade never costs time.
     """
-    cost, best = problem.cost, found
+    cost, best = problem.cost, start
     speeds = np.stack([problem.speed, problem.token_speed, cost.capacity_bytes_D])
     lesser, greater = np.nonzero(
         (problem.node[:, None] == problem.node)
@@ -104,27 +104,24 @@ def _trade(problem: Problem, found: Assignment) -> Assignment:
     return best
 
 
-def _tidy(problem: Problem, found: Assignment) -> Assignment:
+def _tidy(problem: Problem, start: Assignment) -> Assignment:
     """Equal tokens for ranks that are equal in everything else, unless that costs time."""
-    grouping = problem.grouping(found.groups)
-    labels = np.stack([problem.kind, problem.node, grouping.group_of, found.heads, found.tokens > 0], axis=1)
+    grouping = problem.grouping(start.groups)
+    labels = np.stack([problem.kind, problem.node, grouping.group_of, start.heads, start.tokens > 0], axis=1)
     _, label = np.unique(labels, axis=0, return_inverse=True)
     label = label.reshape(-1)
-    mean = np.bincount(label, weights=found.tokens) / np.bincount(label)
-    return problem.best(grouping, [(mean[label], found.heads)], found.time_s * (1 + TIDY)) or found
+    mean = np.bincount(label, weights=start.tokens) / np.bincount(label)
+    return problem.best(grouping, [(mean[label], start.heads)], start.time_s * (1 + TIDY)) or start
 
 
-def _best(found: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
+def _best(assignments: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
     """The ``keep`` best, one per partition of the working ranks, at most ``slower`` times as slow as the best."""
     best: dict[bytes, Assignment] = {}
-    for f in sorted(found, key=lambda f: f.time_s):
+    for f in sorted(assignments, key=lambda f: f.time_s):
         working = (group[f.tokens[group] + f.heads[group] > 0] for group in f.groups)
         best.setdefault(b"|".join(sorted(np.sort(group).tobytes() for group in working)), f)
     kept = list(best.values())[:keep]
     return [f for f in kept if f.time_s <= slower * kept[0].time_s]
-
-
-# --- a slow all-to-all --------------------------------------------------------------------------------
 
 
 def _cap_all_to_all(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
@@ -157,16 +154,13 @@ def _send_seconds(problem: Problem, groups: Sequence[Ints], heads: Ints) -> Floa
     return seconds
 
 
-# --- other partitions ---------------------------------------------------------------------------------
-
-
 def _regroup(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Descent over partitions: the best neighbour with its own closed forms, as long as that gets better."""
     best = start
     for _ in range(REGROUP_ROUNDS):
         active = best.tokens > 0
-        found = [best_assignment(problem, groups, active, budget) for groups in neighbours(problem, best.groups)]
-        near = _best((f for f in found if f is not None), 2, 1.1)
+        options = [best_assignment(problem, groups, active, budget) for groups in neighbours(problem, best.groups)]
+        near = _best((f for f in options if f is not None), 2, 1.1)
         near = [descend(problem, f, STEPS[1:3], budget.split(4)) for f in near]
         option = min(near, key=lambda f: f.time_s, default=best)
         if option.time_s >= best.time_s * (1 - 1e-6):

@@ -1,0 +1,50 @@
+"""From a `Cluster` back to the content of a cluster file."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ds_hetero.cluster.device import DeviceSpec, Efficiency
+from ds_hetero.cluster.file_values import DEVICE_KEYS
+from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.units import GB, MICRO
+
+__all__ = ["cluster_to_dict"]
+
+
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+    """The content of a cluster file, with every device written out, so that no catalogue is needed to read it."""
+    out: dict[str, Any] = {"nodes": []}
+    for node in cluster.nodes:
+        entry: dict[str, Any] = {"name": node.name, "devices": [device.name for device in node.devices]}
+        entry["link"] = _link_to_dict(node.link)
+        if node.switch_bytes_per_s is not None:
+            entry["link"]["total_gb_per_s"] = node.switch_bytes_per_s / GB
+        if node.nic_bytes_per_s is not None:
+            entry["nics"] = {"count": 1, "bandwidth_gb_per_s": node.nic_bytes_per_s / GB}
+        out["nodes"].append(entry)
+    out["network"] = _link_to_dict(cluster.network)
+    out["links"] = [
+        {"between": [cluster.nodes[a].name, cluster.nodes[b].name], **_link_to_dict(link)}
+        for (a, b), link in cluster.links
+    ]
+    out["devices"] = {device.name: _device_to_dict(device) for device in cluster.devices}
+    return out
+
+
+def _link_to_dict(link: Link) -> dict[str, float]:
+    out = {"bandwidth_gb_per_s": link.bytes_per_s / GB, "latency_us": link.latency_s / MICRO}
+    for key in ("p2p_efficiency", "all_to_all_efficiency"):
+        if getattr(link, key) != 1.0:
+            out[key] = getattr(link, key)
+    if link.all_to_all_latency_s is not None:
+        out["all_to_all_latency_us"] = link.all_to_all_latency_s / MICRO
+    return out
+
+
+def _device_to_dict(device: DeviceSpec) -> dict[str, Any]:
+    values = {key: (getattr(device, field), unit) for key, (field, unit) in DEVICE_KEYS.items()}
+    numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
+    efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
+    return {**numbers, "source": device.source, "efficiency": efficiency}
