@@ -142,8 +142,8 @@ def _regions(layout: ParameterLayout) -> dict[tuple[int, ...], list[Box]]:
         by_axis[cut.dim].append(index)
     pieces = {}
     for axis, indices in by_axis.items():
-        whole = Split((prod(layout.shape) if axis is None else layout.shape[axis],))
-        pieces[axis] = refine([whole, *(Split(cuts[index].sizes) for index in indices)])
+        uncut = Split((prod(layout.shape) if axis is None else layout.shape[axis],))
+        pieces[axis] = refine([uncut, *(Split(cuts[index].sizes) for index in indices)])
     regions: dict[tuple[int, ...], list[Box]] = {}
     parts = [0] * len(cuts)
     for flat in pieces[None]:
@@ -230,9 +230,9 @@ def fit_owner_weights(
     for _ in range(rounds):
         owned = dict.fromkeys(ranks, 0.0)
         for contributors, size in regions.items():
-            whole = sum(weights[rank] for rank in contributors)
+            total = sum(weights[rank] for rank in contributors)
             for rank in contributors:
-                owned[rank] += size * weights[rank] / whole
+                owned[rank] += size * weights[rank] / total
         scaled = {rank: weights[rank] * per_target * targets[rank] / owned[rank] for rank in ranks}
         largest = max(scaled.values())
         weights = {rank: max(weight / largest, 1e-9) for rank, weight in scaled.items()}

@@ -110,7 +110,7 @@ def _counting_processes(stock: Any) -> Any:
     def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
         stock(accelerator, *args, **kwargs)
         if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
-            _tell_state(
+            _set_state(
                 backend=dist.get_backend(),
                 num_processes=dist.get_world_size(),
                 process_index=dist.get_rank(),
@@ -131,7 +131,7 @@ def _preparing(handle: Handle, stock: Any) -> Any:
         sp_size = parallelism.sp_size if parallelism is not None else 1
         if sp_size == 1 and dist.get_world_size() > 1:
             raise ConfigError(
-                'the "heterogeneity" section splits sequences over ranks, but accelerate was not told so. Give it '
+                'the "heterogeneity" section splits sequences over ranks, but accelerate does not split them. Give it '
                 'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
             )
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
@@ -203,16 +203,16 @@ def _stepping_by_replicas(stock: Any) -> Any:
             return
         num_processes = state.num_processes
         parallelism = state.parallelism_config
-        _tell_state(num_processes=num_processes // (parallelism.sp_size if parallelism is not None else 1))
+        _set_state(num_processes=num_processes // (parallelism.sp_size if parallelism is not None else 1))
         try:
             stock(scheduler, *args, **kwargs)
         finally:
-            _tell_state(num_processes=num_processes)
+            _set_state(num_processes=num_processes)
 
     return step
 
 
-def _tell_state(**truth: Any) -> None:
+def _set_state(**values: Any) -> None:
     """Set attributes of accelerate's process-wide state, which it keeps twice."""
-    PartialState._shared_state.update(truth)
-    AcceleratorState._shared_state.update(truth)
+    PartialState._shared_state.update(values)
+    AcceleratorState._shared_state.update(values)

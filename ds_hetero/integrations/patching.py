@@ -64,9 +64,9 @@ def expect_package(package: str, works: str, names: Iterable[str]) -> None:
 def _exists(name: str) -> bool:
     module, _, attributes = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        owner: Any = importlib.import_module(module)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            owner = getattr(owner, attribute)
     except (ImportError, AttributeError):
         return False
     return True

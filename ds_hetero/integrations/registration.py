@@ -10,7 +10,7 @@ import deepspeed
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import accelerate
-from ds_hetero.integrations.deepspeed import engine as ours_in_deepspeed
+from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.transformers import attention, trainer
@@ -40,13 +40,13 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         if ds_config is not None and ds_config != _active.ds_config:
             raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
         return _active
-    expect_package("deepspeed", ours_in_deepspeed.WORKS, ours_in_deepspeed.PRIVATE_NAMES)
+    expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
     expect_package("transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
     handle = Handle(ds_config)
     handle.patches.on_undo(_forget)
     attention.install(handle.patches)
-    ours_in_deepspeed.install(handle)
+    deepspeed_engine.install(handle)
     accelerate.install(handle)
     trainer.install(handle)
     _active = handle

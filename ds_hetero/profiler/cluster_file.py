@@ -132,8 +132,14 @@ def _devices(
         efficiency, kind_errors = fit_efficiency(
             peak,
             memory,
-            [_middle(LayerSample, each) for each in zip(*(samples[r]["layers"] for r in kind), strict=True)],
-            [_middle(AttentionSample, each) for each in zip(*(samples[r]["attention"] for r in kind), strict=True)],
+            [
+                _middle(LayerSample, over_ranks)
+                for over_ranks in zip(*(samples[r]["layers"] for r in kind), strict=True)
+            ],
+            [
+                _middle(AttentionSample, over_ranks)
+                for over_ranks in zip(*(samples[r]["attention"] for r in kind), strict=True)
+            ],
         )
         entries[name] = {
             "peak_tflops": peak / TERA,
@@ -187,7 +193,7 @@ def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[s
     alone = _fit(samples[members[0]]["links"]["inside"])
     entry = {"bandwidth_gb_per_s": alone.bytes_per_s / GB, "latency_us": alone.latency_s / MICRO}
     crowd = [samples[rank]["links"].get("inside, all at once") for rank in members]
-    pairs = [_fit(each).bytes_per_s for each in crowd if each]
+    pairs = [_fit(of_rank).bytes_per_s for of_rank in crowd if of_rank]
     if pairs and sum(pairs) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
         entry["total_gb_per_s"] = sum(pairs) / GB
     ports = [([rank], [other for other in members if other != rank], 1.0) for rank in members]
@@ -232,9 +238,9 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dic
 def _shared_nic(members: Sequence[int], samples: Samples) -> float | None:
     """What the ranks of a node get together towards another node, if it is less than each got alone."""
     crowd = [samples[rank]["links"].get("between, all at once") for rank in members]
-    together = [_fit(each).bytes_per_s for each in crowd if each]
+    together = [_fit(of_rank).bytes_per_s for of_rank in crowd if of_rank]
     alone = [samples[rank]["links"].get("between 0") for rank in members]
-    rates = [_fit(each).bytes_per_s for each in alone if each]
+    rates = [_fit(of_rank).bytes_per_s for of_rank in alone if of_rank]
     if not rates or len(together) < 2 or sum(together) > SHARED_PORT * len(together) * rates[0]:
         return None
     return max(sum(together), rates[0])
@@ -259,7 +265,7 @@ def _all_to_all(
 
 
 def _fit(samples: Sequence[Sequence[float]]) -> TransferFit:
-    return fit_transfer([TransferSample(*each) for each in samples])
+    return fit_transfer([TransferSample(*sample) for sample in samples])
 
 
 # --- ranks ------------------------------------------------------------------------------------------

@@ -106,16 +106,16 @@ def _fit_layer(
     forward_s = np.array([sample.forward_s for sample in samples])
     backward_s = np.array([sample.backward_s for sample in samples])
     features = np.stack([flops, flops / tokens, moved, np.ones_like(flops)], axis=1)
-    found = _non_negative(
+    fitted = _non_negative(
         np.concatenate([features, 2 * features]), np.concatenate([forward_s, backward_s]), needed=(0, 2)
     )
-    rate, bandwidth = 1 / found[0], 1 / found[2]
-    predicted_s = features @ found
+    rate, bandwidth = 1 / fitted[0], 1 / fitted[2]
+    predicted_s = features @ fitted
     return {
         "matmul": float(rate / peak_flops_per_s),
-        "matmul_half_tokens": float(found[1] * rate),
+        "matmul_half_tokens": float(fitted[1] * rate),
         "memory": float(bandwidth / memory_bytes_per_s),
-        "kernel_overhead_s": float(found[3]),
+        "kernel_overhead_s": float(fitted[3]),
     }, {
         "layer forward": FitError.of(predicted_s, forward_s),
         "layer backward": FitError.of(2 * predicted_s, backward_s),
@@ -146,8 +146,8 @@ def _fit_attention(
         work, none = unit(half_rows, half_keys)[~causal], np.zeros(int((~causal).sum()))
         target = times[~causal].ravel(order="F")
         features = np.stack([np.r_[work[:, 0], none], np.r_[none, work[:, 1]], np.ones_like(target)], axis=1)
-        found = _non_negative(features, target, needed=(0, 1))
-        return float(((features @ found / target - 1) ** 2).sum()), found
+        fitted = _non_negative(features, target, needed=(0, 1))
+        return float(((features @ fitted / target - 1) ** 2).sum()), fitted
 
     grids = [np.r_[0.0, np.geomspace(values.min() / 100, values.max(), 13)] for values in (rows, keys)]
     for spread in (2.0, 1.5, 1.2, 1.1, 1.05):
@@ -156,8 +156,8 @@ def _fit_attention(
             np.r_[0.0, np.geomspace(best / spread, best * spread, 7)] if best else grid[:2]
             for best, grid in zip((half_rows, half_keys), grids, strict=True)
         ]
-    _, found = linear(half_rows, half_keys)
-    s_per_operation, overhead_s = found[:2], float(found[2])
+    _, fitted = linear(half_rows, half_keys)
+    s_per_operation, overhead_s = fitted[:2], float(fitted[2])
     predicted = unit(half_rows, half_keys) * s_per_operation + overhead_s
     edge = (rows[:, None] * operations * s_per_operation)[causal] / times[causal]
     missing = 1 - predicted[causal] / times[causal]
@@ -182,8 +182,8 @@ def fit_transfer(samples: Sequence[TransferSample]) -> TransferFit:
     sizes = np.array([sample.num_bytes for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
     features = np.stack([np.ones_like(sizes), sizes], axis=1)
-    found = _non_negative(features, seconds, needed=(1,))
-    return TransferFit(float(found[0]), float(1 / found[1]), FitError.of(features @ found, seconds))
+    fitted = _non_negative(features, seconds, needed=(1,))
+    return TransferFit(float(fitted[0]), float(1 / fitted[1]), FitError.of(features @ fitted, seconds))
 
 
 def _non_negative(features: Floats, target: Floats, needed: tuple[int, ...]) -> Floats:
@@ -203,11 +203,11 @@ def _non_negative(features: Floats, target: Floats, needed: tuple[int, ...]) -> 
             positive = all(value > 0 for value in part)
             error = float(((relative[:, chosen] / scale[chosen] @ part - 1) ** 2).sum())
             if positive and error < best[0] * (1 - 1e-9):
-                found = np.zeros(columns)
-                found[chosen] = part / scale[chosen]
-                best = (error, found)
+                solution = np.zeros(columns)
+                solution[chosen] = part / scale[chosen]
+                best = (error, solution)
     if best[1] is None:  # no such set: keep what is needed, as small as the timings allow
-        found = np.zeros(columns)
-        found[list(needed)] = 1 / relative[:, list(needed)].mean(axis=0) / len(needed)
-        return found
+        solution = np.zeros(columns)
+        solution[list(needed)] = 1 / relative[:, list(needed)].mean(axis=0) / len(needed)
+        return solution
     return np.asarray(best[1])

@@ -57,14 +57,14 @@ def all_to_all_round(
             continue
         unit = max(num_bytes // len(members), 64)
         sent = [unit * (i % 3 + 1) for i in range(len(members))]
-        mine = sent[list(members).index(rank)]
-        out = torch.ones(mine * len(members), dtype=torch.uint8, device=device)
+        own_bytes = sent[list(members).index(rank)]
+        out = torch.ones(own_bytes * len(members), dtype=torch.uint8, device=device)
         into = torch.empty(sum(sent), dtype=torch.uint8, device=device)
 
         def exchange(
-            out: torch.Tensor = out, into: torch.Tensor = into, sent: list[int] = sent, mine: int = mine
+            out: torch.Tensor = out, into: torch.Tensor = into, sent: list[int] = sent, own_bytes: int = own_bytes
         ) -> None:
-            dist.all_to_all_single(into, out, sent, [mine] * len(sent), group=group)
+            dist.all_to_all_single(into, out, sent, [own_bytes] * len(sent), group=group)
 
         yield sent, TransferSample(unit, _time_s(exchange, repeats, device))
     dist.barrier()

@@ -146,8 +146,8 @@ class _Failure(NamedTuple):
     @property
     def rule(self) -> type[HeteroError] | None:
         """The class of the rule of ds_hetero's that was broken; None for any other error."""
-        found = getattr(errors, self.class_name, None)
-        return found if isinstance(found, type) and issubclass(found, HeteroError) else None
+        named = getattr(errors, self.class_name, None)
+        return named if isinstance(named, type) and issubclass(named, HeteroError) else None
 
     def __str__(self) -> str:
         return self.message if self.rule is not None else f"{self.class_name}: {self.message}"

@@ -140,12 +140,12 @@ class FlatGroup:
     def fragments(self, part: int) -> tuple[Fragment, ...]:
         """What ``part`` holds of the parameters, in the order of its elements."""
         start, stop = self.cut.ranges[part]
-        found = []
+        fragments = []
         for parameter, (first, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             low, high = max(first, start), min(first + size, stop)
             if low < high:
-                found.append(Fragment(parameter, low - first, low - start, high - low))
-        return tuple(sorted(found, key=lambda fragment: fragment.in_part))
+                fragments.append(Fragment(parameter, low - first, low - start, high - low))
+        return tuple(sorted(fragments, key=lambda fragment: fragment.in_part))
 
 
 def round_robin_order(num_parameters: int, num_ranks: int) -> list[int]:
@@ -176,7 +176,7 @@ def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
     """
     if saved.sizes != wanted.sizes:
         raise ValueError(f"layouts of different parameters: {saved.sizes} and {wanted.sizes}")
-    found: list[Move] = []
+    combined: list[Move] = []
     cuts = saved.cut.cuts
     for fragment in wanted.fragments(part):
         start = saved.starts[fragment.parameter] + fragment.in_parameter
@@ -186,12 +186,12 @@ def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
         while at < stop:
             count = min(stop, cuts[source + 1]) - at
             move = Move(source, at - cuts[source], fragment.in_part + at - start, count)
-            if found and _continues(found[-1], move):
-                move = Move(source, found[-1].in_source, found[-1].in_target, found.pop().count + count)
-            found.append(move)
+            if combined and _continues(combined[-1], move):
+                move = Move(source, combined[-1].in_source, combined[-1].in_target, combined.pop().count + count)
+            combined.append(move)
             at += count
             source = bisect_right(cuts, at) - 1
-    return tuple(found)
+    return tuple(combined)
 
 
 def _continues(before: Move, after: Move) -> bool:

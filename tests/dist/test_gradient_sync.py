@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
+from ds_hetero.gradient_sync.reference import summed_gradient
 from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
 from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.transfers import Shard
@@ -57,9 +58,17 @@ def _check_random_layouts(rank):
             for owned in sync.owned.values():
                 owned += owned.grad
         sync.gather()
-        expected = {n: (v.double() + sum(g[n].double() for g in gradients)).to(v.dtype) for n, v in values.items()}
+        sums = {n: _summed(layout, [g[n] for g in gradients]) for n, layout in layouts.items()}
+        assert all(torch.equal(sums[n], sum(g[n].double() for g in gradients)) for n in layouts)
+        expected = {n: (v.double() + sums[n]).to(v.dtype) for n, v in values.items()}
         _check_values(parameters, expected, layouts, rank)
         sync.close()
+
+
+def _summed(layout, gradient_by_replica):
+    """The plain twin, given what every rank holds."""
+    held = {r: _share_of(g, layout, r) for g, ranks in zip(gradient_by_replica, REPLICAS, strict=True) for r in ranks}
+    return summed_gradient(layout, held, [1.0] * len(REPLICAS))
 
 
 def _check_values(parameters, values, layouts, rank):

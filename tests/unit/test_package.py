@@ -37,7 +37,13 @@ PLANNING = (
     "units",
     "zero",
 )
-ARITHMETIC = ("ds_hetero.gradient_sync", "ds_hetero.gradient_sync.chunks", "ds_hetero.gradient_sync.parameter_cuts")
+ARITHMETIC = (
+    "ds_hetero.gradient_sync",
+    "ds_hetero.gradient_sync.buckets",
+    "ds_hetero.gradient_sync.chunks",
+    "ds_hetero.gradient_sync.parameter_cuts",
+    "ds_hetero.gradient_sync.traffic",
+)
 
 
 def test_importing_ds_hetero_is_quick_and_loads_no_framework():
@@ -53,6 +59,15 @@ def test_every_public_name_resolves():
     assert callable(ds_hetero.plan) and callable(ds_hetero.load_cluster)
     with pytest.raises(AttributeError, match="no attribute 'schedule_of'"):
         _ = ds_hetero.schedule_of
+
+
+def test_every_public_name_of_the_gradient_synchronization_resolves():
+    from ds_hetero import gradient_sync
+
+    assert all(getattr(gradient_sync, name).__name__ == name for name in gradient_sync.__all__)
+    assert set(gradient_sync._MODULES) == set(gradient_sync.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Lane'"):
+        _ = gradient_sync.Lane
 
 
 def test_planning_takes_the_base_installation_and_training_names_what_is_missing():

@@ -31,7 +31,7 @@ from deepspeed.utils import groups
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.integrations.deepspeed.facts import enabled
+from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.protocols import Engine
@@ -218,7 +218,7 @@ def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
 def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
-    if ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
+    if read_training_facts(ds_config).tensor_parallel_size > 1:
         raise ConfigError('"tensor_parallel" and "heterogeneity" cannot be used together; remove one of them.')
 
 

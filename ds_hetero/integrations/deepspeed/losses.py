@@ -93,26 +93,26 @@ class LossScaling:
         """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""
         replica = self._model.replica
         device = message_device()
-        mine = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
-        seen = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(seen, mine)
-        rows = [(int(row[0]), float(row[1])) for row in seen]
+        own = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        rows = [(int(row[0]), float(row[1])) for row in gathered]
         if not any(value and not math.isnan(value) for _, value in rows):
             return False
-        told = [f"{value:.6g}" for _, value in rows]
+        by_rank = [f"{value:.6g}" for _, value in rows]
         by_replica = [[v for r, v in rows if r == replica_id] for replica_id in sorted({r for r, _ in rows})]
         alike = [_all_alike(values) for values in by_replica if len(values) > 1]
         if convention == "replica_mean" and not all(alike):
             raise ConfigError(
-                f"the loss given to backward differs between the ranks of a replica (by rank {told}), so it is not the "
-                "mean over the replica's tokens. Use handle.loss, or say what it is: "
+                f"the loss given to backward differs between the ranks of a replica (by rank {by_rank}), so it is not "
+                "the mean over the replica's tokens. Use handle.loss, or say what it is: "
                 f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
                 '"local_share", their sum over the number of labels in the replica.'
             )
         if convention != "replica_mean" and alike and all(alike):
             raise ConfigError(
                 f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
-                f"replica (by rank {told}), as it is by handle.loss and by the recipe. Leave the key out."
+                f"replica (by rank {by_rank}), as it is by handle.loss and by the recipe. Leave the key out."
             )
         return True
 

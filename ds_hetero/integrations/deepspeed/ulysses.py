@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.facts import enabled
+from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.transformers.attention import keep_attention_function
@@ -167,4 +167,4 @@ class Ulysses:
 
 def size_in_configuration(ds_config: Mapping[str, Any]) -> dict[str, int | None]:
     """The sequence-parallel size of a DeepSpeed configuration, by the name that errors give it."""
-    return {"sequence_parallel_size of ds_config": ds_config.get("sequence_parallel_size")}
+    return {"sequence_parallel_size of ds_config": read_training_facts(ds_config).sp_size}

@@ -1,6 +1,6 @@
 """Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
 
-    weights = agree_on_weights(agreement, ds_config, model, optimizer)
+    weights = agree_on_weights(start, ds_config, model, optimizer)
     with optimizers_in_place(ds_config, weights):
         engine, *_ = deepspeed.initialize(...)
     checkpoints = stage3_checkpoints(engine)
@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.facts import read_training_facts
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
@@ -44,8 +45,6 @@ __all__ = [
     "expect_possible",
     "optimizers_in_place",
     "stage3_checkpoints",
-    "weights_of",
-    "zero_stage_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,8 @@ class Replacement:
     """What stands in the place of DeepSpeed's optimizer for one ZeRO stage.
 
     Args:
-        module, name: where the engine looks for DeepSpeed's class.
+        module: where the engine looks for DeepSpeed's class.
+        name: of that class.
         make: takes the arguments of that class, and ``weights``.
         check: raises `ConfigError` for a configuration with which unequal weights do not work.
     """
@@ -94,48 +94,51 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 """By ZeRO stage."""
 
 
-def zero_stage_of(ds_config: Mapping[str, Any]) -> int:
-    """The ZeRO stage of a DeepSpeed configuration."""
-    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
-    return int(stage)
-
-
 def agree_on_weights(
-    agreement: JobStart, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
+    start: JobStart, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
 ) -> tuple[float, ...]:
-    """The ZeRO shares of all ranks, checked against the rest of the configuration.
+    """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
+
+    Args:
+        start: what the ranks have agreed on for the model.
+        ds_config: DeepSpeed's configuration.
+        model: what is trained.
+        optimizer: given to ``deepspeed.initialize``, if any.
+
+    Returns:
+        One weight per rank, the same on every rank.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
 
     Raises:
-        ConfigError: the same one on every rank; see `weights_of` and `expect_possible`.
+        ConfigError: on every rank; see `expect_possible` and `ds_hetero.zero.partition.check_weights`.
     """
 
-    def decide() -> list[float]:
-        weights = weights_of(agreement, ds_config, dist.get_world_size())
+    def decide() -> tuple[float, ...]:
+        weights = _weights_of(start, dist.get_world_size())
         expect_possible(ds_config, weights, model, optimizer)
-        return list(weights)
+        return weights
 
-    weights = tuple(on_all_ranks(decide)[0])
+    weights = on_all_ranks(decide)[0]
     if dist.get_rank() == 0 and not is_even(weights):
         shares = ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
-        logger.info("ZeRO-%d partitions by rank: %s", zero_stage_of(ds_config), shares)
+        logger.info("ZeRO-%d partitions by rank: %s", start.facts.training.zero_stage, shares)
     return weights
 
 
-def weights_of(agreement: JobStart, ds_config: Mapping[str, Any], world_size: int) -> tuple[float, ...]:
+def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
     """The ZeRO shares of all ranks that the section asks for.
 
     Raises:
         ConfigError: they cannot be; see `check_weights`.
     """
-    asked = agreement.section.zero_partition
-    if asked == "uniform":
+    setting = start.section.zero_partition
+    if setting == "uniform":
         return (1.0,) * world_size
-    weights = asked if isinstance(asked, list) else agreement.zero_weights
+    weights = setting if isinstance(setting, list) else start.zero_weights
     assert weights is not None
-    check_weights(weights, world_size, zero_stage=zero_stage_of(ds_config))
+    check_weights(weights, world_size, zero_stage=start.facts.training.zero_stage)
     return tuple(weights)
 
 
@@ -146,7 +149,7 @@ def expect_possible(
 
     Args:
         ds_config: DeepSpeed's configuration.
-        weights: from `weights_of`; equal ones are always possible.
+        weights: one per rank; equal ones are always possible.
         model: the model.
         optimizer: given to ``deepspeed.initialize``, if any.
 
@@ -160,42 +163,39 @@ def expect_possible(
             f'"zero_partition" other than "uniform" needs DeepSpeed {_OLDEST} or newer, {version("deepspeed")} is '
             'installed. Upgrade it, or set "zero_partition": "uniform".'
         )
-    zero = ds_config.get("zero_optimization", {})
-    stage = zero_stage_of(ds_config)
-    if stage == 0:
+    training = read_training_facts(ds_config)
+    if training.zero_stage == 0:
         raise ConfigError(
             '"zero_partition" has nothing to partition without ZeRO. Set "zero_optimization": {"stage": 1} or higher, '
             'or leave "zero_partition" out.'
         )
-    if stage not in OPTIMIZERS:
-        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {stage}; use {_listed(OPTIMIZERS)}.')
-    named = str(ds_config.get("optimizer", {}).get("type", "")) + " " + type(optimizer).__name__
-    against = {
-        "the Muon optimizer": "muon" in named.lower(),
-        '"zenflow"': bool(zero.get("zenflow")),
-        '"compile": {"deepcompile": true}': bool(ds_config.get("compile", {}).get("deepcompile")),
-        '"elastic_checkpoint"': bool(zero.get("elastic_checkpoint")),
-        "a mixture of experts over expert-parallel groups": any(isinstance(part, MoE) for part in model.modules()),
-        '"expert_parallel"': bool(ds_config.get("expert_parallel", {}).get("enabled")),
-    }
-    if refused := [name for name, present in against.items() if present]:
+    if training.zero_stage not in OPTIMIZERS:
+        stages = " or ".join(map(str, sorted(OPTIMIZERS)))
+        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {training.zero_stage}; use {stages}.')
+    refused = list(training.equal_zero_only)
+    if "muon" in f"{training.optimizer} {type(optimizer).__name__}".lower():
+        refused.append("the Muon optimizer")
+    if any(isinstance(part, MoE) for part in model.modules()):
+        refused.append("a mixture of experts over expert-parallel groups")
+    if refused:
         raise ConfigError(
             f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
             'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
         )
-    OPTIMIZERS[stage].check(ds_config)
+    OPTIMIZERS[training.zero_stage].check(ds_config)
 
 
 @contextlib.contextmanager
 def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) -> Iterator[None]:
-    """Inside, an engine that is built takes our optimizer for its ZeRO stage, if there is one."""
+    """Have an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
-    stage = zero_stage_of(ds_config)
-    if (ours := OPTIMIZERS.get(stage)) and _is_recent():
+    training = read_training_facts(ds_config)
+    if (ours := OPTIMIZERS.get(training.zero_stage)) and _is_recent():
         patches.replace(
             importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
         )
-    if stage == 1 and not is_even(weights) and _accumulates_in_fp32(ds_config):
+    in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
+    if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
         # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
         patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
@@ -221,7 +221,7 @@ def _is_recent() -> bool:
 
 
 def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:
-    """Ours, but for experts, whose groups are of fewer ranks than there are weights."""
+    """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
 
     @functools.wraps(stock)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -235,16 +235,7 @@ def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> C
 def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(check)
     def checked(engine: Any, basic_optimizer: Any) -> Any:
-        kind = check(engine, basic_optimizer)
-        return engine_module.ZERO_OPTIMIZATION if kind == engine_module.BFLOAT16 else kind
+        chosen = check(engine, basic_optimizer)
+        return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
 
     return checked
-
-
-def _accumulates_in_fp32(ds_config: Mapping[str, Any]) -> bool:
-    wide = ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
-    return wide and ds_config.get("bf16", {}).get("enabled") is True
-
-
-def _listed(stages: Mapping[int, Any]) -> str:
-    return " or ".join(map(str, sorted(stages)))

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 with partitions in proportion to weights: DeepSpeed's optimizer, told where its cuts are.
+"""ZeRO stages 1 and 2 with partitions in proportion to weights: DeepSpeed's optimizer with other cuts.
 
 DeepSpeed flattens every parameter group and lets rank r own ``[r * n / W, (r + 1) * n / W)`` of it. Its reductions,
 norms, clipping and steps work on whatever a rank owns; only the places that compute a boundary as rank times size are

@@ -254,17 +254,17 @@ def _expect_parameters(
         return
     all_saved = {name: size for group in saved for name, size in group.items()}
     all_now = {name: size for group in now for name, size in group.items()}
-    said = [
-        f"{label} {', '.join(found[:5])}{' and more' if len(found) > 5 else ''}"
-        for label, found in (
+    differences = [
+        f"{label} {', '.join(listed[:5])}{' and more' if len(listed) > 5 else ''}"
+        for label, listed in (
             ("it lacks", [name for name in all_now if name not in all_saved]),
             ("the model has no", [name for name in all_saved if name not in all_now]),
             ("of another size are", [name for name, n in all_now.items() if all_saved.get(name, n) != n]),
         )
-        if found
+        if listed
     ]
-    if said:
-        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(said)}.")
+    if differences:
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differences)}.")
     raise CheckpointError(
         f"the checkpoint's {len(saved)} parameter groups hold {[len(group) for group in saved]} parameters, those of "
         f"the optimizer {[len(group) for group in now]}, or the same ones in another order of groups. Make the groups "

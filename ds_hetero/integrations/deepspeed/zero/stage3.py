@@ -102,9 +102,9 @@ def check_stage3(ds_config: Mapping[str, Any]) -> None:
         "offload_optimizer.super_offload": getattr(zero.offload_optimizer, "super_offload", False),
         **{f'{name}.device "nvme"': part is not None and part.device == "nvme" for name, part in offload.items()},
     }
-    if found := [name for name, is_set in settings.items() if is_set]:
+    if refused := [name for name, is_set in settings.items() if is_set]:
         raise ConfigError(
-            f'"zero_partition" with unequal weights does not work on ZeRO stage 3 together with {", ".join(found)}, '
+            f'"zero_partition" with unequal weights does not work on ZeRO stage 3 together with {", ".join(refused)}, '
             'which need shards of one size. Remove them, or set "zero_partition": "uniform".'
         )
 
@@ -179,9 +179,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         """Without ``reduce_scatter``: every rank is sent everything and keeps its shards."""
         params = self.ipg_buckets[communication_data_type].params
         group = params[0].ds_process_group
-        whole = bucket.to(communication_data_type).div_(dist.get_world_size(group=group))
-        dist.all_reduce(whole, group=group)
-        grads = torch.split(whole, [param.ds_numel for param in params])
+        average = bucket.to(communication_data_type).div_(dist.get_world_size(group=group))
+        dist.all_reduce(average, group=group)
+        grads = torch.split(average, [param.ds_numel for param in params])
         return [
             own_shard(grad, cut_of(param), group).to(self.gradient_accumulation_dtype)
             for grad, param in zip(grads, params, strict=True)
@@ -236,8 +236,8 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     def load_hp_checkpoint_state(self, folder: str, key: str, param: Any = None) -> Tensor:
         """This rank's shard of one state of one parameter in a universal checkpoint."""
         saved = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
-        whole = saved[PARAM] if isinstance(saved, Mapping) else saved
-        return own_shard(whole, cut_of(param), param.ds_process_group)
+        state = saved[PARAM] if isinstance(saved, Mapping) else saved
+        return own_shard(state, cut_of(param), param.ds_process_group)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """As DeepSpeed, which has all sub-groups count steps in one tensor, and all groups take the first's options."""

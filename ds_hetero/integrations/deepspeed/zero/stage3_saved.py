@@ -66,7 +66,7 @@ class Saved:
 
 
 def examine(engine: Engine, load_dir: str, tag: str) -> Saved:
-    """Look the whole checkpoint over, the ranks sharing its files, and agree.
+    """Examine all files of a checkpoint, a share of them on each rank.
 
     Raises:
         CheckpointError: files are missing or cannot be read; the same error on every rank.

@@ -92,10 +92,10 @@ def recut(params: Iterable[Any], weights: Sequence[float], *, one_by_one: bool =
         param.partition()
 
 
-def own_shard(whole: Tensor, cut: Split, group: Any) -> Tensor:
-    """This rank's shard of a whole tensor of n elements: [s], zeros where the cut goes beyond n."""
+def own_shard(full: Tensor, cut: Split, group: Any) -> Tensor:
+    """This rank's shard of a full tensor of n elements: [s], zeros where the cut goes beyond n."""
     start, stop = cut.ranges[dist.get_rank(group=group)]
-    flat = whole.reshape(-1)[start:stop]
+    flat = full.reshape(-1)[start:stop]
     return flat if flat.numel() == stop - start else torch.cat([flat, flat.new_zeros(stop - start - flat.numel())])
 
 
