@@ -42,7 +42,7 @@ from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 
-__all__ = ["PRIVATE_NAMES", "WORKS", "install"]
+__all__ = ["PRIVATE_NAMES", "WORKS", "EngineInstaller", "install"]
 
 WORKS = ">=0.19.5,<0.20"
 # Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.

@@ -30,7 +30,22 @@ from ds_hetero.job.prediction_check import Outlook
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.step_clock import IDLE
 
-__all__ = ["HOOKS", "Hook", "HookedEngine", "install_hooks"]
+__all__ = [
+    "HOOKS",
+    "Hook",
+    "HookedEngine",
+    "expect_scaled_loss",
+    "install_hooks",
+    "name_lost_peers",
+    "record_step",
+    "refuse_batch_sizes",
+    "report_prediction",
+    "report_times",
+    "scale_loss",
+    "time_backward",
+    "time_forward",
+    "time_step",
+]
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
 _LOST_PEER = re.compile(
