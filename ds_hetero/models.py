@@ -24,10 +24,18 @@ class ModelSpec:
     """A decoder-only transformer.
 
     Args:
-        num_heads: query heads; num_kv_heads: key/value heads, a divisor of it.
+        name: for people.
+        num_layers: decoder layers, all alike.
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; divides ``num_heads``.
+        head_dim: width of one head.
         mlp_size: width of the MLP (of one expert, where there are experts).
+        vocab_size: rows of the embedding.
         gated_mlp: three MLP matrices (SwiGLU) instead of two.
-        num_experts: experts per layer, 0 for a dense MLP; experts_per_token of them are used by each token.
+        tied_embeddings: embedding and head are one matrix.
+        num_experts: experts per layer, 0 for a dense MLP.
+        experts_per_token: how many of them each token uses.
     """
 
     name: str
@@ -175,17 +183,8 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         raise ModelError(
             f"{name}: the model config lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, config)))}."
         )
-    hidden_size, num_heads = _whole(config, hidden, name), _whole(config, heads, name)
-    kv_key = "num_key_value_heads"
-    num_kv_heads = _whole(config, kv_key, name) if config.get(kv_key) is not None else num_heads
-    if config.get("head_dim") is not None:
-        head_dim = _whole(config, "head_dim", name)
-    elif hidden_size % num_heads:
-        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}; give head_dim.")
-    else:
-        head_dim = hidden_size // num_heads
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{name}: {heads}={num_heads} is not a multiple of {kv_key}={num_kv_heads}.")
+    hidden_size = _whole(config, hidden, name)
+    num_heads, num_kv_heads, head_dim = _head_sizes(config, heads, hidden, name)
     if gpt2:
         mlp_size = _whole(config, "n_inner", name) if config.get("n_inner") else 4 * hidden_size
     else:
@@ -210,6 +209,21 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
 
 _NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 _UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
+
+
+def _head_sizes(config: Mapping[str, Any], heads: str, hidden: str, name: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the width of a head; ``heads`` and ``hidden`` are the config's keys."""
+    num_heads, hidden_size, kv_key = _whole(config, heads, name), _whole(config, hidden, name), "num_key_value_heads"
+    num_kv_heads = _whole(config, kv_key, name) if config.get(kv_key) is not None else num_heads
+    if config.get("head_dim") is not None:
+        head_dim = _whole(config, "head_dim", name)
+    elif hidden_size % num_heads:
+        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}; give head_dim.")
+    else:
+        head_dim = hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{name}: {heads}={num_heads} is not a multiple of {kv_key}={num_kv_heads}.")
+    return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_other_attention(config: Mapping[str, Any], name: str) -> None:

@@ -93,8 +93,6 @@ class Schedule:
             object.__setattr__(self, "ring", tuple(range(len(self.groups))))
         _check(self)
 
-    # --- the shape ---------------------------------------------------------------------------------
-
     @property
     def sp_size(self) -> int:
         """Ranks of the replica."""
@@ -148,8 +146,6 @@ class Schedule:
             for p in pieces
         )
 
-    # --- for a length ------------------------------------------------------------------------------
-
     def tokens(self, length: int) -> dict[int, int]:
         """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
 
@@ -166,8 +162,6 @@ class Schedule:
     def chunks(self, length: int) -> tuple[tuple[Range, ...], ...]:
         """Position intervals ``(start, stop)`` that each group holds, in ring order; ascending inside a group."""
         return cut_span(self.group_tokens(length), self.layout)
-
-    # --- identity ----------------------------------------------------------------------------------
 
     def shifted(self, first_rank: int) -> Schedule:
         """The same schedule for a replica whose lowest rank is ``first_rank``."""
@@ -247,9 +241,6 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
     return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
 
 
-# --- derived tables, cached per length --------------------------------------------------------------
-
-
 @lru_cache(maxsize=1024)
 def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
     weights = {rank: w for group in schedule.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
@@ -282,9 +273,6 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
     return tuple(
         (first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, reversed(back), strict=True)
     )
-
-
-# --- checks -----------------------------------------------------------------------------------------
 
 
 def _check(s: Schedule) -> None:
