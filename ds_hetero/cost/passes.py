@@ -14,11 +14,11 @@ import numpy as np
 
 from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.rates import AchievedRates
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
+from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring_time import RingCoefficients
 from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
