@@ -185,10 +185,10 @@ def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = (
 def _part(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
     """Tokens ``part`` of those in ``intervals``, counted in their order."""
     low, high = part
-    found, local = [], 0
+    held, local = [], 0
     for start, stop in intervals:
         a, b = start + max(low - local, 0), min(start + high - local, stop)
         if a < b:
-            found.append((a, b))
+            held.append((a, b))
         local += stop - start
-    return tuple(found)
+    return tuple(held)

@@ -32,7 +32,7 @@ from ds_hetero.placement import stream_placement
 from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Schedule
 
@@ -129,7 +129,7 @@ def make_engine(name: str, schedule: Schedule, shape: Shape) -> Contender:
     def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
         # A model does this once for all its layers. Stock gathers position ids in every layer, so here every call does.
         batch_size, tokens = position_ids.shape
-        shard = Shard(batch_size=batch_size, tokens=tokens, dtype=q.dtype, position_ids=position_ids)
+        shard = LocalBatch(batch_size=batch_size, tokens=tokens, dtype=q.dtype, position_ids=position_ids)
         batch = agree_on_batch(replica, shard)
         return attention(q, k, v, replica, batch, spec).flatten(2)
 

@@ -29,7 +29,7 @@ from ds_hetero.integrations.deepspeed.facts import enabled, section_of
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.loader import ShardedLoader
-from ds_hetero.runtime.data.sampling import own_samples
+from ds_hetero.runtime.data.sampling import replica_samples
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "asks_for_engine", "install", "loaders_over_replicas", "skip_first_batches"]
 
@@ -171,7 +171,7 @@ def _sharding_over_replicas(stock: Any) -> Any:
         batches = sharding.batches
         num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
         if batches is not None:
-            dataloader = own_samples(dataloader, batches.split, batches.replica_id)
+            dataloader = replica_samples(dataloader, batches.split, batches.replica_id)
             num_replicas, replica = 1, 0  # nothing is left to shard
         kwargs.update(num_processes=num_replicas, process_index=replica)
         if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:

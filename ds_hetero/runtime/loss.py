@@ -12,7 +12,7 @@ is c times the gradient of S_R, the sum of S_r over R. With n_R valid tokens in 
 
 The second is what one process computes on the whole batch; its values, averaged over ranks and added up over the
 micro-batches, are the loss of the whole batch. An engine that divides by the number of micro-batches, as DeepSpeed's
-backward does unless told ``scale_wrt_gas=False``, is right for the first; for the second it has to be undone.
+backward does without ``scale_wrt_gas=False``, is right for the first; for the second it has to be undone.
 
 A loss that a training script computes itself is brought to the same factor. With n_r valid tokens on rank r:
 
@@ -99,8 +99,9 @@ def rescaled_loss(
         convention: one of `CONVENTIONS`; table at the top.
         num_tokens: this rank's valid tokens; not needed for ``"replica_mean"`` without ``num_items``.
         replica: this rank's replica.
-        num_items: see `sequence_parallel_loss`.
-        divisor: see there.
+        num_items: valid tokens of the optimizer step over all ranks; left out, each micro-batch of each replica weighs
+            the same.
+        divisor: with ``num_items``: what the engine will divide by, to be undone.
 
     Caller: every rank of the replica, once per micro-batch.
     Collectives: one all_reduce of one integer, where ``num_tokens`` is needed.
@@ -110,18 +111,18 @@ def rescaled_loss(
         ratio = world_size / (replica.num_replicas * replica.sp_size)
         return loss if ratio == 1 else _with_factor(loss, loss.detach(), loss.new_tensor(ratio))
     assert num_tokens is not None
-    mine = torch.as_tensor(num_tokens, device=device).to(torch.int64)
-    all_of_replica = mine.clone()
-    dist.all_reduce(all_of_replica, group=replica.sp_group)
-    counted = all_of_replica if convention == "replica_mean" else mine
+    own_tokens = torch.as_tensor(num_tokens, device=device).to(torch.int64)
+    replica_tokens = own_tokens.clone()
+    dist.all_reduce(replica_tokens, group=replica.sp_group)
+    counted = replica_tokens if convention == "replica_mean" else own_tokens
     per_unit = {  # the inverse of the convention's own factor
-        "replica_mean": all_of_replica.double() / replica.sp_size,
-        "local_mean": mine.double(),
-        "local_sum": torch.ones_like(mine, dtype=torch.float64),
-        "local_share": all_of_replica.double(),
+        "replica_mean": replica_tokens.double() / replica.sp_size,
+        "local_mean": own_tokens.double(),
+        "local_sum": torch.ones_like(own_tokens, dtype=torch.float64),
+        "local_share": replica_tokens.double(),
     }
     if num_items is None:
-        wanted = world_size / (replica.num_replicas * all_of_replica.double().clamp(min=1))
+        wanted = world_size / (replica.num_replicas * replica_tokens.double().clamp(min=1))
     else:
         wanted = world_size * divisor / torch.as_tensor(num_items, device=device).double().clamp(min=1)
     loss = loss.masked_fill(counted == 0, 0.0)

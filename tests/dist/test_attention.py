@@ -18,7 +18,7 @@ from ds_hetero.placement import stream_placement
 from ds_hetero.plan import Plan
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.replica import make_replica
@@ -82,7 +82,7 @@ def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | Non
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
     batch = agree_on_batch(
-        replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank))
+        replica, LocalBatch(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank))
     )
     spec = AttentionSpec(
         select(CPU, q.dtype, case.head_dim, case.softcap, None),
@@ -111,7 +111,7 @@ def _check_checkpointing(rank, use_reentrant):
     q, k, v, dout, _ = case.tensors(torch.float64)
     mine = stream_placement(case.schedule, case.length).positions(rank)
     batch = agree_on_batch(
-        replica, Shard(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(rank))
+        replica, LocalBatch(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(rank))
     )
     spec = AttentionSpec(select(CPU, q.dtype, case.head_dim, None, None), causal=case.causal)
 
@@ -161,7 +161,7 @@ def _count_bytes(rank, schedule, causal, window):
     channel_module.Channel.post = post
     replica = make_replica(Plan.of_replicas([schedule]))
     mine = stream_placement(schedule, 64).positions(rank)
-    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
+    batch = agree_on_batch(replica, LocalBatch(batch_size=1, tokens=len(mine), dtype=torch.float32))
     q = torch.randn(1, 8, len(mine), 4, requires_grad=True)
     k, v = torch.randn(2, 1, 2, len(mine), 4).unbind()
     spec = AttentionSpec(select(CPU, q.dtype, 4, None, None), causal=causal, window=window)
@@ -195,7 +195,7 @@ def test_every_phase_is_named_and_work_is_counted_where_it_is_done():
 def _trace(rank, schedule):
     replica = make_replica(Plan.of_replicas([schedule]))
     mine = stream_placement(schedule, 96).positions(rank)
-    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
+    batch = agree_on_batch(replica, LocalBatch(batch_size=1, tokens=len(mine), dtype=torch.float32))
     spec, clock = AttentionSpec(select(CPU, torch.float32, 4, None, None)), StepClock(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         q, kv = torch.randn(1, 8, len(mine), 4), torch.randn(2, 1, 2, len(mine), 4)
@@ -230,7 +230,7 @@ def _die(rank, strategy):
     schedule = Schedule(num_heads=4, num_kv_heads=4, groups=groups)
     replica = make_replica(Plan.of_replicas([schedule]))
     mine = stream_placement(schedule, 48).positions(rank)
-    batch = agree_on_batch(replica, Shard(batch_size=1, tokens=len(mine), dtype=torch.float32))
+    batch = agree_on_batch(replica, LocalBatch(batch_size=1, tokens=len(mine), dtype=torch.float32))
     q, k, v = torch.randn(3, 1, 4, len(mine), 8)
     spec = AttentionSpec(select(CPU, q.dtype, 8, None, None))
     attention(q, k, v, replica, batch, spec)

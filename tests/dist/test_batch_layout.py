@@ -6,7 +6,7 @@ import torch
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import stream_placement
 from ds_hetero.plan import Plan
-from ds_hetero.runtime.attention.batch_layout import Shard, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
@@ -55,15 +55,15 @@ def _layouts(rank):
     found = {}
     for name, tensors in given.items():
         shards = {key: tensor[:, mine] for key, tensor in tensors.items()}
-        layout = agree_on_batch(replica, Shard(batch_size=2, tokens=len(mine), dtype=torch.float32, **shards))
+        layout = agree_on_batch(replica, LocalBatch(batch_size=2, tokens=len(mine), dtype=torch.float32, **shards))
         assert layout.placement.length == LENGTH and layout.batch_size == 2
         found[name] = [tuple(rows) for rows in layout.placement.rows]
     boundaries = torch.tensor([0, 9, 10, 25], dtype=torch.int32)
-    shard = Shard(batch_size=1, tokens=len(mine), dtype=torch.float32, cu_seqlens=boundaries)
+    shard = LocalBatch(batch_size=1, tokens=len(mine), dtype=torch.float32, cu_seqlens=boundaries)
     layout = agree_on_batch(replica, shard)
     found["cu_seqlens"] = [tuple(rows) for rows in layout.placement.rows]
     again, other_dtype = (
-        agree_on_batch(replica, Shard(batch_size=2, tokens=len(mine), dtype=dtype))
+        agree_on_batch(replica, LocalBatch(batch_size=2, tokens=len(mine), dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert again is other_dtype  # so that its tables are made once
@@ -113,7 +113,7 @@ def _fault(rank, fault):
     elif fault == "too short":
         shape = (2, 0 if odd else 1)
     try:
-        agree_on_batch(replica, Shard(batch_size=shape[0], tokens=shape[1], dtype=dtype, **kwargs))
+        agree_on_batch(replica, LocalBatch(batch_size=shape[0], tokens=shape[1], dtype=dtype, **kwargs))
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -134,7 +134,7 @@ def _before_a_change(rank):
     def agree(schedule, marked, earlier=(old, zigzag), **kwargs):
         placement = stream_placement(schedule, 40)
         positions = kwargs.pop("positions", torch.arange(40))[None, placement.positions(rank)]
-        shard = Shard(
+        shard = LocalBatch(
             batch_size=1,
             tokens=positions.shape[1],
             dtype=torch.float32,

@@ -1,4 +1,4 @@
-"""The samples of an optimizer step, dealt to replicas: each once, in order, to nobody more than there is room for."""
+"""The samples of an optimizer step, divided among replicas: each once, in order, to nobody more than fit in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.plan import BatchSplit, Plan, read_plan
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
-from ds_hetero.runtime.data.sampling import all_samples, own_samples, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
 
 SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(3, 2))
 shares = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5)
@@ -62,7 +62,7 @@ def test_loaders_of_the_replicas_share_the_samples_of_one(num_samples: int, stre
     dataset: Any = Stream(num_samples) if stream else range(num_samples)
     whole: Any = DataLoader(dataset, batch_size=5, drop_last=drop_last, collate_fn=list)
     expected = [sample for batch in whole for sample in batch]
-    loaders = [own_samples(whole, SPLIT, replica) for replica in (0, 1)]
+    loaders = [replica_samples(whole, SPLIT, replica) for replica in (0, 1)]
     batches = [list(loader) for loader in loaders]
     for step, first in enumerate(range(0, len(expected), SPLIT.samples)):
         samples = expected[first : first + SPLIT.samples]
@@ -90,21 +90,21 @@ def test_loaders_of_the_replicas_share_the_samples_of_one(num_samples: int, stre
 
 def test_shuffling_is_the_given_sampler_s() -> None:
     sampler = RandomSampler(range(20))
-    reader = reader_of(own_samples(DataLoader(range(20), 4, sampler=sampler), SPLIT, 0))
+    reader = reader_of(replica_samples(DataLoader(range(20), 4, sampler=sampler), SPLIT, 0))
     assert reader is not None and reader.sampler is sampler
     reader.sampler = SequentialSampler(range(20))
     assert next(iter(reader)) == [0, 1]
-    bare = own_samples(DataLoader(range(4), batch_sampler=[[2, 1], [3]]), SPLIT, 0)
+    bare = replica_samples(DataLoader(range(4), batch_sampler=[[2, 1], [3]]), SPLIT, 0)
     assert list(bare.batch_sampler) == [[2, 1]]
     with pytest.raises(TypeError, match="list does not show how many samples"):
         len(bare)
 
 
-def test_loaders_that_cannot_be_dealt_are_refused() -> None:
+def test_loaders_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(BatchError, match="without a batch_size"):
-        own_samples(DataLoader(range(4), batch_size=None), SPLIT, 0)
+        replica_samples(DataLoader(range(4), batch_size=None), SPLIT, 0)
     with pytest.raises(BatchError, match="num_workers=2"):
-        own_samples(DataLoader(Stream(4), 2, num_workers=2), SPLIT, 0)
+        replica_samples(DataLoader(Stream(4), 2, num_workers=2), SPLIT, 0)
 
 
 # --- the file -----------------------------------------------------------------------------------------

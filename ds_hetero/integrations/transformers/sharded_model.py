@@ -23,7 +23,7 @@ from ds_hetero.integrations.transformers.attention import (
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
-from ds_hetero.runtime.attention.batch_layout import BatchLayout, Shard, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, LocalBatch, agree_on_batch
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
@@ -176,7 +176,7 @@ class ShardedModel:
         info = shard_info(positions)
         with self.clock.phase(IDLE, "agree_on_batch"):
             earlier = [replica.schedule for replica in self._earlier]
-            batch = agree_on_batch(self.replica, _shard_of(kwargs, self.pretrained.dtype), earlier)
+            batch = agree_on_batch(self.replica, _local_batch(kwargs, self.pretrained.dtype), earlier)
         if torch.is_grad_enabled():
             self.latest_positions = positions
         if self._record_batch is not None and (info is None or not info.is_filler):
@@ -187,15 +187,15 @@ class ShardedModel:
         return ShardedForward(batch, replica, self.kernel, _is_placeholder(positions), self.clock)
 
 
-def _shard_of(kwargs: dict[str, Any], dtype: torch.dtype) -> Shard:
-    """This rank's shard, from the arguments of a forward; a placeholder is a shard without tokens."""
+def _local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
+    """What this rank sees of a batch, from the arguments of a forward; a placeholder holds no token."""
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     info = shard_info(positions)
     if _is_placeholder(positions):
         tokens, positions = tokens[:, :0], positions[:, :0]
         mask = None if mask is None else mask[:, :0]
-    return Shard(
+    return LocalBatch(
         batch_size=tokens.shape[0],
         tokens=tokens.shape[1],
         dtype=dtype,

@@ -22,7 +22,7 @@ from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
-from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
@@ -125,7 +125,7 @@ class _MicroSteps:
     """A loader for counting: as long as the one that the model will be given, where replicas take different batches."""
 
     dataset: Any
-    reader: OwnSampler | OwnStream
+    reader: ReplicaSampler | ReplicaStream
 
     def __len__(self) -> int:
         return steps_in_epoch(self.reader) * self.reader.split.micro_steps

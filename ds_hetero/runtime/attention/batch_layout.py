@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,19 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Rows, stream_placement
+from ds_hetero.runtime.attention.documents import (
+    Documents,
+    documents_from_cu_seqlens,
+    documents_from_mask,
+    documents_from_positions,
+    rows_of,
+)
 from ds_hetero.runtime.attention.ring_table import RingTable
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 
-__all__ = ["BatchLayout", "Shard", "agree_on_batch", "batch_layout"]
-
-Documents = tuple[tuple[int, int], ...]
+__all__ = ["BatchLayout", "LocalBatch", "agree_on_batch", "batch_layout"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "placement")
@@ -59,7 +63,7 @@ class BatchLayout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
+class LocalBatch:
     """What one rank sees of a batch.
 
     Args:
@@ -97,12 +101,12 @@ class Shard:
         return [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
 
 
-def agree_on_batch(replica: Replica, shard: Shard, earlier: Sequence[Schedule] = ()) -> BatchLayout:
+def agree_on_batch(replica: Replica, local: LocalBatch, earlier: Sequence[Schedule] = ()) -> BatchLayout:
     """Exchange what the ranks see of the batch and derive the layout that all of them share.
 
     Args:
         replica: this rank's replica.
-        shard: what this rank sees of the batch.
+        local: what this rank sees of the batch.
         earlier: schedules that the replica had before, latest first; shards cut for them may still come. The layout
             is that of the schedule for which the shards were cut.
 
@@ -112,10 +116,10 @@ def agree_on_batch(replica: Replica, shard: Shard, earlier: Sequence[Schedule] =
     Raises:
         BatchError: on every rank, when the shards do not form one batch, or its mask cannot be honoured.
     """
-    headers = _gather_headers(replica, shard)
+    headers = _gather_headers(replica, local)
     _check(replica, headers)
-    placement = _placement_of_shards((replica.schedule, *earlier), shard.placement, headers)
-    return batch_layout(placement, _rows(_documents(replica, placement, shard, headers)))
+    placement = _placement_of_shards((replica.schedule, *earlier), local.placement, headers)
+    return batch_layout(placement, rows_of(_documents(replica, placement, local, headers)))
 
 
 @lru_cache(maxsize=64)
@@ -124,8 +128,8 @@ def batch_layout(placement: Placement, rows: tuple[Rows, ...]) -> BatchLayout:
     return BatchLayout(placement=placement.with_rows(rows))
 
 
-def _gather_headers(replica: Replica, shard: Shard) -> list[dict[str, int]]:
-    header = torch.tensor(shard.header(), dtype=torch.int64, device=message_device(replica.sp_group))
+def _gather_headers(replica: Replica, local: LocalBatch) -> list[dict[str, int]]:
+    header = torch.tensor(local.header(), dtype=torch.int64, device=message_device(replica.sp_group))
     return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in _all_gather(replica, header)]
 
 
@@ -174,7 +178,7 @@ def _placement_of_shards(
         candidates = _stream_placements(schedules, sum(held), marked)
     if not candidates:
         raise BatchError(
-            f"the shards were cut for the placement(s) {[f'{print_ & 0xFFFFFFFF:08x}' for print_ in sorted(marked)]}, "
+            f"the shards were cut for the placement(s) {[f'{mark & 0xFFFFFFFF:08x}' for mark in sorted(marked)]}, "
             f"which are not one batch under a schedule that the replica has had "
             f"({[f'{schedule.fingerprint & 0xFFFFFFFF:08x}' for schedule in schedules]}). Draw a step's batches on "
             "every rank between the same two steps."
@@ -241,26 +245,23 @@ def _plain(placement: Placement, headers: list[dict[str, int]]) -> bool:
     return True
 
 
-# --- documents -------------------------------------------------------------------------------------
-
-
 def _documents(
-    replica: Replica, placement: Placement, shard: Shard, headers: list[dict[str, int]]
+    replica: Replica, placement: Placement, local: LocalBatch, headers: list[dict[str, int]]
 ) -> Sequence[Documents]:
     """Documents of every batch row."""
     length = placement.length
-    undivided = [((0, length),)] * shard.batch_size
-    if shard.cu_seqlens is not None:
-        return _documents_from_cu_seqlens(shard.cu_seqlens.tolist(), length, shard.batch_size)
-    if shard.attention_mask is not None:
+    undivided = [((0, length),)] * local.batch_size
+    if local.cu_seqlens is not None:
+        return documents_from_cu_seqlens(local.cu_seqlens.tolist(), length, local.batch_size)
+    if local.attention_mask is not None:
         if not any(header["padding"] for header in headers):
             return undivided
-        masks = _gather_shards(replica, placement, shard.attention_mask.ne(0).expand(shard.batch_size, -1))
-        return [_documents_from_mask(row, mask) for row, mask in enumerate(masks)]
-    if shard.position_ids is None or _plain(placement, headers):
+        masks = _gather_shards(replica, placement, local.attention_mask.ne(0).expand(local.batch_size, -1))
+        return [documents_from_mask(row, mask) for row, mask in enumerate(masks)]
+    if local.position_ids is None or _plain(placement, headers):
         return undivided
-    positions = _gather_shards(replica, placement, shard.position_ids.expand(shard.batch_size, -1))
-    return list(map(_documents_from_positions, positions))
+    positions = _gather_shards(replica, placement, local.position_ids.expand(local.batch_size, -1))
+    return list(map(documents_from_positions, positions))
 
 
 def _gather_shards(replica: Replica, placement: Placement, shard: Tensor) -> list[list[int]]:
@@ -268,49 +269,11 @@ def _gather_shards(replica: Replica, placement: Placement, shard: Tensor) -> lis
     widest = max(placement.rank_tokens)
     padded = torch.zeros(shard.shape[0], widest, dtype=torch.int64, device=message_device(replica.sp_group))
     padded[:, : shard.shape[1]] = shard
-    whole = padded.new_empty(shard.shape[0], placement.length)
+    gathered = padded.new_empty(shard.shape[0], placement.length)
     for part, rank in zip(_all_gather(replica, padded), replica.ranks, strict=True):
         at = 0
         for start, stop in placement.intervals(rank):
-            whole[:, start:stop] = part[:, at : at + stop - start]
+            gathered[:, start:stop] = part[:, at : at + stop - start]
             at += stop - start
-    rows: list[list[int]] = whole.tolist()
+    rows: list[list[int]] = gathered.tolist()
     return rows
-
-
-def _documents_from_positions(positions: Sequence[int]) -> Documents:
-    starts = [p for p in range(len(positions)) if p == 0 or positions[p] != positions[p - 1] + 1]
-    return tuple(zip(starts, [*starts[1:], len(positions)], strict=True))
-
-
-def _documents_from_mask(row: int, mask: Sequence[int]) -> Documents:
-    runs = [(real, len(list(run))) for real, run in groupby(mask)]
-    if sum(1 for real, _ in runs if real) > 1:
-        raise BatchError(
-            f"attention_mask of batch row {row} has zeros between real tokens; only padding at the left or the right "
-            "can be honoured. Pack documents with restarting position_ids instead."
-        )
-    at, documents = 0, []
-    for real, count in runs:
-        if real:
-            documents.append((at, at + count))
-        at += count
-    return tuple(documents)
-
-
-def _documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_size: int) -> list[Documents]:
-    if batch_size != 1 or boundaries[0] != 0 or boundaries[-1] != length or list(boundaries) != sorted(boundaries):
-        raise BatchError(
-            f"cu_seqlens must rise from 0 to the {length} tokens of a batch of one row, got {list(boundaries)[:8]} "
-            f"with batch size {batch_size}."
-        )
-    return [tuple((a, b) for a, b in pairwise(boundaries) if a < b)]
-
-
-def _rows(documents: Sequence[Documents]) -> tuple[Rows, ...]:
-    """Neighbouring batch rows with the same documents together."""
-    rows = []
-    for same, run in groupby(range(len(documents)), key=lambda row: documents[row]):
-        members = list(run)
-        rows.append(Rows(members[0], members[-1] + 1, same))
-    return tuple(rows)

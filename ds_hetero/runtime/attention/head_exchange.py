@@ -159,9 +159,9 @@ def scatter_sequence(
         dq_sBHD[:, :, slice(*member.q)] = dq
         first, last = member.kv
         shared = max(min(written, last) - first, 0)
-        for whole, mine in zip(dkv_sBGD, dkv, strict=True):
-            whole[:, :, first : first + shared] += mine[:, :, :shared]
-            whole[:, :, first + shared : last] = mine[:, :, shared:]
+        for total_sBGD, part_sBgD in zip(dkv_sBGD, dkv, strict=True):
+            total_sBGD[:, :, first : first + shared] += part_sBgD[:, :, :shared]
+            total_sBGD[:, :, first + shared : last] = part_sBgD[:, :, shared:]
         written = max(written, last)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv

@@ -61,11 +61,11 @@ def visible_blocks(
         # Local order is the order of positions, so a group's own part of a document is one causal triangle.
         ranges = [(pieces[0].local, _end(pieces)) for pieces in _by_document(q_chunks, documents) if pieces]
         return tuple(Block(r, r, None, 0) for r in ranges)
-    found = []
+    visible: list[Block] = []
     for q_pieces, k_pieces in zip(_by_document(q_chunks, documents), _by_document(k_chunks, documents), strict=True):
         blocks = [block for q in q_pieces for k in k_pieces if (block := _block(q, k, causal, window))]
-        found += _merge(blocks)
-    return tuple(found)
+        visible += _merge(blocks)
+    return tuple(visible)
 
 
 def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> list[list[_Piece]]:

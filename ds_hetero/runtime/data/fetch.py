@@ -22,14 +22,14 @@ from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["Fetcher", "Position", "Report", "Reports"]
+__all__ = ["Fetcher", "Progress", "Report", "Reports"]
 
 _OK, _ERROR = range(2)
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where in an epoch: fetches done, and steps used of the next."""
+class Progress:
+    """How far an epoch is: fetches done, and steps used of the next."""
 
     fetches: int = 0
     used: int = 0
@@ -136,18 +136,18 @@ class Fetcher(ABC):
         return self._shards(replica, placed, Reports(number, [Report(*row[1:]) for row in rows], payloads))
 
     @abstractmethod
-    def num_steps(self, whole: WholeBatches, num_skipped: int) -> int:
-        """Steps of an epoch of ``whole``, the first ``num_skipped`` of which are left out.
+    def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
+        """Steps of an epoch of ``batches``, the first ``num_skipped`` of which are left out.
 
         Raises:
             TypeError: the length of an epoch is not known.
         """
 
     @abstractmethod
-    def position_after(self, num_steps: int) -> Position:
-        """Where an epoch is after ``num_steps`` steps."""
+    def progress_after(self, num_steps: int) -> Progress:
+        """How far an epoch is after ``num_steps`` steps."""
 
-    def kind(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> dict[str, Any]:
         """What must be the same for a saved state to be of use."""
         return {"batches": self.mode}
 

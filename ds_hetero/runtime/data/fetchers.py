@@ -29,8 +29,8 @@ from ds_hetero.runtime.data.batch_mode import (
     describe,
     expect_unsharded,
 )
-from ds_hetero.runtime.data.fetch import Fetcher, Position, Report, Reports
-from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, steps_in_epoch
+from ds_hetero.runtime.data.fetch import Fetcher, Progress, Report, Reports
+from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, steps_in_epoch
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
@@ -48,13 +48,13 @@ class SharedBatches(Fetcher):
 
     mode = SHARED
 
-    def num_steps(self, whole: WholeBatches, num_skipped: int) -> int:
+    def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
         """See `Fetcher`; what is skipped is left out of the wrapped loader itself."""
-        return len(whole.dataloader)
+        return len(batches.dataloader)
 
-    def position_after(self, num_steps: int) -> Position:
+    def progress_after(self, num_steps: int) -> Progress:
         """See `Fetcher`."""
-        return Position(num_steps)
+        return Progress(num_steps)
 
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
         return Report(replica.replica_id, len(placed), _checksum([batch for batch, _ in placed]))
@@ -80,22 +80,22 @@ class OwnBatches(Fetcher):
         super().__init__(placer)
         self._lengths = lengths
 
-    def num_steps(self, whole: WholeBatches, num_skipped: int) -> int:
+    def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
         """See `Fetcher`."""
         return sum(_known(self._lengths)) - num_skipped
 
-    def position_after(self, num_steps: int) -> Position:
+    def progress_after(self, num_steps: int) -> Progress:
         """See `Fetcher`; a rank that has run out takes no part in a fetch."""
         fetches = 0
         while num_ranks := sum(length is None or length > fetches for length in self._lengths):
             if num_steps < num_ranks:
-                return Position(fetches, num_steps)
+                return Progress(fetches, num_steps)
             num_steps, fetches = num_steps - num_ranks, fetches + 1
-        return Position(fetches)
+        return Progress(fetches)
 
-    def kind(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> dict[str, Any]:
         """See `Fetcher`."""
-        return {**super().kind(replica), "sp_size": replica.sp_size}
+        return {**super().compatibility(replica), "sp_size": replica.sp_size}
 
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
         return Report(replica.replica_id, len(placed))
@@ -134,7 +134,7 @@ class DividedBatches(Fetcher):
         placer: Placer,
         replica_id: int,
         split: BatchSplit,
-        reader: OwnSampler | OwnStream | None,
+        reader: ReplicaSampler | ReplicaStream | None,
         lengths: Sequence[int | None],
     ) -> None:
         super().__init__(placer)
@@ -143,7 +143,7 @@ class DividedBatches(Fetcher):
         self._filler: WholeBatch | None = None
         self._short_step: int | None = None
 
-    def num_steps(self, whole: WholeBatches, num_skipped: int) -> int:
+    def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
         """See `Fetcher`."""
         if self._reader is not None:
             optimizer_steps = steps_in_epoch(self._reader)
@@ -152,13 +152,13 @@ class DividedBatches(Fetcher):
             optimizer_steps = max(-(-length // count) for length, count in counts)
         return optimizer_steps * self._split.micro_steps - num_skipped
 
-    def position_after(self, num_steps: int) -> Position:
+    def progress_after(self, num_steps: int) -> Progress:
         """See `Fetcher`."""
-        return Position(*divmod(num_steps, self._split.micro_steps))
+        return Progress(*divmod(num_steps, self._split.micro_steps))
 
-    def kind(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> dict[str, Any]:
         """See `Fetcher`."""
-        return {**super().kind(replica), "global_batch": self._split.samples}
+        return {**super().compatibility(replica), "global_batch": self._split.samples}
 
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
         samples = self._reader.checksum(number) if self._reader is not None else 0
@@ -201,11 +201,11 @@ class DividedBatches(Fetcher):
         return place(self._placer, replica.schedule, filler_batch(self._filler, fewest_tokens))
 
 
-def make_fetcher(whole: WholeBatches, replica: Replica, placer: Placer, requested: str | None) -> Fetcher:
+def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, requested: str | None) -> Fetcher:
     """Agree with all ranks on the way in which their loaders hold batches.
 
     Args:
-        whole: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.
+        batches: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.
         replica: this rank's replica.
         placer: decides who holds which positions of a batch.
         requested: the mode that the user requested, if any.
@@ -216,15 +216,15 @@ def make_fetcher(whole: WholeBatches, replica: Replica, placer: Placer, requeste
     Raises:
         BatchError: the loaders contradict each other; on every rank.
     """
-    report = describe(whole.dataloader, whole.names, replica.replica_id, requested)
+    report = describe(batches.dataloader, batches.names, replica.replica_id, requested)
     reports = on_all_ranks(lambda: report)
     if replica.batch_split is not None:
-        return _divide(whole, replica, placer, reports)
+        return _divide(batches, replica, placer, reports)
     mode, why = decide(reports)
     level = logging.INFO
     if mode is None:
         level = logging.WARNING
-        reports = on_all_ranks(lambda: replace(report, first=_first_checksum(whole)))
+        reports = on_all_ranks(lambda: replace(report, first=_first_checksum(batches)))
         mode, why = decide(reports)
     assert mode is not None
     if replica.rank == 0:
@@ -235,20 +235,20 @@ def make_fetcher(whole: WholeBatches, replica: Replica, placer: Placer, requeste
     return OwnBatches(placer, [r.length for r in reports if r.replica == replica.replica_id])
 
 
-def _divide(whole: WholeBatches, replica: Replica, placer: Placer, reports: Sequence[LoaderReport]) -> DividedBatches:
+def _divide(batches: WholeBatches, replica: Replica, placer: Placer, reports: Sequence[LoaderReport]) -> DividedBatches:
     assert replica.batch_split is not None
-    makes_batches = isinstance(whole.dataloader, DataLoader)
+    makes_batches = isinstance(batches.dataloader, DataLoader)
     expect_unsharded(reports, makes_batches)
-    if whole.reader is None and makes_batches:
-        whole.divide(replica.batch_split, replica.replica_id)
+    if batches.reader is None and makes_batches:
+        batches.divide(replica.batch_split, replica.replica_id)
     lengths = {report.replica: report.length for report in reports}
     by_replica = [lengths[replica_id] for replica_id in sorted(lengths)]
-    return DividedBatches(placer, replica.replica_id, replica.batch_split, whole.reader, by_replica)
+    return DividedBatches(placer, replica.replica_id, replica.batch_split, batches.reader, by_replica)
 
 
-def _first_checksum(whole: WholeBatches) -> str:
+def _first_checksum(batches: WholeBatches) -> str:
     try:
-        first = whole.peek()
+        first = batches.peek()
     except HeteroError:
         raise
     except Exception as error:

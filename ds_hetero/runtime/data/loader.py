@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer, stream_placement
-from ds_hetero.runtime.data.fetch import Position
+from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.fetchers import make_fetcher
 from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.whole_batches import WholeBatches
@@ -80,9 +80,9 @@ class ShardedLoader:
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
-        self._whole = WholeBatches(dataloader, keep_labels, names)
-        self._fetcher = make_fetcher(self._whole, replica, placer, batches)
-        self._start = self._position = Position()
+        self._batches = WholeBatches(dataloader, keep_labels, names)
+        self._fetcher = make_fetcher(self._batches, replica, placer, batches)
+        self._start = self._progress = Progress()
         self._num_skipped = 0
         self._state_before_fetch: Any = None  # of the wrapped loader
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
@@ -90,12 +90,12 @@ class ShardedLoader:
     @property
     def dataloader(self) -> Any:
         """The wrapped loader; where the replicas take different batches, it reads those of this one."""
-        return self._whole.dataloader
+        return self._batches.dataloader
 
     @property
     def whole(self) -> Any:
         """The wrapped loader; where the replicas take different batches, with the samples of all of them."""
-        return self._whole.all_samples
+        return self._batches.all_samples
 
     @property
     def replica(self) -> Replica:
@@ -108,29 +108,29 @@ class ShardedLoader:
         return self._fetcher.mode
 
     def __len__(self) -> int:
-        return self._fetcher.num_steps(self._whole, self._num_skipped)
+        return self._fetcher.num_steps(self._batches, self._num_skipped)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_whole":  # looked up by copy before there is any attribute
+        if name == "_batches":  # looked up by copy before there is any attribute
             raise AttributeError(name)
-        return getattr(self._whole.dataloader, name)
+        return getattr(self._batches.dataloader, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        position, self._start = self._start, Position()
-        self._position = position
-        batches = self._whole.read_epoch(position.fetches)
+        progress, self._start = self._start, Progress()
+        self._progress = progress
+        epoch = self._batches.read_epoch(progress.fetches)
         while True:
             if self._fetcher.uses_in_turn:
-                self._state_before_fetch = self._whole.state()
-            shards = self._fetcher.fetch(self.replica, batches, position.fetches)
+                self._state_before_fetch = self._batches.state()
+            shards = self._fetcher.fetch(self.replica, epoch, progress.fetches)
             if not shards:
                 break
-            for number, shard in enumerate(shards[position.used :], position.used + 1):
+            for number, shard in enumerate(shards[progress.used :], progress.used + 1):
                 is_last = number == len(shards)
-                self._position = Position(position.fetches + 1) if is_last else replace(position, used=number)
+                self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)
                 yield shard
-            position = Position(position.fetches + 1)
-        self._position = Position()
+            progress = Progress(progress.fetches + 1)
+        self._progress = Progress()
 
     def __next__(self) -> dict[str, Any]:
         if self._running is None:
@@ -143,7 +143,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
-        self._whole.set_epoch(epoch)
+        self._batches.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank is in the epoch, for `load_state_dict` on the same rank.
@@ -155,12 +155,12 @@ class ShardedLoader:
         """
         loader_state = None
         if self._fetcher.resumes_loader:
-            loader_state = self._state_before_fetch if self._position.used else self._whole.state()
+            loader_state = self._state_before_fetch if self._progress.used else self._batches.state()
         return {
-            **self._state_kind(),
-            "epoch": self._whole.epoch,
-            "rounds": self._position.fetches,
-            "used": self._position.used,
+            **self._compatibility(),
+            "epoch": self._batches.epoch,
+            "rounds": self._progress.fetches,
+            "used": self._progress.used,
             "loader": loader_state,
         }
 
@@ -170,20 +170,20 @@ class ShardedLoader:
         Raises:
             BatchError: the state is of another version, or was taken when batches went to the ranks in another way.
         """
-        kind = self._state_kind()
-        saved_kind = {name: state.get(name) for name in kind}
-        if saved_kind != kind:
+        current = self._compatibility()
+        saved = {name: state.get(name) for name in current}
+        if saved != current:
             raise BatchError(
-                f"a loader saved with {saved_kind} cannot resume with {kind} in the middle of an epoch. "
+                f"a loader saved with {saved} cannot resume with {current} in the middle of an epoch. "
                 "Resume with as many ranks per replica, or the same global batch, and the same loader; or begin the "
                 "epoch anew."
             )
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self._running = None
-        self._start = self._position = Position(state["rounds"], state["used"])
-        self._whole.resume(state["rounds"] * self._fetcher.batches_per_fetch, state["loader"])
-        self._state_before_fetch = self._whole.state()
+        self._start = self._progress = Progress(state["rounds"], state["used"])
+        self._batches.resume(state["rounds"] * self._fetcher.batches_per_fetch, state["loader"])
+        self._state_before_fetch = self._batches.state()
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
         """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
@@ -194,11 +194,11 @@ class ShardedLoader:
                 ``accelerate.skip_first_batches``.
         """
         loader = copy.copy(self)
-        loader._start = loader._position = self._fetcher.position_after(num_batches)
-        loader._whole = self._whole.skipping(loader._start.fetches * self._fetcher.batches_per_fetch, skip)
+        loader._start = loader._progress = self._fetcher.progress_after(num_batches)
+        loader._batches = self._batches.skipping(loader._start.fetches * self._fetcher.batches_per_fetch, skip)
         loader._num_skipped = num_batches
         loader._running = None
         return loader
 
-    def _state_kind(self) -> dict[str, Any]:
-        return {"version": _STATE_VERSION, **self._fetcher.kind(self.replica)}
+    def _compatibility(self) -> dict[str, Any]:
+        return {"version": _STATE_VERSION, **self._fetcher.compatibility(self.replica)}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from ds_hetero.errors import BatchError
 from ds_hetero.plan import BatchSplit
 
-__all__ = ["OwnSampler", "OwnStream", "all_samples", "own_samples", "reader_of", "steps_in_epoch"]
+__all__ = ["ReplicaSampler", "ReplicaStream", "all_samples", "reader_of", "replica_samples", "steps_in_epoch"]
 
 _COPIED = (
     "num_workers",
@@ -31,7 +31,7 @@ _COPIED = (
 )
 
 
-class OwnSampler(Sampler[list[int]]):
+class ReplicaSampler(Sampler[list[int]]):
     """Batch sampler of one replica over the batch sampler of one process.
 
     Args:
@@ -65,7 +65,7 @@ class OwnSampler(Sampler[list[int]]):
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
+        """Tell the parts inside which epoch comes next."""
         for part in (self.batch_sampler, self.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -101,13 +101,13 @@ class OwnSampler(Sampler[list[int]]):
         return self._checksums.pop(step, 0)
 
 
-class OwnStream(IterableDataset[Any]):
+class ReplicaStream(IterableDataset[Any]):
     """The samples of one replica out of an iterable dataset.
 
     Args:
         dataset: yields the samples of all replicas.
-        batch_size: of one process; with ``drop_last``, samples at the end that do not fill a batch are left out.
-        drop_last: see there.
+        batch_size: samples of a batch of one process.
+        drop_last: leave out samples at the end that do not fill a batch of one process.
         split: how each step's samples are shared.
         replica: index of this replica.
     """
@@ -118,15 +118,15 @@ class OwnStream(IterableDataset[Any]):
         self.batch_size, self.drop_last = batch_size, drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
+        """Tell the parts inside which epoch comes next."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         samples: Iterable[Any] = self.dataset
         if self.drop_last:
-            whole = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
-            samples = chain.from_iterable(whole)
+            full = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
+            samples = chain.from_iterable(full)
         for step, chosen in enumerate(_chunks(samples, self.split.samples)):
             if step >= self.first_step:
                 for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
@@ -143,11 +143,11 @@ class OwnStream(IterableDataset[Any]):
         return samples - samples % self.batch_size if self.drop_last else samples
 
     def checksum(self, step: int) -> int:
-        """Samples of a stream cannot be told apart without reading them on every rank."""
+        """0: the samples of a stream cannot be compared without reading them on every rank."""
         return 0
 
 
-def own_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
+def replica_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
     """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
 
     Raises:
@@ -160,34 +160,34 @@ def own_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) ->
         if dataloader.batch_size is None or dataloader.num_workers > 1:
             raise BatchError(
                 f"an iterable dataset with batch_size={dataloader.batch_size} and num_workers={dataloader.num_workers} "
-                "cannot be dealt to replicas that differ; give a batch_size, and at most one worker."
+                "cannot be divided among replicas that differ; give a batch_size, and at most one worker."
             )
-        stream = OwnStream(dataset, dataloader.batch_size, dataloader.drop_last, split, replica)
+        stream = ReplicaStream(dataset, dataloader.batch_size, dataloader.drop_last, split, replica)
         return DataLoader(stream, split.micro_batch_sizes[replica], **kept)
     if dataloader.batch_sampler is None:
-        raise BatchError("a DataLoader without a batch_size cannot be dealt to replicas that differ; give it one.")
-    return DataLoader(dataset, batch_sampler=OwnSampler(dataloader.batch_sampler, split, replica), **kept)
+        raise BatchError("a DataLoader without a batch_size cannot be divided among replicas that differ; give it one.")
+    return DataLoader(dataset, batch_sampler=ReplicaSampler(dataloader.batch_sampler, split, replica), **kept)
 
 
 def all_samples(dataloader: Any) -> DataLoader[Any]:
-    """The loader of one process again, from what `own_samples` made of it."""
+    """The loader of one process again, from what `replica_samples` made of it."""
     reader = reader_of(dataloader)
     kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _COPIED}
-    if isinstance(reader, OwnStream):
+    if isinstance(reader, ReplicaStream):
         return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **kept)
     assert reader is not None
     return DataLoader(dataloader.dataset, batch_sampler=reader.batch_sampler, **kept)
 
 
-def reader_of(dataloader: Any) -> OwnSampler | OwnStream | None:
-    """What chooses the samples in a loader from `own_samples`, also after accelerate has made another one of it."""
+def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
+    """What chooses the samples in a loader from `replica_samples`, also after accelerate has made another one of it."""
     for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
-        if isinstance(part, OwnSampler | OwnStream):
+        if isinstance(part, ReplicaSampler | ReplicaStream):
             return part
     return None
 
 
-def steps_in_epoch(reader: OwnSampler | OwnStream) -> int:
+def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
     """Optimizer steps of an epoch.
 
     Raises:

@@ -183,9 +183,6 @@ def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat(parts, dim=1).cpu()
 
 
-# --- the entries -----------------------------------------------------------------------------------
-
-
 def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     shapes = {name: tuple(tensors[name].shape) for name in ("input_ids", "inputs_embeds") if name in tensors}
     if not shapes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_hetero.plan import BatchSplit
 from ds_hetero.runtime.data.loader_names import LoaderNames
-from ds_hetero.runtime.data.sampling import OwnSampler, OwnStream, all_samples, own_samples, reader_of
+from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, all_samples, reader_of, replica_samples
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 
 __all__ = ["WholeBatches"]
@@ -26,7 +26,7 @@ class WholeBatches:
 
     def __init__(self, dataloader: Any, keep_labels: bool, names: LoaderNames) -> None:
         self.dataloader, self.names = dataloader, names
-        self.reader: OwnSampler | OwnStream | None = reader_of(dataloader)
+        self.reader: ReplicaSampler | ReplicaStream | None = reader_of(dataloader)
         self.epoch: int | None = None  # as `set_epoch` was called
         self._keep_labels = keep_labels
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
@@ -40,7 +40,7 @@ class WholeBatches:
 
     def divide(self, split: BatchSplit, replica_id: int) -> None:
         """Read only the samples of one replica from now on."""
-        self.dataloader = own_samples(self.dataloader, split, replica_id)
+        self.dataloader = replica_samples(self.dataloader, split, replica_id)
         self.reader = reader_of(self.dataloader)
 
     def read_epoch(self, first_step: int = 0) -> Iterator[WholeBatch]:
