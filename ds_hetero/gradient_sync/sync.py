@@ -358,9 +358,6 @@ class AsymmetricGradientSync:
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
 
 
-# --- helpers ----------------------------------------------------------------------------------------
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """This rank's gradient; of a DTensor, cut as the parameter is, since autograd may leave partial sums."""
     gradient = parameter.grad

@@ -114,9 +114,6 @@ def fingerprint(ranks: Sequence[RankFacts]) -> str:
     return hashlib.sha256(json.dumps([VERSION, facts]).encode()).hexdigest()[:16]
 
 
-# --- devices ----------------------------------------------------------------------------------------
-
-
 def _devices(
     ranks: Sequence[RankFacts], samples: Samples
 ) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, FitError]]:
@@ -181,9 +178,6 @@ def _middle(kind: Any, samples: Sequence[Sequence[float]]) -> Any:
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:
     return name if name not in taken else next(f"{name}#{i}" for i in range(2, 10_000) if f"{name}#{i}" not in taken)
-
-
-# --- links ------------------------------------------------------------------------------------------
 
 
 def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[str, float], dict[str, FitError]]:
@@ -266,9 +260,6 @@ def _all_to_all(
 
 def _fit(samples: Sequence[Sequence[float]]) -> TransferFit:
     return fit_transfer([TransferSample(*sample) for sample in samples])
-
-
-# --- ranks ------------------------------------------------------------------------------------------
 
 
 def nodes_of(ranks: Sequence[RankFacts]) -> dict[str, list[int]]:

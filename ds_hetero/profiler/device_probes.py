@@ -53,9 +53,6 @@ class Timer:
             torch.accelerator.synchronize(self.device)
 
 
-# --- layers -----------------------------------------------------------------------------------------
-
-
 def layer_probes(timer: Timer, dtype: torch.dtype) -> Iterator[LayerSample]:
     """Layers without attention, of a few widths and token counts."""
     small = timer.device.type == "cpu"
@@ -111,9 +108,6 @@ class _Layer:
         heads = x.view(*x.shape[:-1], self.heads, self.head_dim).transpose(1, 2)
         first, second = heads.chunk(2, dim=-1)
         return (heads * 0.8 + torch.cat((-second, first), dim=-1) * 0.6).transpose(1, 2).reshape(x.shape)
-
-
-# --- attention --------------------------------------------------------------------------------------
 
 
 class AttentionProbe(Protocol):
@@ -174,9 +168,6 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
             forward_s=forward_s,
             backward_s=backward_s,
         )
-
-
-# --- memory and peak --------------------------------------------------------------------------------
 
 
 def memory_probe(timer: Timer) -> float:

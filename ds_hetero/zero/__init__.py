@@ -1,5 +1,4 @@
-"""ZeRO on unequal ranks: optimizer state, gradients and parameters owned in proportion to weights.
+"""ZeRO on unequal ranks, the arithmetic: who owns which elements, and which shares fit the ranks' memory.
 
-`layout` is arithmetic that plans without torch; the rest subclasses DeepSpeed's optimizers. Importing this package
-imports neither.
+Imports no torch. What partitions the tensors of a training by it is in `ds_hetero.integrations.deepspeed.zero`.
 """

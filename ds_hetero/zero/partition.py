@@ -36,9 +36,6 @@ LEAST_ALIGNMENT = 2  # elements: DeepSpeed wants partitions to start at multiple
 UNITS_PER_RANK = 8  # a group too small to give every rank so many units is cut in smaller ones
 
 
-# --- weights ------------------------------------------------------------------------------------------
-
-
 def check_weights(weights: Sequence[float], world_size: int, *, zero_stage: int) -> None:
     """Check that ``weights`` can be the ZeRO shares of a job.
 
@@ -64,9 +61,6 @@ def check_weights(weights: Sequence[float], world_size: int, *, zero_stage: int)
 def is_even(weights: Sequence[float]) -> bool:
     """Whether all weights are equal, so that DeepSpeed's own partitions are those wanted."""
     return len(set(weights)) == 1
-
-
-# --- stages 1 and 2 -----------------------------------------------------------------------------------
 
 
 def alignment_of(num_elements: int, num_ranks: int, least: int = LEAST_ALIGNMENT) -> int:
@@ -200,9 +194,6 @@ def _continues(before: Move, after: Move) -> bool:
         and before.in_source + before.count == after.in_source
         and before.in_target + before.count == after.in_target
     )
-
-
-# --- stage 3 ------------------------------------------------------------------------------------------
 
 
 def cut_parameter(num_elements: int, weights: Sequence[float]) -> Split:

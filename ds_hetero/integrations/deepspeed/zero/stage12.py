@@ -54,8 +54,9 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     """`DeepSpeedZeroOptimizer` whose rank r owns ``weights[r] / sum(weights)`` of every parameter group.
 
     Args:
-        args, kwargs: DeepSpeed's.
+        args: of `DeepSpeedZeroOptimizer`.
         weights: by rank of the data-parallel group, not negative; a rank of weight zero owns nothing.
+        kwargs: of `DeepSpeedZeroOptimizer`.
 
     Collectives: DeepSpeed's; with unequal parts the updated parameters are gathered by one broadcast per owner and
     group, all posted together.
@@ -81,7 +82,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def get_partition_info(
         self, tensor_list: list[Tensor], partition_size: int, partition_id: int, param_padding: Any = None
     ) -> tuple[list[Tensor], list[Tensor], int]:
-        """Which of ``tensor_list`` lie in a part, which do not, and where in the first one that does it begins.
+        """Sort ``tensor_list`` by whether they lie in a part, and say where in the first one that does it begins.
 
         Called while the optimizer is built, once for each group in turn and just after it was flattened, so this is
         where the layout of the group becomes known.
@@ -116,7 +117,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         super().initialize_gradient_partitioning_data_structures()
 
     def initialize_gradient_partition(self, i: int, param_group: list[Tensor], partition_id: int) -> None:
-        """Note for a part which gradients it takes, from where in them on, and where they go."""
+        """Record for a part which gradients it takes, from which element on, and where they go."""
         for parameter, fragment in self.fragments(i, partition_id):
             param_id = self.get_param_id(parameter)
             self.param_to_partition_ids[i].setdefault(param_id, []).append(partition_id)
@@ -137,7 +138,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         return flat
 
     def _link_all_hp_params(self) -> None:
-        """Tell every parameter which part of its fp32 copy is here; checkpoints and ``safe_get_full_*`` ask for it."""
+        """Link every parameter to the part of its fp32 copy that is here, for checkpoints and ``safe_get_full_*``."""
         if self.cpu_offload:
             self._get_offload_gradient_dict()
         for group_id, layout in enumerate(self.layouts):
@@ -200,7 +201,8 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """Take over what `read_checkpoint` returned.
 
         Args:
-            groups, state: from there.
+            groups: this rank's part of every parameter group.
+            state: of one shard, for what is the same in all of them.
             load_from_fp32_weights: take the saved master weights, else those of the model, which has been loaded.
         """
         self._load_global_state(state)
@@ -271,7 +273,7 @@ def gather_partitions(partitions: Sequence[Tensor], group: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _gathering_any_sizes() -> Iterator[None]:
-    """Inside, DeepSpeed's all-gather of updated parameters takes parts of any size; equal ones go its own way."""
+    """Have DeepSpeed's all-gather of updated parameters take parts of any size inside; equal ones go its own way."""
     gather_equal = stock.all_gather_dp_groups
 
     def all_gather_dp_groups(

@@ -57,11 +57,8 @@ class RestoredGroup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-# --- saving -------------------------------------------------------------------------------------------
-
-
 def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]) -> list[dict[str, list[Any]]]:
-    """What every shard says about the whole checkpoint, by parameter group: plain lists, which pickle anywhere."""
+    """Describe the layout of all shards, by parameter group: plain lists, which pickle anywhere."""
     return [
         {
             "names": list(of_group),
@@ -71,9 +68,6 @@ def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup])
         }
         for of_group, layout in zip(names, layouts, strict=True)
     ]
-
-
-# --- loading ------------------------------------------------------------------------------------------
 
 
 def read_shard(load: Callable[..., Any], path: str) -> dict[str, Any]:
@@ -115,9 +109,10 @@ def read_groups(
     Args:
         read: the content of the i-th shard's file; called once for each shard that is needed, this rank's own first.
         num_shards: ranks that saved it.
-        names: of the parameters, by group, as they are now; layouts: of the groups.
+        names: of the parameters, by group, as they are now.
+        layouts: of the groups, as they are now.
         rank: whose part.
-        round_robin: how stock DeepSpeed laid the groups out, where the checkpoint does not tell.
+        round_robin: how stock DeepSpeed laid the groups out, where the checkpoint does not say it.
 
     Returns:
         the groups, and the state of one shard for what is the same in all of them.
@@ -169,9 +164,6 @@ def _partitioned(group: RestoredGroup) -> dict[str, Tensor]:
     }
 
 
-# --- the layout of a checkpoint -------------------------------------------------------------------------
-
-
 def _saved_groups(
     content: Mapping[str, Any],
     num_shards: int,
@@ -205,7 +197,7 @@ def _stock_groups(
     layouts: Sequence[FlatGroup],
     round_robin: bool,
 ) -> list[SavedGroup]:
-    """Equal parts. The names it tells are only those of this shard's parameters; sums are compared for the rest."""
+    """Read the equal parts of stock DeepSpeed; a shard names its own parameters only, sums are compared for others."""
     state = content[OPTIMIZER_STATE_DICT]
     flat_parts = state[SINGLE_PARTITION_OF_FP32_GROUPS]
     if len(flat_parts) != len(names):

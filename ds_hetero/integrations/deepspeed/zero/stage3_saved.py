@@ -134,9 +134,6 @@ def _fault_of(file: str) -> str:
     return ""
 
 
-# --- loading -------------------------------------------------------------------------------------------
-
-
 def expect_same_parameters(saved: Saved, engine: Engine) -> None:
     """Check that the checkpoint is of the parameters that the engine trains.
 

@@ -105,9 +105,6 @@ def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tupl
     return moves(before, after, part)
 
 
-# --- replacements in deepspeed.zero.Init, whose methods every parameter calls ---------------------------
-
-
 def gathering(stock: Callable[..., Any]) -> Callable[..., Any]:
     """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
 
@@ -135,9 +132,6 @@ def writing_back(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
 
     return partition_param
-
-
-# --- gathering -----------------------------------------------------------------------------------------
 
 
 def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: Any) -> Gathering:
@@ -232,9 +226,6 @@ def _gather(
             for (_, dtype), batch in by_type.items()
         ]
     )
-
-
-# --- reducing ------------------------------------------------------------------------------------------
 
 
 def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Any) -> list[Tensor]:
