@@ -49,7 +49,7 @@ class Row:
 
 _MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
 _REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
-_FEATURES = "tests/integration/test_features.py::test_features_equal_one_process"
+_FEATURES = "tests/integration/test_features.py::"
 _PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
 _TRAINER = "tests/integration/test_trainer.py::test_training_equals_one_process"
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
@@ -207,12 +207,28 @@ _LOOP_ROWS = (
 )
 
 _FEATURE_ROWS = (
-    Row(what="generate and evaluate between steps", status="tested", tests=(_FEATURES,)),
-    Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES,)),
-    Row(what="gradient checkpointing, reentrant or not", status="tested", tests=(_FEATURES,)),
-    Row(what="`engine.compile`, backend `aot_eager`", status="tested", tests=(_FEATURES,)),
-    Row(what="gradient accumulation, weighted by tokens", status="tested", tests=(_FEATURES,)),
-    Row(what="bf16", status="tested", tests=(_FEATURES,)),
+    Row(
+        what="generate and evaluate between steps",
+        status="tested",
+        tests=(_FEATURES + "test_generation_and_evaluation_between_steps_equal_one_process",),
+    ),
+    Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES + "test_lora_adapters_train_as_on_one_process",)),
+    Row(
+        what="gradient checkpointing, reentrant or not",
+        status="tested",
+        tests=(_FEATURES + "test_recomputation_trains_as_on_one_process",),
+    ),
+    Row(
+        what="`engine.compile`, backend `aot_eager`",
+        status="tested",
+        tests=(_FEATURES + "test_a_compiled_model_trains_as_on_one_process",),
+    ),
+    Row(
+        what="gradient accumulation, weighted by tokens",
+        status="tested",
+        tests=(_FEATURES + "test_micro_batches_weighted_by_tokens_train_as_on_one_process",),
+    ),
+    Row(what="bf16", status="tested", tests=(_FEATURES + "test_bf16_trains_as_on_one_process",)),
     Row(
         what="checkpoints that resume under another schedule",
         status="tested",

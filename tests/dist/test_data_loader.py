@@ -269,20 +269,6 @@ def names(loader):
 # --- bad input: every rank stops, with one message --------------------------------------------------
 
 
-def test_every_rank_stops_on_a_bad_batch():
-    said = run_ranks(_collect_errors, 3)
-    for case in said[0]:
-        kinds, texts = zip(*(by_case[case] for by_case in said), strict=True)
-        print(case, *texts, sep="\n    ")
-        if case == "a crash on rank 1":
-            assert kinds == ("PeerError", "KeyError", "PeerError")
-            assert texts[0] == texts[2] == "the next batch could not be read on rank 1: KeyError: 'no such sample'"
-            continue
-        assert set(kinds) == {"BatchError"}
-        for part in EXPECTED[case]:
-            assert all(part in text for text in texts)
-
-
 EXPECTED = {
     "other values": ["ranks (0, 1, 2)", "input_ids is ['int64[1, 8] #", 'batches="own"'],
     "another shape": ["'int64[1, 8]", "'int64[1, 9]"],
@@ -295,6 +281,26 @@ EXPECTED = {
     "some share a first batch": ["some ranks of a replica hold the same first batch"],
     "one rank asks for another mode": ["['same', 'same', 'own']"],
 }
+
+
+@pytest.fixture(scope="module")
+def errors_by_rank():
+    return run_ranks(_collect_errors, 3)
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_every_rank_stops_on_a_bad_batch(case, errors_by_rank):
+    assert set(errors_by_rank[0]) == {*EXPECTED, "a crash on rank 1"}
+    kinds, texts = zip(*(by_case[case] for by_case in errors_by_rank), strict=True)
+    assert set(kinds) == {"BatchError"}
+    for part in EXPECTED[case]:
+        assert all(part in text for text in texts)
+
+
+def test_every_rank_stops_on_a_crash_of_one(errors_by_rank):
+    kinds, texts = zip(*(by_case["a crash on rank 1"] for by_case in errors_by_rank), strict=True)
+    assert kinds == ("PeerError", "KeyError", "PeerError")
+    assert texts[0] == texts[2] == "the next batch could not be read on rank 1: KeyError: 'no such sample'"
 
 
 def _collect_errors(rank):
@@ -339,17 +345,6 @@ SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(1, 3))
 TWO_AND_ONE = [PAIR, make_schedule([((2,), (1,))], "contiguous")]
 
 
-def test_unequal_replicas_get_every_sample_once():
-    logs = run_ranks(_check_dealing, 3)
-    assert logs[0] == logs[1] == logs[2]
-    for case, parts in DEALT_WRONG.items():
-        kind, text = logs[0][case]
-        print(case, text, sep="\n    ")
-        assert kind == "BatchError", case
-        for part in parts:
-            assert part in text
-
-
 DEALT_WRONG = {
     "a replica goes on": ["for fetch 3 of the epoch, replica 0 has 0, replica 1 has 2"],
     "without split": ["for fetch 2 of the epoch, replica 0 has 1, replica 1 has 0"],
@@ -359,6 +354,25 @@ DEALT_WRONG = {
     "asked": ['batches="own" cannot be used where the replicas take different batches'],
     "a bad batch of one replica": ["rank 2: a batch needs input_ids"],
 }
+
+
+@pytest.fixture(scope="module")
+def dealing_errors():
+    return run_ranks(_collect_dealing_errors, 3)
+
+
+@pytest.mark.parametrize("case", DEALT_WRONG)
+def test_unequal_replicas_stop_together(case, dealing_errors):
+    assert set(dealing_errors[0]) == set(DEALT_WRONG)
+    (kind, text), second, third = (by_case[case] for by_case in dealing_errors)
+    assert (kind, text) == second == third
+    assert kind == "BatchError"
+    for part in DEALT_WRONG[case]:
+        assert part in text
+
+
+def test_unequal_replicas_get_every_sample_once():
+    run_ranks(_check_dealing, 3)
 
 
 def rows(numbers):
@@ -399,6 +413,10 @@ def _check_dealing(rank):
     ends_early = [[[0], None, None], [[1], None, None]]
     assert_dealt(listed, ends_early if rank < 2 else [[[0], [1], [2]], [[3], [4], None]], replica)
 
+
+def _collect_dealing_errors(rank):
+    replica = make_replica(Plan.of_replicas(TWO_AND_ONE, SPLIT))
+    mine = [rows([n]) for n in (range(2) if rank < 2 else range(5))]
     seeded = torch.Generator().manual_seed(7 + rank)
     bad = [rows([0]), {"labels": torch.ones(1, 6)}]
     cases = {

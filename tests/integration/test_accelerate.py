@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -26,13 +27,13 @@ from tests.integration.tiny import (
 )
 from tests.support import run_deepspeed
 
-CASES = [
-    {"stage": 0, "steps": 1, "loss": "handle"},
-    {"stage": 1, "steps": 2, "loss": "recipe"},
-    {"stage": 2, "steps": 2, "loss": "handle"},
-    {"stage": 3, "steps": 1, "loss": "recipe"},
-    {"stage": 2, "steps": 1, "loss": "handle", "iterable": True},
-]
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0, "steps": 1, "loss": "handle"},
+    "stage 1, documented loss": {"stage": 1, "steps": 2, "loss": "recipe"},
+    "stage 2": {"stage": 2, "steps": 2, "loss": "handle"},
+    "stage 3, documented loss": {"stage": 3, "steps": 1, "loss": "recipe"},
+    "stage 2, a stream": {"stage": 2, "steps": 1, "loss": "handle", "iterable": True},
+}
 
 
 class Stream(IterableDataset[Any]):
@@ -42,49 +43,45 @@ class Stream(IterableDataset[Any]):
         return iter(samples(7))
 
 
-def test_loop_on_two_ranks_equals_one_process() -> None:
-    expected = run_deepspeed(_loops, 1, 1, CASES, False, env={"ACCELERATE_USE_CPU": "true"})[0]
-    for ours in run_deepspeed(_loops, 2, 1, CASES, True, env={"ACCELERATE_USE_CPU": "false"}):
-        for case, mine, theirs in zip(CASES, ours, expected, strict=True):
-            _assert_same(case, mine, theirs)
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    """What the loop of every case comes to without DeepSpeed."""
+    return run_deepspeed(_loops_of_one_process, 1, env={"ACCELERATE_USE_CPU": "true"})[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loop_on_two_ranks_equals_one_process(name: str, one_process: dict[str, Any]) -> None:
+    for ours in run_deepspeed(_loop, 2, CASES[name], 1, True, env={"ACCELERATE_USE_CPU": "false"}):
+        _assert_same(ours, one_process[name], CASES[name]["stage"])
 
 
 def test_loop_on_two_replicas_equals_one_process() -> None:
-    cases = [{"stage": 2, "steps": 2, "loss": "handle", "shuffle": False}]
-    (expected,) = run_deepspeed(_loops, 1, 2, cases, False, env={"ACCELERATE_USE_CPU": "true"})[0]
-    for (ours,) in run_deepspeed(_loops, 4, 1, cases, True, env={"ACCELERATE_USE_CPU": "false"}):
-        _assert_same(cases[0], {**ours, "losses": []}, {**expected, "losses": []})  # each replica sees its own
+    case = {"stage": 2, "steps": 2, "loss": "handle", "shuffle": False}
+    (expected,) = run_deepspeed(_loop, 1, case, 2, False, env={"ACCELERATE_USE_CPU": "true"})
+    for ours in run_deepspeed(_loop, 4, case, 1, True, env={"ACCELERATE_USE_CPU": "false"}):
+        _assert_same({**ours, "losses": []}, {**expected, "losses": []}, 2)  # each replica sees its own
 
 
-def _assert_same(case: dict[str, Any], ours: Any, expected: Any) -> None:
-    assert ours["rates"] == expected["rates"], case
-    np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5, err_msg=str(case))
-    if case["stage"]:
-        np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5, err_msg=str(case))
+def _assert_same(ours: Any, expected: Any, stage: int) -> None:
+    assert ours["rates"] == expected["rates"]
+    np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5)
+    if stage:
+        np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5)
     assert_same_parameters(ours["parameters"], expected["parameters"])
 
 
-def _loops(rank: int, batch_size: int, cases: list[dict[str, Any]], split: bool) -> list[Any]:
-    return [_loop(rank, batch_size, split=split, **case) for case in cases]
+def _loops_of_one_process(rank: int) -> dict[str, Any]:
+    return {name: _loop(rank, case, 1, False) for name, case in CASES.items()}
 
 
-def _loop(
-    rank: int,
-    batch_size: int,
-    *,
-    stage: int,
-    steps: int,
-    loss: str,
-    split: bool,
-    iterable: bool = False,
-    shuffle: bool = True,
-) -> dict[str, Any]:
+def _loop(rank: int, case: dict[str, Any], batch_size: int, split: bool) -> dict[str, Any]:
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, set_seed
 
     import ds_hetero
 
+    stage, steps, loss = case["stage"], case["steps"], case["loss"]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     handle, options = None, {"cpu": True}
@@ -107,10 +104,10 @@ def _loop(
     optimizer = adam(model)
     # accelerate means the batches of one process: with several it advances as many steps at a time.
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20 // batch_size)
-    rows: Any = Stream() if iterable else samples(8)
+    rows: Any = Stream() if case.get("iterable") else samples(8)
     if int(os.environ["WORLD_SIZE"]) > 2 or batch_size > 1:  # data parallelism weighs replicas, not tokens, alike
         rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    loader: Any = DataLoader(rows, batch_size, shuffle=shuffle and not iterable)
+    loader: Any = DataLoader(rows, batch_size, shuffle=case.get("shuffle", True) and not case.get("iterable"))
     evaluation: Any = DataLoader(samples(3), 3)
     set_seed(0)
     model, optimizer, loader, evaluation, scheduler = accelerator.prepare(

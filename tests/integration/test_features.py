@@ -53,22 +53,11 @@ def train(handle: Any, engine: Any, whole: list[dict[str, Tensor]], **arguments:
     return losses
 
 
-def test_features_equal_one_process(tmp_path: Path) -> None:
-    run_deepspeed(_all_on_two_ranks, 2)
+def test_generation_and_evaluation_between_steps_equal_one_process() -> None:
+    run_deepspeed(_check_generate_and_evaluate, 2)
 
 
-def _all_on_two_ranks(rank: int) -> None:
-    _check_generate_and_evaluate()
-    _check_lora()
-    for reentrant in (True, False):
-        _check_recomputation(reentrant)
-    _check_compiled()
-    _check_accumulation()
-    _check_bf16()
-    _check_other_models()
-
-
-def _check_generate_and_evaluate() -> None:
+def _check_generate_and_evaluate(rank: int) -> None:
     model, whole = llama(), batches(4)
     handle, engine = start(model, stage=1)
     losses = train(handle, engine, whole[:2])
@@ -90,7 +79,11 @@ def _check_generate_and_evaluate() -> None:
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
-def _check_lora() -> None:
+def test_lora_adapters_train_as_on_one_process() -> None:
+    run_deepspeed(_check_lora, 2)
+
+
+def _check_lora(rank: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     def adapted() -> Any:
@@ -105,7 +98,12 @@ def _check_lora() -> None:
     assert_same_parameters(parameters(model, 3), parameters(twin))
 
 
-def _check_recomputation(reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_trains_as_on_one_process(reentrant: bool) -> None:
+    run_deepspeed(_check_recomputation, 2, reentrant)
+
+
+def _check_recomputation(rank: int, reentrant: bool) -> None:
     model, whole = llama(), batches(3)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
@@ -116,7 +114,11 @@ def _check_recomputation(reentrant: bool) -> None:
     assert_same_parameters(parameters(model, 2), parameters(twin))
 
 
-def _check_compiled() -> None:
+def test_a_compiled_model_trains_as_on_one_process() -> None:
+    run_deepspeed(_check_compiled, 2)
+
+
+def _check_compiled(rank: int) -> None:
     model, whole = llama(), batches(3)
     handle, engine = start(model, stage=1)
     engine.compile(backend="aot_eager")
@@ -126,7 +128,11 @@ def _check_compiled() -> None:
     assert_same_parameters(parameters(model, 1), parameters(twin))
 
 
-def _check_accumulation() -> None:
+def test_micro_batches_weighted_by_tokens_train_as_on_one_process() -> None:
+    run_deepspeed(_check_accumulation, 2)
+
+
+def _check_accumulation(rank: int) -> None:
     """The token-weighted mean over three micro-batches, as one process computes it on all of them."""
     model, whole = llama(), batches(6, batch_size=1)
     handle, engine = start(model, stage=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=3)
@@ -151,14 +157,22 @@ def _check_accumulation() -> None:
         np.testing.assert_allclose(float(engine.get_global_grad_norm()), float(norm), rtol=1e-5)
 
 
-def _check_bf16() -> None:
+def test_bf16_trains_as_on_one_process() -> None:
+    run_deepspeed(_check_bf16, 2)
+
+
+def _check_bf16(rank: int) -> None:
     whole = batches(3)
     losses = train(*start(llama(), stage=2, bf16={"enabled": True}), whole)
     expected, _ = train_on_one_process(llama(), [[batch] for batch in whole])
     np.testing.assert_allclose(losses, expected, rtol=1e-2)  # 8 bits of mantissa
 
 
-def _check_other_models() -> None:
+def test_models_that_were_not_prepared_stay_as_they_were() -> None:
+    run_deepspeed(_check_other_models, 2)
+
+
+def _check_other_models(rank: int) -> None:
     """A model that was not prepared, and an engine without a section, are as they would be without this engine."""
     import deepspeed
 

@@ -5,7 +5,6 @@ Budget: 40 s.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,9 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("schedule", [UNEVEN_2, REPLICAS], ids=["one replica", "replicas of 3 and 1"])
-def test_every_loss_convention_on_every_stage_equals_one_process(schedule: Any) -> None:
+@pytest.fixture(scope="module")
+def one_process() -> tuple[list[float], dict[str, np.ndarray]]:
+    """Gradient norms of the steps and parameters after them."""
     expected = llama()
     optimizer = sgd(expected)
     norms = []
@@ -48,25 +48,29 @@ def test_every_loss_convention_on_every_stage_equals_one_process(schedule: Any) 
         expected(**collate(data()[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH])).loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(expected.parameters(), torch.inf)))
         optimizer.step()
+    return norms, parameters(expected)
+
+
+@pytest.mark.parametrize(("stage", "reduce_scatter"), STAGES)
+@pytest.mark.parametrize("schedule", [UNEVEN_2, REPLICAS], ids=["one replica", "replicas of 3 and 1"])
+def test_every_loss_convention_on_every_stage_equals_one_process(
+    schedule: Any, stage: int, reduce_scatter: bool, one_process: tuple[list[float], dict[str, np.ndarray]]
+) -> None:
+    norms, expected = one_process
     world_size = 2 if schedule is UNEVEN_2 else 4
-    for results in run_deepspeed(_train_all, world_size, schedule):
-        for stage, (ours, trained) in results.items():
-            if json.loads(stage)[0]:  # DeepSpeed keeps no norm without ZeRO
-                np.testing.assert_allclose(ours, norms, rtol=2e-5, err_msg=f"{stage}, steps by {CONVENTIONS}")
-            for name, value in parameters(expected).items():
-                np.testing.assert_allclose(trained[name], value, atol=2e-6, err_msg=f"{stage}, {name}")
+    for ours, trained in run_deepspeed(_train, world_size, schedule, stage, reduce_scatter):
+        if stage:  # DeepSpeed keeps no norm without ZeRO
+            np.testing.assert_allclose(ours, norms, rtol=2e-5, err_msg=f"steps by {CONVENTIONS}")
+        for name, value in expected.items():
+            np.testing.assert_allclose(trained[name], value, atol=2e-6, err_msg=name)
 
 
-def _train_all(rank: int, schedule: Any) -> dict[str, Any]:
+def _train(rank: int, schedule: Any, stage: int, reduce_scatter: bool) -> Any:
+    import deepspeed
+
     import ds_hetero
 
     handle = ds_hetero.register()
-    return {json.dumps(case): _train(handle, schedule, *case) for case in STAGES}
-
-
-def _train(handle: Any, schedule: Any, stage: int, reduce_scatter: bool) -> Any:
-    import deepspeed
-
     model = llama()
     config = ds_config(stage, schedule, gradient_clipping=0.0, zero={"reduce_scatter": reduce_scatter})
     if "replicas" not in schedule:
@@ -88,9 +92,7 @@ def _train(handle: Any, schedule: Any, stage: int, reduce_scatter: bool) -> Any:
         if i % steps == steps - 1:
             norms.append(float(engine.get_global_grad_norm() or 0.0))
     assert len(norms) == len(CONVENTIONS)
-    trained = parameters(model, stage)
-    engine.destroy()
-    return norms, trained
+    return norms, parameters(model, stage)
 
 
 def _loss(logits: Tensor, labels: Tensor, convention: str, replica: Any) -> Tensor:

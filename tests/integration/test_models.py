@@ -113,39 +113,51 @@ def whole_batch(kind: str) -> dict[str, Tensor]:
     return batch
 
 
-def test_gradients_equal_those_of_the_undivided_model() -> None:
-    cases = [(name, "plain", UNEVEN_2) for name in MODELS]
-    cases += [(name, kind, UNEVEN_2) for name in ("llama", "gpt-oss sinks") for kind in ("left", "right", "packed")]
-    cases += [("llama", "packed", ONE_GROUP_2), ("gemma3", "packed", ONE_GROUP_2), ("bert", "right", ONE_GROUP_2)]
-    run_ranks(_check_gradients, 2, cases)
+GRADIENT_CASES = [(name, "plain", UNEVEN_2) for name in MODELS]
+GRADIENT_CASES += [
+    (name, kind, UNEVEN_2) for name in ("llama", "gpt-oss sinks") for kind in ("left", "right", "packed")
+]
+GRADIENT_CASES += [
+    ("llama", "packed", ONE_GROUP_2),
+    ("gemma3", "packed", ONE_GROUP_2),
+    ("bert", "right", ONE_GROUP_2),
+]
 
 
-def _check_gradients(rank: int, cases: list[tuple[str, str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "schedule"),
+    GRADIENT_CASES,
+    ids=[f"{name}, {kind}{', one group' * (schedule is ONE_GROUP_2)}" for name, kind, schedule in GRADIENT_CASES],
+)
+def test_gradients_equal_those_of_the_undivided_model(name: str, kind: str, schedule: Any) -> None:
+    run_ranks(_check_gradients, 2, name, kind, schedule)
+
+
+def _check_gradients(rank: int, name: str, kind: str, schedule: Any) -> None:
     import ds_hetero
     from ds_hetero.schedule import Schedule
 
     handle = ds_hetero.register()
-    for name, kind, schedule in cases:
-        whole, batch = make(name).train(), whole_batch(kind)
-        loss = _loss_of(whole, batch)
-        loss.backward()
-        model = make(name).train()
-        heads = model.config.num_attention_heads
-        fitting = {**schedule, "num_kv_heads": getattr(model.config, "num_key_value_heads", None) or heads}
-        assert Schedule.from_dict(fitting).num_heads == heads
-        handle.convert(model, {"heterogeneity": {"schedule": fitting}}, {})
-        (shard,) = handle.dataloader([batch])
-        ours = handle.loss(model(**{**shard, "labels": shard["shift_labels"]}), shard)
-        ours.backward()
-        torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0, msg=lambda m, n=name, k=kind: f"{n} {k} loss: {m}")
-        for (parameter, expected), mine in zip(whole.named_parameters(), model.parameters(), strict=True):
-            if expected.grad is None:
-                assert mine.grad is None, f"{name} {kind} {parameter}"
-                continue
-            grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
-            dist.all_reduce(grad)
-            error = (grad / dist.get_world_size() - expected.grad).norm() / (expected.grad.norm() + 1e-4)
-            assert error < 1e-5, f"{name} {kind} {parameter} is off by {float(error):.1e}"
+    whole, batch = make(name).train(), whole_batch(kind)
+    loss = _loss_of(whole, batch)
+    loss.backward()
+    model = make(name).train()
+    heads = model.config.num_attention_heads
+    fitting = {**schedule, "num_kv_heads": getattr(model.config, "num_key_value_heads", None) or heads}
+    assert Schedule.from_dict(fitting).num_heads == heads
+    handle.convert(model, {"heterogeneity": {"schedule": fitting}}, {})
+    (shard,) = handle.dataloader([batch])
+    ours = handle.loss(model(**{**shard, "labels": shard["shift_labels"]}), shard)
+    ours.backward()
+    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
+    for (parameter, expected), own in zip(whole.named_parameters(), model.parameters(), strict=True):
+        if expected.grad is None:
+            assert own.grad is None, parameter
+            continue
+        grad = torch.zeros_like(own) if own.grad is None else own.grad
+        dist.all_reduce(grad)
+        error = (grad / dist.get_world_size() - expected.grad).norm() / (expected.grad.norm() + 1e-4)
+        assert error < 1e-5, f"{parameter} is off by {float(error):.1e}"
 
 
 def _loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -28,35 +28,40 @@ from tests.integration.tiny import (
 from tests.support import run_deepspeed
 
 STEPS = 5
-CASES_2 = [
-    (0, UNEVEN_2, {}),
-    (1, UNEVEN_2, {}),
-    (2, ONE_GROUP_2, {"reduce_scatter": False}),
-    (2, UNEVEN_2, {}),
-    (3, ONE_GROUP_2, {}),
-    (3, UNEVEN_2, {"reduce_scatter": False}),
-]
-CASES_4 = [(0, UNEVEN_4, {}), (1, UNEVEN_2, {}), (2, UNEVEN_4, {}), (3, UNEVEN_2, {}), (3, UNEVEN_4, {})]
+NO_SCATTER = {"reduce_scatter": False}
+# Ranks, ZeRO stage, schedule (of two ranks on four: two replicas), changes of "zero_optimization".
+CASES: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
+    "stage 0, 2 ranks": (2, 0, UNEVEN_2, {}),
+    "stage 1, 2 ranks": (2, 1, UNEVEN_2, {}),
+    "stage 2, 2 ranks": (2, 2, UNEVEN_2, {}),
+    "stage 2, one group, all-reduce": (2, 2, ONE_GROUP_2, NO_SCATTER),
+    "stage 3, one group": (2, 3, ONE_GROUP_2, {}),
+    "stage 3, 2 ranks, all-reduce": (2, 3, UNEVEN_2, NO_SCATTER),
+    "stage 0, 4 ranks": (4, 0, UNEVEN_4, {}),
+    "stage 1, two replicas": (4, 1, UNEVEN_2, {}),
+    "stage 2, 4 ranks": (4, 2, UNEVEN_4, {}),
+    "stage 3, two replicas": (4, 3, UNEVEN_2, {}),
+    "stage 3, 4 ranks": (4, 3, UNEVEN_4, {}),
+}
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES_2), (4, CASES_4)])
-def test_training_equals_one_process(world_size: int, cases: list[Any]) -> None:
-    run_deepspeed(_train_all, world_size, cases)
+@pytest.mark.parametrize(("world_size", "stage", "schedule", "zero"), CASES.values(), ids=CASES)
+def test_training_equals_one_process(world_size: int, stage: int, schedule: Any, zero: dict[str, Any]) -> None:
+    run_deepspeed(_train, world_size, stage, schedule, zero, "loss")
 
 
-def _train_all(rank: int, cases: list[Any]) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("schedule", [UNEVEN_2, UNEVEN_4], ids=["2 ranks", "4 ranks"])
+def test_training_with_the_documented_loss_equals_one_process(schedule: Any, stage: int) -> None:
+    run_deepspeed(_train, 2 if schedule is UNEVEN_2 else 4, stage, schedule, {}, "recipe")
+
+
+def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str) -> None:
+    import deepspeed
+
     import ds_hetero
 
     handle = ds_hetero.register()
-    for stage, schedule, zero in cases:
-        _train(handle, stage, schedule, zero, "loss")
-    for stage in (1, 3):
-        _train(handle, stage, cases[0][1], {}, "recipe")
-
-
-def _train(handle: Any, stage: int, schedule: Any, zero: dict[str, Any], how: str) -> None:
-    import deepspeed
-
     model = llama()
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds_config(stage, schedule, zero=zero))
     replica = handle.replica
@@ -77,7 +82,6 @@ def _train(handle: Any, stage: int, schedule: Any, zero: dict[str, Any], how: st
     if stage:  # DeepSpeed keeps no norm without ZeRO
         np.testing.assert_allclose(np.array(norms, dtype=float), expected_norms, rtol=1e-5)
     assert_same_parameters(parameters(model, stage), parameters(expected))
-    engine.destroy()
 
 
 def _recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -121,28 +121,43 @@ def _stock_runs(rank: int) -> None:
         deepspeed.initialize(model=three, config=ds_config(2, None), mpu=mpu)
 
 
-def test_an_error_of_one_rank_is_raised_on_every_rank() -> None:
-    found = run_deepspeed(_provoke, 2)
-    assert found[0] == found[1]
-    kinds = [kind for kind, _ in found[0]]
-    assert kinds == ["ConfigError"] * 5 + ["ScheduleError"] * 2 + ["ModelError"] * 3
-    expected = [
-        'on rank 1: "heterogeneity.layout": "zig"',
-        "heterogeneity by rank is",
+# Kind of the error, and a part of its message.
+ERRORS = {
+    "a value of one rank": ("ConfigError", 'on rank 1: "heterogeneity.layout": "zig"'),
+    "sections that differ": ("ConfigError", "heterogeneity by rank is"),
+    "two sizes": (
+        "ConfigError",
         "sequence-parallel size is given twice: sequence_parallel_size of ds_config=1, mesh_param of deepspeed",
-        '"tensor_parallel" and "heterogeneity" cannot be used together',
-        '"nowhere.json" is no file',
-        "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2",
-        "the schedule has 3 ranks, the job has 2",
+    ),
+    "tensor parallelism": ("ConfigError", '"tensor_parallel" and "heterogeneity" cannot be used together'),
+    "no file": ("ConfigError", '"nowhere.json" is no file'),
+    "another model": ("ScheduleError", "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2"),
+    "too many ranks": ("ScheduleError", "the schedule has 3 ranks, the job has 2"),
+    "dropout on one rank": (
+        "ModelError",
         "on rank 1: LlamaForCausalLM cannot be split over the sequence:\n  - attention_dropout=0.1",
-        "layers of type linear_attention",
-        "holds none. Give deepspeed.initialize the PreTrainedModel itself",
-    ]
-    for (_, message), part in zip(found[0], expected, strict=True):
-        assert part in message
+    ),
+    "linear attention": ("ModelError", "layers of type linear_attention"),
+    "no transformers model": ("ModelError", "holds none. Give deepspeed.initialize the PreTrainedModel itself"),
+}
 
 
-def _provoke(rank: int) -> list[tuple[str, str]]:
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, tuple[str, str]]]:
+    """Kind and message of every error, by rank."""
+    return run_deepspeed(_provoke, 2)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_one_rank_is_raised_on_every_rank(name: str, errors: list[dict[str, tuple[str, str]]]) -> None:
+    first, second = (by_name[name] for by_name in errors)
+    assert first == second
+    kind, message = first
+    assert kind == ERRORS[name][0]
+    assert ERRORS[name][1] in message
+
+
+def _provoke(rank: int) -> dict[str, tuple[str, str]]:
     import deepspeed
 
     import ds_hetero
@@ -165,12 +180,12 @@ def _provoke(rank: int) -> list[tuple[str, str]]:
         (linear, {"heterogeneity": section}, {}),
         (torch.nn.Linear(2, 2), {"heterogeneity": section}, {}),
     ]
-    said = []
-    for model, config, arguments in attempts:
+    errors = {}
+    for name, (model, config, arguments) in zip(ERRORS, attempts, strict=True):
         with pytest.raises(HeteroError) as caught:
             deepspeed.initialize(model=model, config={**ds_config(1, None), **config}, **arguments)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
+        errors[name] = type(caught.value).__name__, str(caught.value)
+    return errors
 
 
 def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:

@@ -77,30 +77,33 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {**made, **more}
 
 
-def test_a_plain_loop_equals_one_process() -> None:
-    expected = llama()
+@pytest.fixture(scope="module")
+def plain_loop_of_one_process() -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    """Losses, gradient norms and trained parameters."""
+    model = llama()
     rows = data()
     steps = [[collate(rows[i : i + GLOBAL_BATCH])] for i in range(0, NUM_SAMPLES, GLOBAL_BATCH)] * EPOCHS
-    losses, norms = train_on_one_process(expected, steps)
     assert len(steps) == 10
-    for results in run_deepspeed(_plain_loops, 4, [0, 1, 2, 3]):
-        for stage, (our_losses, our_norms, trained) in results.items():
-            np.testing.assert_allclose(our_losses, losses, rtol=1e-5, err_msg=f"stage {stage}")
-            if stage:
-                np.testing.assert_allclose(our_norms, norms, rtol=1e-5, err_msg=f"stage {stage}")
-            assert_same_parameters(trained, parameters(expected))
+    losses, norms = train_on_one_process(model, steps)
+    return losses, norms, parameters(model)
 
 
-def _plain_loops(rank: int, stages: list[int]) -> dict[int, Any]:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_loop_equals_one_process(stage: int, plain_loop_of_one_process: Any) -> None:
+    losses, norms, expected = plain_loop_of_one_process
+    for our_losses, our_norms, trained in run_deepspeed(_plain_loop, 4, stage):
+        np.testing.assert_allclose(our_losses, losses, rtol=1e-5)
+        if stage:
+            np.testing.assert_allclose(our_norms, norms, rtol=1e-5)
+        assert_same_parameters(trained, expected)
+
+
+def _plain_loop(rank: int, stage: int) -> Any:
+    import deepspeed
+
     import ds_hetero
 
     handle = ds_hetero.register()
-    return {stage: _plain_loop(rank, handle, stage) for stage in stages}
-
-
-def _plain_loop(rank: int, handle: Any, stage: int) -> Any:
-    import deepspeed
-
     model = llama()
     ds = config(stage)
     if stage == 1 and WEIGHTS_WORK:
@@ -125,9 +128,7 @@ def _plain_loop(rank: int, handle: Any, stage: int) -> Any:
             if i % MICRO_STEPS == MICRO_STEPS - 1:
                 norms.append(float(engine.get_global_grad_norm() or 0.0))
     assert engine.global_steps == 10 and engine.global_samples == 10 * GLOBAL_BATCH
-    trained = parameters(model, stage)
-    engine.destroy()
-    return np.reshape(losses, (-1, MICRO_STEPS)).mean(axis=1), norms, trained
+    return np.reshape(losses, (-1, MICRO_STEPS)).mean(axis=1), norms, parameters(model, stage)
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
@@ -173,18 +174,17 @@ def _refuse(rank: int) -> list[str]:
 # --- accelerate ---------------------------------------------------------------------------------------
 
 
-def test_an_accelerate_loop_equals_one_process() -> None:
-    one_process = [(None, False), (None, True)]  # stage; from a stream, whose length is not known
-    cases = [(0, False), (1, True), (2, False), (3, False)]
-    known = run_deepspeed(_accelerate_loops, 1, one_process, env={"ACCELERATE_USE_CPU": "true"})[0]
-    for results in run_deepspeed(_accelerate_loops, 4, cases, env={"ACCELERATE_USE_CPU": "false"}):
-        for (stage, stream), ours in zip(cases, results, strict=True):
-            expected = known[stream]
-            assert ours["rates"] == expected["rates"]
-            np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5, err_msg=f"stage {stage}")
-            if stage:
-                np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5, err_msg=f"stage {stage}")
-            assert_same_parameters(ours["parameters"], expected["parameters"])
+@pytest.mark.parametrize(
+    ("stage", "stream"), [(0, False), (1, True), (2, False), (3, False)], ids=["0", "1, a stream", "2", "3"]
+)
+def test_an_accelerate_loop_equals_one_process(stage: int, stream: bool) -> None:
+    (expected,) = run_deepspeed(_accelerate_loop, 1, None, stream, env={"ACCELERATE_USE_CPU": "true"})
+    for ours in run_deepspeed(_accelerate_loop, 4, stage, stream, env={"ACCELERATE_USE_CPU": "false"}):
+        assert ours["rates"] == expected["rates"]
+        np.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-5)
+        if stage:
+            np.testing.assert_allclose(ours["norms"], expected["norms"], rtol=1e-5)
+        assert_same_parameters(ours["parameters"], expected["parameters"])
 
 
 class Stream(IterableDataset[Any]):
@@ -194,20 +194,13 @@ class Stream(IterableDataset[Any]):
         return iter(data())
 
 
-def _accelerate_loops(rank: int, cases: list[tuple[int | None, bool]]) -> list[Any]:
-    return [_accelerate_loop(stage, stream) for stage, stream in cases]
-
-
-def _accelerate_loop(stage: int | None, stream: bool) -> dict[str, Any]:
-    """Shuffled, if it is no stream; ``stage`` None is one process without DeepSpeed."""
+def _accelerate_loop(rank: int, stage: int | None, stream: bool) -> dict[str, Any]:
+    """Shuffled, if it is no stream, whose length is not known; ``stage`` None is one process without DeepSpeed."""
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, set_seed
 
     import ds_hetero
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     options: dict[str, Any] = {"cpu": True}
     if stage is not None:
         handle = ds_hetero.register()
@@ -258,48 +251,50 @@ def _accelerate_loop(stage: int | None, stream: bool) -> dict[str, Any]:
 # --- the Trainer ----------------------------------------------------------------------------------------
 
 
-def test_the_trainer_equals_one_process() -> None:
-    options = {"eval_strategy": "epoch"}
-    (expected,) = one_process(_train, [None], options)
-    for results in ranks(_train, 4, [0, 1, 2, 3], options):
-        for stage, (logs, trained) in enumerate(results):
-            assert_same_logs(logs, expected[0], norm=stage > 0)
-            assert_same_parameters(trained, expected[1])
+@pytest.fixture(scope="module")
+def trainer_of_one_process() -> Any:
+    """Logs and trained parameters."""
+    return one_process(_train, None, {"eval_strategy": "epoch"})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_trainer_equals_one_process(stage: int, trainer_of_one_process: Any) -> None:
+    expected_logs, expected = trainer_of_one_process
+    for logs, trained in ranks(_train, 4, stage, {"eval_strategy": "epoch"}):
+        assert_same_logs(logs, expected_logs, norm=stage > 0)
+        assert_same_parameters(trained, expected)
 
 
 def test_the_trainer_resumes_with_other_replicas(tmp_path: Path) -> None:
     options = {"save_steps": 3, "max_steps": 7, "save_strategy": "steps"}
-    (expected,) = one_process(_train, [None], {**options, "output_dir": str(tmp_path / "one")})
+    expected, _ = one_process(_train, None, {**options, "output_dir": str(tmp_path / "one")})
     resume = f"{tmp_path}/ours/checkpoint-3"
     options["output_dir"] = str(tmp_path / "ours")
     ours = ranks(_train_twice, 4, options, resume)
     for whole, resumed in ours:
-        assert_same_logs(whole, expected[0])
-        assert_same_logs(resumed[3:-1], expected[0][3:-1])
+        assert_same_logs(whole, expected)
+        assert_same_logs(resumed[3:-1], expected[3:-1])
 
 
 def _train_twice(rank: int, options: dict[str, Any], checkpoint: str) -> list[Any]:
-    (whole, _), *_ = _train(rank, [2], options)
-    (resumed, _), *_ = _train(rank, [2], options, checkpoint, OTHER_REPLICAS)
+    whole, _ = _train(rank, 2, options)
+    resumed, _ = _train(rank, 2, options, checkpoint, OTHER_REPLICAS)
     return [whole, resumed]
 
 
 def _train(
-    rank: int, stages: list[int | None], options: dict[str, Any], checkpoint: str | None = None, replicas: Any = None
-) -> list[Any]:
+    rank: int, stage: int | None, options: dict[str, Any], checkpoint: str | None = None, replicas: Any = None
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Logs and trained parameters; ``stage`` None is one process without DeepSpeed."""
     import ds_hetero
 
-    if stages != [None]:
+    ds = None
+    if stage is not None:
         ds_hetero.register()
-    results = []
-    for stage in stages:
-        ds = None
-        if stage is not None:
-            ds = ds_config(stage, replicas or REPLICAS, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
-        trainer = make_trainer(
-            ds, 4, dataset=data(), per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
-        assert trainer.args.gradient_accumulation_steps == 2
-        results.append((logged(trainer), parameters(trainer.model, stage or 0)))
-    return results
+        ds = ds_config(stage, replicas or REPLICAS, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
+    trainer = make_trainer(
+        ds, 4, dataset=data(), per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.args.gradient_accumulation_steps == 2
+    return logged(trainer), parameters(trainer.model, stage or 0)

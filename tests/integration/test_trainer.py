@@ -5,6 +5,7 @@ Budget: 100 s.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -102,41 +103,47 @@ def ranks(fn: Any, world_size: int, *args: Any) -> list[Any]:
     return run_deepspeed(fn, world_size, *args, env={"ACCELERATE_USE_CPU": "false"})
 
 
-def _train(rank: int, stages: list[int | None], schedule: Any, options: dict[str, Any]) -> list[Any]:
+def _train(
+    rank: int, stage: int | None, schedule: Any, options: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Logs and trained parameters; ``stage`` None is one process without DeepSpeed."""
     import ds_hetero
 
-    if stages != [None]:
-        ds_hetero.register()
     sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
-    results = []
-    for stage in stages:
-        ds = None
-        if stage is not None:
-            micro = options["per_device_train_batch_size"]
-            steps = options["gradient_accumulation_steps"]
-            ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps)
-        trainer = make_trainer(ds, sp_size, **options)
-        trainer.train()
-        assert trainer.state.is_world_process_zero == (rank == 0)
-        results.append((logged(trainer), parameters(trainer.model, stage or 0)))
-    return results
+    ds = None
+    if stage is not None:
+        ds_hetero.register()
+        micro, steps = options["per_device_train_batch_size"], options["gradient_accumulation_steps"]
+        ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps)
+    trainer = make_trainer(ds, sp_size, **options)
+    trainer.train()
+    assert trainer.state.is_world_process_zero == (rank == 0)
+    return logged(trainer), parameters(trainer.model, stage or 0)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedule", "stages", "num_samples", "steps"),
-    [(2, UNEVEN_2, [0, 1, 2, 3], 11, 2), (4, UNEVEN_2, [3], 8, 1), (4, UNEVEN_4, [1], 5, 2)],
-    ids=["one replica", "two replicas", "a rank without tokens"],
-)
-def test_training_equals_one_process(
-    world_size: int, schedule: Any, stages: list[int], num_samples: int, steps: int
-) -> None:
+# Ranks, schedule, ZeRO stage, samples, gradient accumulation steps.
+CASES: dict[str, tuple[int, Any, int, int, int]] = {
+    **{f"one replica, stage {stage}": (2, UNEVEN_2, stage, 11, 2) for stage in range(4)},
+    "two replicas": (4, UNEVEN_2, 3, 8, 1),
+    "a rank without tokens": (4, UNEVEN_4, 1, 5, 2),
+}
+
+
+@functools.cache
+def _training_of_one_process(batch_size: int, num_samples: int, steps: int) -> Any:
+    """Logs and trained parameters."""
+    options = {"num_samples": num_samples, "gradient_accumulation_steps": steps, "eval_strategy": "epoch"}
+    return one_process(_train, None, UNEVEN_2, {**options, "per_device_train_batch_size": batch_size})
+
+
+@pytest.mark.parametrize(("world_size", "schedule", "stage", "num_samples", "steps"), CASES.values(), ids=CASES)
+def test_training_equals_one_process(world_size: int, schedule: Any, stage: int, num_samples: int, steps: int) -> None:
     options = {"num_samples": num_samples, "gradient_accumulation_steps": steps, "eval_strategy": "epoch"}
     batch_size = world_size // sum(len(group["ranks"]) for group in schedule["groups"])
-    expected = one_process(_train, [None], schedule, {**options, "per_device_train_batch_size": batch_size})[0]
-    for results in ranks(_train, world_size, stages, schedule, {**options, "per_device_train_batch_size": 1}):
-        for stage, (logs, trained) in zip(stages, results, strict=True):
-            assert_same_logs(logs, expected[0], norm=stage > 0)
-            assert_same_parameters(trained, expected[1])
+    expected_logs, expected = _training_of_one_process(batch_size, num_samples, steps)
+    for logs, trained in ranks(_train, world_size, stage, schedule, {**options, "per_device_train_batch_size": 1}):
+        assert_same_logs(logs, expected_logs, norm=stage > 0)
+        assert_same_parameters(trained, expected)
 
 
 def test_resume_under_another_schedule(tmp_path: Path) -> None:
@@ -202,17 +209,17 @@ def _train_sft(rank: int, schedule: Any) -> Any:
 def test_ranks_counted_by_accelerate_train_as_one_process() -> None:
     """As on GPUs, where accelerate would give every rank batches of its own."""
     options = {"num_samples": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
-    expected = one_process(_train, [None], UNEVEN_2, options)[0]
-    (results, _) = ranks(_train_with_counted_ranks, 2, options)
-    assert_same_logs(results[0][0], expected[0])
+    expected, _ = one_process(_train, None, UNEVEN_2, options)
+    (logs, _), _ = ranks(_train_with_counted_ranks, 2, options)
+    assert_same_logs(logs, expected)
 
 
-def _train_with_counted_ranks(rank: int, options: dict[str, Any]) -> list[Any]:
+def _train_with_counted_ranks(rank: int, options: dict[str, Any]) -> Any:
     from accelerate.state import PartialState
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert PartialState(backend="gloo").num_processes == 2
-    return _train(rank, [1], UNEVEN_2, {**options, "accelerator_config": {"use_configured_state": True}})
+    return _train(rank, 1, UNEVEN_2, {**options, "accelerator_config": {"use_configured_state": True}})
 
 
 def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:

@@ -108,54 +108,42 @@ BF16 = {"bf16": {"enabled": True}}
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 RANDOM = [0.3, 0.05, 7.0, 0.55]
 # Weights, stage, options.
-CASES = {
-    "fp32": [
-        ([4, 3, 2, 1], 1, {}),
-        ([4, 3, 2, 1], 2, {"accumulate": 2}),
-        ([1, 0, 1, 2], 1, {"accumulate": 2, "gradient_clipping": 0.0}),
-        ([1, 0, 1, 2], 2, {}),
-        ([1, 1, 1, 1], 2, {}),
-    ],
-    "communication": [
-        (RANDOM, 2, {"zero": {"overlap_comm": True, "reduce_bucket_size": 3000}}),
-        ([4, 3, 2, 1], 1, {"zero": {"overlap_comm": True, "reduce_scatter": False}}),
-        (RANDOM, 2, {"zero": {"reduce_scatter": False, "contiguous_gradients": False}}),
-        ([4, 3, 2, 1], 2, {"zero": {"use_multi_rank_bucket_allreduce": False}}),
-        ([4, 3, 2, 1], 2, {"zero": {"round_robin_gradients": True}}),
-    ],
-    "offload": [
-        (RANDOM, 1, {"zero": OFFLOAD, "accumulate": 2}),
-        ([0, 1, 2, 0], 2, {"zero": OFFLOAD, "accumulate": 2}),
-        ([4, 3, 2, 1], 2, {"zero": OFFLOAD | {"round_robin_gradients": True}}),
-    ],
-    "bf16": [
-        ([4, 3, 2, 1], 1, BF16),
-        (RANDOM, 2, BF16 | {"accumulate": 2}),
-        ([1, 0, 1, 2], 1, BF16 | IN_FP32 | {"accumulate": 3}),
-        ([4, 3, 2, 1], 2, BF16 | IN_FP32 | {"accumulate": 3}),
-    ],
+CASES: dict[str, tuple[list[float], int, dict[str, Any]]] = {
+    "stage 1": ([4, 3, 2, 1], 1, {}),
+    "stage 2, accumulation": ([4, 3, 2, 1], 2, {"accumulate": 2}),
+    "a weight of zero, no clipping": ([1, 0, 1, 2], 1, {"accumulate": 2, "gradient_clipping": 0.0}),
+    "a weight of zero": ([1, 0, 1, 2], 2, {}),
+    "equal weights": ([1, 1, 1, 1], 2, {}),
+    "overlap, small buckets": (RANDOM, 2, {"zero": {"overlap_comm": True, "reduce_bucket_size": 3000}}),
+    "overlap, all-reduce": ([4, 3, 2, 1], 1, {"zero": {"overlap_comm": True, "reduce_scatter": False}}),
+    "all-reduce, not contiguous": (RANDOM, 2, {"zero": {"reduce_scatter": False, "contiguous_gradients": False}}),
+    "a bucket per rank": ([4, 3, 2, 1], 2, {"zero": {"use_multi_rank_bucket_allreduce": False}}),
+    "round robin": ([4, 3, 2, 1], 2, {"zero": {"round_robin_gradients": True}}),
+    "offload, stage 1": (RANDOM, 1, {"zero": OFFLOAD, "accumulate": 2}),
+    "offload, weights of zero": ([0, 1, 2, 0], 2, {"zero": OFFLOAD, "accumulate": 2}),
+    "offload, round robin": ([4, 3, 2, 1], 2, {"zero": OFFLOAD | {"round_robin_gradients": True}}),
+    "bf16, stage 1": ([4, 3, 2, 1], 1, BF16),
+    "bf16, stage 2": (RANDOM, 2, BF16 | {"accumulate": 2}),
+    "bf16, summed in fp32, stage 1": ([1, 0, 1, 2], 1, BF16 | IN_FP32 | {"accumulate": 3}),
+    "bf16, summed in fp32, stage 2": ([4, 3, 2, 1], 2, BF16 | IN_FP32 | {"accumulate": 3}),
 }
 
 
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
-def test_training_equals_equal_partitions(cases: list[Any]) -> None:
-    for of_rank, (weights, _, _) in zip(zip(*run_deepspeed(_compare, 4, cases), strict=True), cases, strict=True):
-        assert_owned_by_weight(of_rank, weights)
+@pytest.mark.parametrize(("weights", "stage", "options"), CASES.values(), ids=CASES)
+def test_training_equals_equal_partitions(weights: list[float], stage: int, options: dict[str, Any]) -> None:
+    assert_owned_by_weight(run_deepspeed(_compare, 4, weights, stage, options), weights)
 
 
-def _compare(rank: int, cases: list[Any]) -> list[list[int]]:
+def _compare(rank: int, weights: list[float], stage: int, options: dict[str, Any]) -> list[int]:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    owned = []
-    for weights, stage, options in cases:
-        # Under round_robin_gradients, which changes only who owns what, stock reads its fp32 parameters wrongly.
-        zero = {name: value for name, value in options.get("zero", {}).items() if name != "round_robin_gradients"}
-        stock = train("stock", stage, **{**options, "zero": zero})
-        ours = train(weights, stage, **options)
-        assert_same(ours, stock)
-        owned.append(ours["owned"])
-    return owned
+    # Under round_robin_gradients, which changes only who owns what, stock reads its fp32 parameters wrongly.
+    zero = {name: value for name, value in options.get("zero", {}).items() if name != "round_robin_gradients"}
+    stock = train("stock", stage, **{**options, "zero": zero})
+    ours = train(weights, stage, **options)
+    assert_same(ours, stock)
+    return ours["owned"]
 
 
 def assert_owned_by_weight(of_rank: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
@@ -167,7 +155,7 @@ def assert_owned_by_weight(of_rank: Sequence[Sequence[int]], weights: Sequence[f
 
 
 def test_parameters_stay_aligned_for_kernels() -> None:
-    run_deepspeed(_compare, 2, [([3, 1], 2, {"zero": {"parameter_alignment": True, "round_robin_gradients": True}})])
+    run_deepspeed(_compare, 2, [3, 1], 2, {"zero": {"parameter_alignment": True, "round_robin_gradients": True}})
 
 
 def test_impossible_combinations_are_refused() -> None:

@@ -31,18 +31,19 @@ ONE_EACH = {
 CPU = {"device": "cpu"}
 SMALL = {"reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 2000, "sub_group_size": 1500}
 # Weights, and what differs from the plain run.
-CASES_2 = [
-    ((3, 1), {}),
-    ((1, 4), {"zero": {"offload_optimizer": CPU, "offload_param": CPU}, "gradient_clipping": 0.1}),
-    ((0.37, 1.61), {"zero": {**SMALL, "overlap_comm": False, "contiguous_gradients": False}}),
-    ((3, 1), {"zero": {"reduce_scatter": False, "stage3_allgather_sequential": True}}),
-    ((3, 1), {"bf16": {"enabled": True}}),
-]
-CASES_4 = [
-    ((4, 3, 2, 1), {"zero": SMALL}),
-    ((1, 1, 1, 3), {"gradient_accumulation_steps": 2, "zero": {"offload_optimizer": CPU}}),
-    ((0.31, 1.87, 0.52, 1.14), {"zero": {"stage3_param_persistence_threshold": 1100, "reduce_scatter": False}}),
-]
+CASES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "2 ranks": ((3, 1), {}),
+    "offload": ((1, 4), {"zero": {"offload_optimizer": CPU, "offload_param": CPU}, "gradient_clipping": 0.1}),
+    "no overlap": ((0.37, 1.61), {"zero": {**SMALL, "overlap_comm": False, "contiguous_gradients": False}}),
+    "sequential": ((3, 1), {"zero": {"reduce_scatter": False, "stage3_allgather_sequential": True}}),
+    "bf16": ((3, 1), {"bf16": {"enabled": True}}),
+    "4 ranks": ((4, 3, 2, 1), {"zero": SMALL}),
+    "accumulation": ((1, 1, 1, 3), {"gradient_accumulation_steps": 2, "zero": {"offload_optimizer": CPU}}),
+    "persistent": (
+        (0.31, 1.87, 0.52, 1.14),
+        {"zero": {"stage3_param_persistence_threshold": 1100, "reduce_scatter": False}},
+    ),
+}
 
 
 def start(weights: Any, schedule: Any = ONE_EACH, model: Any = None, **more: Any) -> tuple[Any, Any]:
@@ -92,25 +93,24 @@ def states(engine: Any) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES_2), (4, CASES_4)])
-def test_training_equals_that_of_equal_shards(world_size: int, cases: list[Any]) -> None:
-    run_deepspeed(_train_all, world_size, cases)
+@pytest.mark.parametrize(("weights", "more"), CASES.values(), ids=CASES)
+def test_training_equals_that_of_equal_shards(weights: tuple[float, ...], more: dict[str, Any]) -> None:
+    run_deepspeed(_train_both, len(weights), weights, more)
 
 
-def _train_all(rank: int, cases: list[Any]) -> None:
-    for weights, more in cases:
-        whole = batches(STEPS * len(weights))[rank :: len(weights)]
-        results = []
-        for of_ranks in (None, weights):
-            handle, engine = start(of_ranks, **more)
-            results.append((*train(handle, engine, whole), states(engine)))
-            if of_ranks:
-                _check_shares(engine, rank, weights)
-            engine.destroy()
-        (losses, norms, expected), (our_losses, our_norms, ours) = results
-        np.testing.assert_allclose(our_losses, losses, rtol=1e-6)
-        np.testing.assert_allclose(our_norms, norms, rtol=1e-6)
-        assert_same_parameters(ours, expected, rtol=2e-6)
+def _train_both(rank: int, weights: tuple[float, ...], more: dict[str, Any]) -> None:
+    whole = batches(STEPS * len(weights))[rank :: len(weights)]
+    results = []
+    for of_ranks in (None, weights):
+        handle, engine = start(of_ranks, **more)
+        results.append((*train(handle, engine, whole), states(engine)))
+        if of_ranks:
+            _check_shares(engine, rank, weights)
+        engine.destroy()
+    (losses, norms, expected), (our_losses, our_norms, ours) = results
+    np.testing.assert_allclose(our_losses, losses, rtol=1e-6)
+    np.testing.assert_allclose(our_norms, norms, rtol=1e-6)
+    assert_same_parameters(ours, expected, rtol=2e-6)
 
 
 def _check_shares(engine: Any, rank: int, weights: Any) -> None:
