@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measure.machine import describe_machine
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.baselines import ring
 from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
 from ds_hetero.runtime.attention.kernels import (
@@ -93,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     tables = measure(device, torch.bfloat16, Sizes(), begin + options.budget_s)
     result = {
-        "command": " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **header(" ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])),
         "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda},
         "seconds": round(time.perf_counter() - begin, 1),
         "tables": tables,

@@ -38,9 +38,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.emulation.network import emulate
 from benchmarks.emulation.relay import DEVICE
-from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.ranks import Report, run
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.measure.statistics import compare
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
@@ -80,8 +79,7 @@ def main() -> int:
             jobs[-1] |= _summary(by_rank)
             progress.update(task, completed=args.pairs + 2)
     result = {
-        "command": " ".join(["python -m benchmarks.gradient_sync", *sys.argv[1:]]),
-        "machine": describe_machine(),
+        **header(" ".join(["python -m benchmarks.gradient_sync", *sys.argv[1:]])),
         "settings": {name: getattr(args, name) for name in ("link", "hidden", "layers", "tokens", "pairs")},
         "jobs": jobs,
     }

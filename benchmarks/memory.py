@@ -34,9 +34,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure.contenders import CONTESTS, Layer, Shape, make_contender
-from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.ranks import LOOPBACK, Report, run
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 
 RESULT = FOLDER / "memory.json"
 _REPEATS = 5
@@ -63,8 +62,7 @@ def main() -> int:
                 row |= {f"{who}_{kind}": max(of_rank[name][kind] for of_rank in measured) for kind in _KINDS}
             rows.append(row)
     result = {
-        "command": " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
-        "machine": describe_machine(),
+        **header(" ".join(["python -m benchmarks.memory", *sys.argv[1:]])),
         "rows": rows,
     }
     write(result, args.output)

@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.random_clusters import Case, random_cases
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.reproduce.hexiseq_algorithm import algorithm_1
 from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
 from ds_hetero.cluster import Cluster, cluster_from_dict
@@ -51,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     name = f"planner_{options.what}"
     outcome: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.planner", *(arguments or sys.argv[1:])]),
-        "machine": describe_machine(),
+        **header(" ".join(["python -m benchmarks.planner", *(arguments or sys.argv[1:])])),
     }
     progress = Console(stderr=True)
     if options.what == "growth":

@@ -30,8 +30,7 @@ from benchmarks.emulation.network import EmulationError, Network, emulate
 from benchmarks.measure import ranks
 from benchmarks.measure.comparison import LAYER, STEP, Plan, measure
 from benchmarks.measure.contenders import CONTESTS, Shape
-from benchmarks.measure.machine import describe_machine
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.measure.statistics import compare
 
 LINKS = ("loopback", "1gbit")
@@ -48,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin = time.perf_counter()
     plans = [(link, plan) for link in options.links for plan in _plans(options)]
     result: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.versus_stock", *(sys.argv[1:] if arguments is None else arguments)]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": describe_machine(),
+        **header(" ".join(["python -m benchmarks.versus_stock", *(sys.argv[1:] if arguments is None else arguments)])),
         "shape": asdict(Shape()),
         "links": [],
         "cases": [],

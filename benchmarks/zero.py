@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.ranks import LOOPBACK, Report, run
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.measure.statistics import compare
 from benchmarks.measure.turns import alternate
 
@@ -62,9 +60,7 @@ def main() -> int:
                 against_stock = asdict(compare(seconds["stock"], seconds[name]))
                 rows.append({"stage": stage, "ours": name, "foreign_cores": outcome["foreign_cores"], **against_stock})
     result = {
-        "command": " ".join(["python -m benchmarks.zero", *sys.argv[1:]]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": describe_machine(),
+        **header(" ".join(["python -m benchmarks.zero", *sys.argv[1:]])),
         "ranks": args.ranks,
         "tokens": _TOKENS,
         "rows": rows,
@@ -104,7 +100,7 @@ def _measure(rank: int, report: Report, stage: int, budget_s: float) -> dict[str
     unequal = [3.0] + [1.0] * (dist.get_world_size() - 1)
     kinds: dict[str, Any] = {"stock": None, EQUAL: "uniform", UNEQUAL: unequal}
     steps = {name: _step(stage, partition) for name, partition in kinds.items()}
-    return alternate(steps, budget_s, _MIN_PAIRS, report, [])
+    return asdict(alternate(steps, budget_s, _MIN_PAIRS, report, []))
 
 
 def _step(stage: int, partition: Any) -> Callable[[], object]:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.lab import results
 from benchmarks.lab.tables import TABLES
-from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.results import FOLDER, header, progress, write
 
 __all__ = ["main"]
 
@@ -25,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = TABLES[options.table]
     console = Console(stderr=True)
     begin = time.perf_counter()
-    result = results.header(" ".join(["python -m benchmarks.lab", *words]))
-    with results.progress(console) as report:
+    result = {**header(" ".join(["python -m benchmarks.lab", *words])), "emulated": True}
+    with progress(console) as report:
         result |= table.run(options, report)
     result["seconds"] = round(time.perf_counter() - begin, 1)
     output = options.output or FOLDER / f"lab_{options.table}{'_quick' if options.quick else ''}.json"

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
-from benchmarks.lab.turns import take_turns
 from benchmarks.measure.comparison import sent_by_device
 from benchmarks.measure.contenders import Contender, Shape, make_contender, make_engine
 from benchmarks.measure.traffic import Traffic
+from benchmarks.measure.turns import take_turns
 from ds_hetero.planner import strategy
 
 __all__ = ["CONTENDERS", "GrowthPlan", "grown", "measure", "summarize"]
@@ -77,7 +77,7 @@ def measure(lab: RankLab, plan: GrowthPlan) -> dict[str, Any]:
                 layer()
             dist.barrier()
             traffic[name] = {"payload_bytes": sum(counted.sent_bytes.values()), "node_bytes": sent_by_device() - before}
-        turns = take_turns(lab, layers, plan.max_rounds, plan.budget_s)
+        turns = take_turns(layers, plan.max_rounds, plan.budget_s, lab.own_pids)
         found["cases"].append({"tokens": tokens, "traffic": traffic, **asdict(turns)})
     return found
 

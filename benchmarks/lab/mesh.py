@@ -26,8 +26,8 @@ import torch.distributed as dist
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.ring import bound_action
-from benchmarks.lab.turns import take_turns
 from benchmarks.measure.contenders import Shape, make_contender, make_engine
+from benchmarks.measure.turns import take_turns
 from ds_hetero.baselines import ring, usp
 from ds_hetero.cost.model import CostModel
 from ds_hetero.planner import strategy
@@ -90,7 +90,7 @@ def measure(lab: RankLab, plan: MeshPlan) -> dict[str, Any]:
         cost = cost_model(cluster, plan.shape, case.tokens)
         schedules = {name: _schedule(name, cost, speeds) for name in case.contenders if name not in _PEERS}
         actions = (layers if case.scope == LAYER else steps).actions(case, schedules)
-        turns = take_turns(lab, actions, plan.max_rounds, plan.budget_s)
+        turns = take_turns(actions, plan.max_rounds, plan.budget_s, lab.own_pids)
         found["cases"].append(
             asdict(case) | asdict(turns) | {"schedules": {name: s.to_dict() for name, s in schedules.items()}}
         )

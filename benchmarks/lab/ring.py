@@ -26,8 +26,8 @@ import torch.distributed as dist
 from benchmarks.emulation.cluster import pair
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import cost_model, measure_table, profile_ranks, scaled
-from benchmarks.lab.turns import take_turns
 from benchmarks.measure.contenders import Layer, Shape, make_engine
+from benchmarks.measure.turns import take_turns
 from ds_hetero.planner import strategy
 from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores, select
 
@@ -100,7 +100,7 @@ def measure(lab: RankLab, plan: RingPlan) -> dict[str, Any]:
             for scope in scopes:
                 actions = {name: _action(layer, scope) for name, layer in layers.items()}
                 actions[_ALONE] = bound_action(plan.shape, tokens, scope == STEP)
-                turns = take_turns(lab, actions, max_rounds, plan.budget_s)
+                turns = take_turns(actions, max_rounds, plan.budget_s, lab.own_pids)
                 found["cases"].append(
                     {
                         "slow_fraction": fraction,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def measure(rank: int, report: Report, plan: Plan, own_pids: Sequence[int]) -> d
                 own_pids,
             )
         )
-    return {"cases": outcomes, "traffic": traffic}
+    return {"cases": [asdict(turns) for turns in outcomes], "traffic": traffic}
 
 
 def _bound(step: Callable[[int], float], tokens: int) -> Callable[[], float]:

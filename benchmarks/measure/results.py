@@ -1,17 +1,40 @@
-"""Where the commands leave what they have found."""
+"""Result files: what each begins with and where it lies; and the bar that says how far a command is."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "write"]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.ranks import Report
+
+__all__ = ["FOLDER", "header", "progress", "write"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
-def write(outcome: dict[str, Any], path: Path) -> None:
-    """As JSON, in a folder that is made if need be."""
+def header(command: str) -> dict[str, Any]:
+    """What every result begins with: the command that made it, the time, and the machine."""
+    return {"command": command, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": describe_machine()}
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Report]:
+    """Show a bar; the function that it yields takes the share that is done, and what is being done."""
+    columns = (TextColumn("{task.description:48}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting ranks", total=1.0)
+        yield lambda done, now: bar.update(task, completed=done, description=now)
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write ``result`` as JSON into a folder that is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(outcome, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")

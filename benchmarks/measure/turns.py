@@ -1,11 +1,18 @@
-"""Two things measured by turns in the same processes, so that whatever happens to the machine happens to both."""
+"""Contenders by turns in the same processes, so that whatever happens to the machine happens to all of them.
+
+Every run starts at a barrier, and its time is that of the slowest rank. Every second round runs the other way round.
+Two callers need it differently: `alternate` warms up and then makes a number of rounds that it has settled before;
+`take_turns` makes rounds while its budget lasts, of contenders that were warm before.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,27 +21,37 @@ import torch.distributed as dist
 from benchmarks.measure.machine import cpu_s_of, machine_busy_s
 from benchmarks.measure.ranks import Report
 
-__all__ = ["Outcome", "alternate", "number_of_pairs", "timed_run"]
+__all__ = ["Turns", "alternate", "number_of_pairs", "take_turns", "timed_run"]
 
 _WARM_UPS = 2  # pages, caches, connections; and the plans that ours keeps by batch layout
 _MAX_PAIRS = 101
 
-Outcome = dict[str, Any]
-"""``{"seconds": {name: [one per pair]}, "foreign_cores": cores that others used meanwhile}``"""
+Actions = Mapping[str, Callable[[], object]]
 
 
-def alternate(
-    actions: Mapping[str, Callable[[], object]],
-    budget_s: float,
-    min_pairs: int,
-    report: Report,
-    own_pids: Sequence[int],
-) -> Outcome:
-    """Run the actions in turns, every second round the other way round, for about ``budget_s``.
-
-    Every run starts at a barrier, and its time is that of the slowest rank.
+@dataclass
+class Turns:
+    """What the rounds came to.
 
     Args:
+        seconds: of the slowest rank, by contender and round.
+        foreign_cores: cores that other processes of the machine used meanwhile.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    foreign_cores: float = 0.0
+
+    def spread(self, name: str) -> float:
+        """Return largest over smallest time of a contender, minus one."""
+        return max(self.seconds[name]) / min(self.seconds[name]) - 1
+
+
+def alternate(actions: Actions, budget_s: float, min_pairs: int, report: Report, own_pids: Sequence[int]) -> Turns:
+    """Warm up, then run the actions in rounds for about ``budget_s``.
+
+    Args:
+        actions: by contender.
+        budget_s: seconds for all rounds, warming up included.
         min_pairs: rounds, however long they take.
         report: takes the share that is done, 0 to 1.
         own_pids: processes besides the ranks that work for the measurement.
@@ -48,17 +65,36 @@ def alternate(
     for done in range(_WARM_UPS):
         report(done / (_WARM_UPS + min_pairs), "warming up")
         warm_up.append([timed_run(action) for action in actions.values()])
-    pairs = _agreed(number_of_pairs(sum(warm_up[-1]), budget_s - (time.perf_counter() - begin), min_pairs))
-    pids = _all_pids(own_pids)
-    busy_s, own_s, begin = machine_busy_s(), cpu_s_of(pids), time.perf_counter()
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for pair in range(pairs):
-        report((_WARM_UPS + pair) / (_WARM_UPS + pairs), f"pair {pair + 1} of {pairs}")
-        for name in list(actions) if pair % 2 else reversed(list(actions)):
-            times[name].append(timed_run(actions[name]))
-    busy_s, own_s = machine_busy_s() - busy_s, cpu_s_of(pids) - own_s
-    foreign_cores = max(0.0, busy_s - own_s) / (time.perf_counter() - begin)
-    return {"seconds": {name: _slowest(values) for name, values in times.items()}, "foreign_cores": foreign_cores}
+    left_s = budget_s - (time.perf_counter() - begin)
+    pairs = _of_rank_0(number_of_pairs(sum(warm_up[-1]), left_s, min_pairs))
+    with _measured(actions, own_pids) as turns:
+        for pair in range(pairs):
+            report((_WARM_UPS + pair) / (_WARM_UPS + pairs), f"pair {pair + 1} of {pairs}")
+            _run_round(actions, turns, backwards=pair % 2 == 0)
+    return turns
+
+
+def take_turns(actions: Actions, max_rounds: int, budget_s: float, own_pids: Sequence[int]) -> Turns:
+    """Run the actions in rounds while ``budget_s`` lasts.
+
+    A round that would not fit into what is left of the budget is not begun, the first one excepted.
+
+    Args:
+        actions: by contender; what needs warming up has been run before.
+        max_rounds: no more rounds than these.
+        budget_s: seconds for all rounds.
+        own_pids: processes besides the ranks that work for the measurement.
+
+    Caller: every rank.
+    """
+    with _measured(actions, own_pids) as turns:
+        begin = time.perf_counter()
+        for done in range(max_rounds):
+            used_s = time.perf_counter() - begin
+            if done and not _of_rank_0(int(used_s * (1 + 1 / done) <= budget_s)):
+                break
+            _run_round(actions, turns, backwards=done % 2 == 1)
+    return turns
 
 
 def number_of_pairs(pair_s: float, left_s: float, min_pairs: int) -> int:
@@ -75,17 +111,30 @@ def timed_run(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _agreed(number: int) -> int:
-    """Rank 0's."""
+def _run_round(actions: Actions, turns: Turns, *, backwards: bool) -> None:
+    for name in reversed(list(actions)) if backwards else list(actions):
+        turns.seconds[name].append(timed_run(actions[name]))
+
+
+@contextmanager
+def _measured(actions: Actions, own_pids: Sequence[int]) -> Iterator[Turns]:
+    """Yield turns without a run; at the end keep the slowest rank's times, and count what others used meanwhile."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    pids += own_pids
+    turns = Turns({name: [] for name in actions})
+    busy_s, own_s, begin = machine_busy_s(), cpu_s_of(pids), time.perf_counter()
+    yield turns
+    foreign_s = machine_busy_s() - busy_s - (cpu_s_of(pids) - own_s)
+    turns.foreign_cores = max(0.0, foreign_s / (time.perf_counter() - begin))
+    turns.seconds = {name: _slowest(values) for name, values in turns.seconds.items()}
+
+
+def _of_rank_0(number: int) -> int:
+    """Return rank 0's number on every rank."""
     box = torch.tensor(number)
     dist.broadcast(box, src=0)
     return int(box)
-
-
-def _all_pids(own_pids: Sequence[int]) -> list[int]:
-    pids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    return [*pids, *own_pids]
 
 
 def _slowest(seconds: list[float]) -> list[float]:
