@@ -62,6 +62,7 @@ def test_prefill_equals_that_of_one_process():
     assert _run(4, str(EXAMPLES / "prefill.py"), "--tokens", "256") == []
 
 
+@pytest.mark.slow  # DeepSpeed's launcher starts five processes from nothing, and steps take emulated time
 def test_quickstart_under_the_launcher(tmp_path):
     reference = tmp_path / "reference.json"
     options = ["--steps", "2", "--min-tokens", "256", "--max-tokens", "512", "--reference", str(reference)]
