@@ -36,8 +36,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch.utils.cpp_extension import get_default_build_root
+
 from benchmarks.emulation.cluster import EmulatedCluster, read_cluster
 from benchmarks.emulation.emulator import NETWORK_METHODS, Emulation, emulate
+from benchmarks.emulation.extension_locks import remove_abandoned_locks
 from benchmarks.emulation.mps import active_share, mps
 from benchmarks.emulation.throttle import METHODS
 
@@ -58,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = _parser().parse_args(arguments)
     cluster = read_cluster(options.cluster)
+    for lock in remove_abandoned_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())):
+        print(f"removed {lock}: a rank was killed there, and DeepSpeed would wait for it without end", file=sys.stderr)
     with emulate(cluster, speed_methods=options.speed, network_methods=options.network) as emulated:
         print(f"emulated links: {emulated.settings.network}", file=sys.stderr)
         with mps() as (clients, said):

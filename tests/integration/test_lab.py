@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.emulation.cluster import read_cluster
+from benchmarks.emulation.extension_locks import remove_abandoned_locks
 from benchmarks.emulation.throttle import CountedTime
 from benchmarks.lab import launch
 from benchmarks.lab.mesh import summarize as summarize_mesh
@@ -95,6 +96,15 @@ def test_a_command_runs_once_per_node_and_knows_its_ranks(tmp_path):
     note = ["sh", "-c", f'echo "rank=$RANK" > {tmp_path}/{{ranks}}']
     assert launch.main([str(tmp_path / "cluster.yaml"), "--", *note]) == 0
     assert [(tmp_path / count).read_text() for count in "21"] == ["rank=\n", "rank=\n"]
+
+
+def test_only_locks_that_nobody_holds_are_removed(tmp_path):
+    for name in ("held", "abandoned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    with open(tmp_path / "held" / "lock"):
+        assert remove_abandoned_locks(tmp_path) == [tmp_path / "abandoned" / "lock"]
+    assert (tmp_path / "held" / "lock").exists() and not (tmp_path / "abandoned" / "lock").exists()
 
 
 def test_the_report_has_every_result(tmp_path):
