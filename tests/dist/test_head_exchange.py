@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.placement import stream_placement
