@@ -8,7 +8,8 @@
     memory       parameters, fp32 gradient sums and owned optimizer state of the slice; what micro-batches in flight
                  keep; the working set of one layer; buffers of hops; logits on the last stage
 
-Dimension key: N nodes, P pipelines, L layers.
+Dimension key: N nodes, Q places of nodes in the network, J stages of all pipelines, L layers with the embedding before
+and the head after them.
 """
 
 from __future__ import annotations
@@ -75,8 +76,11 @@ class CalibratedStageCosts:
         self.sequence_schedule = cache(self._sequence_schedule)
         self._hop = cache(self._hop_uncached)
         self._held = cache(self._held_uncached)
-        self._s_per_byte_NN = cluster.node_p2p_s_per_byte
+        self._inner_s_per_byte_N = cluster.node_p2p_s_per_byte.diagonal()
         self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s
+        table = model.vocab_size * model.hidden_size
+        layers = [model.layer_parameters] * model.num_layers
+        self._parameters_L = np.array([table, *layers, table + model.hidden_size], dtype=np.float64)
 
     # --- stages
 
@@ -255,58 +259,60 @@ class CalibratedStageCosts:
         at the node's NIC. Embedding and head are layers of their own.
         """
         held = [self._held(pipeline.blocks, pipeline.layers) for pipeline in pipelines]
-        node_PL = np.stack([each.node_L for each in held])
-        copies_PL = np.stack([each.copies_L for each in held])
-        bytes_PL = np.stack([each.bytes_L for each in held])
-        num_nodes, num_layers = len(self.cluster.nodes), node_PL.shape[1]
-        count_NL = np.zeros((num_nodes, num_layers))
-        layer_PL = np.broadcast_to(np.arange(num_layers), node_PL.shape)
-        np.add.at(count_NL, (node_PL, layer_PL), copies_PL)
+        node_J, start_J, stop_J = np.concatenate([each.place_3J for each in held], axis=1)
+        cut_J, copies_J, ranks_J, memory_s_J = np.concatenate([each.numbers_4J for each in held], axis=1)
+        num_nodes, num_layers = len(self.cluster.nodes), self.model.num_layers + 2
+        change_NL = np.zeros((num_nodes, num_layers + 1))
+        np.add.at(change_NL, (node_J, start_J), copies_J)
+        np.add.at(change_NL, (node_J, stop_J), -copies_J)
+        count_NL = change_NL.cumsum(axis=1)[:, :num_layers]
         total_L = count_NL.sum(axis=0)
-        part_PL = 2 * bytes_PL / total_L
-        inside_PL = count_NL[node_PL, layer_PL]
-        inner_s_PL = part_PL * (inside_PL - 1) * self._s_per_byte_NN.diagonal()[node_PL]
-        outside_NN = self._s_per_byte_NN.copy()
-        np.fill_diagonal(outside_NN, 0.0)
-        outer_s_PL = part_PL * (outside_NN @ count_NL)[node_PL, layer_PL]
-        starts = [each.starts for each in held]
-        worst = 0.0
-        for seconds_PL in (inner_s_PL, outer_s_PL):
-            worst = max(worst, *(np.add.reduceat(row, at).max() for row, at in zip(seconds_PL, starts, strict=True)))
-        if np.isfinite(self.cluster.nic_bytes_per_s).any():
-            ranks_PL = np.stack([each.ranks_L for each in held])
-            leaving_N = np.zeros(num_nodes)
-            np.add.at(leaving_N, node_PL, ranks_PL * part_PL * (total_L - inside_PL))
-            worst = max(worst, float((leaving_N * self._nic_s_per_byte_N).max()))
-        return float(worst) + self._update_s(held, total_L)
+        part_L = 2 * self._parameters_L * self.workload.element_bytes / total_L
 
-    def _update_s(self, held: Sequence[_Held], total_L: Floats) -> float:
-        """Adam reads and writes master weight and moments, reads the gradient and writes the parameter."""
+        def of_stages(per_layer_NL: Floats) -> Floats:
+            """Sum of ``part_L * per_layer_NL`` over the layers of every stage, for what one of its ranks holds."""
+            sums_NL = np.zeros((len(per_layer_NL), num_layers + 1))
+            (part_L * per_layer_NL).cumsum(axis=1, out=sums_NL[:, 1:])
+            node = node_J if len(per_layer_NL) > 1 else np.zeros_like(node_J)
+            return np.asarray((sums_NL[node, stop_J] - sums_NL[node, start_J]) / cut_J)
+
+        inner_NL = (count_NL - 1) * self._inner_s_per_byte_N[:, None]
+        worst = max(of_stages(inner_NL).max(), of_stages(self._outer_s_per_byte(count_NL)).max())
+        if np.isfinite(self.cluster.nic_bytes_per_s).any():
+            leaving_N = np.zeros(num_nodes)
+            np.add.at(leaving_N, node_J, ranks_J * of_stages(total_L - count_NL))
+            worst = max(worst, (leaving_N * self._nic_s_per_byte_N).max())
         work = self.workload
         per_parameter = 2 * work.optimizer_bytes + GRADIENT_SUM_BYTES + work.element_bytes
-        owned = [np.add.reduceat(each.bytes_L / total_L, each.starts) / work.element_bytes for each in held]
-        return max(
-            float((share * per_parameter * each.memory_s).max()) for share, each in zip(owned, held, strict=True)
-        )
+        owned_J = of_stages(np.ones((1, num_layers))) / (2 * work.element_bytes)
+        return float(worst) + float((owned_J * per_parameter * memory_s_J).max())
+
+    def _outer_s_per_byte(self, count_NL: Floats) -> Floats:
+        """Seconds that a rank of every node takes for one byte to all holders on other nodes, ``[N, L]``."""
+        place_N = self.cluster.place
+        s_per_byte_QQ = self.cluster.node_p2p_s_per_byte[self.cluster.place_nodes]
+        count_QL = np.zeros((len(s_per_byte_QQ), count_NL.shape[1]))
+        np.add.at(count_QL, place_N, count_NL)
+        everywhere_QL = np.einsum("pq,ql->pl", s_per_byte_QQ, count_QL)  # too small for a BLAS with threads
+        return np.asarray(everywhere_QL[place_N] - s_per_byte_QQ.diagonal()[place_N][:, None] * count_NL)
 
     def _held_uncached(self, blocks: tuple[Block, ...], layers: tuple[int, ...]) -> _Held:
-        """What a rank of every stage holds, by layer; the embedding comes before the first, the head after the last."""
-        model, element = self.model, self.workload.element_bytes
-        table = model.vocab_size * model.hidden_size
-        parameters_L = np.array([table, *[model.layer_parameters] * model.num_layers, table + model.hidden_size])
-        repeats = list(layers)
-        repeats[0] += 1
-        repeats[-1] += 1
+        """Stages as intervals of layers, the embedding before the first layer and the head after the last."""
+        stops = np.cumsum(layers) + 1
+        starts = np.concatenate([[0], stops[:-1]])
+        stops[-1] += 1
         sequence = [block.inner == "sequence" for block in blocks]
-        cut = [1 if whole else block.size for whole, block in zip(sequence, blocks, strict=True)]
-        copies = [block.size if whole else 1 for whole, block in zip(sequence, blocks, strict=True)]
         return _Held(
-            node_L=np.repeat([block.node for block in blocks], repeats),
-            copies_L=np.repeat(np.array(copies, dtype=np.float64), repeats),
-            ranks_L=np.repeat([float(block.size) for block in blocks], repeats),
-            bytes_L=parameters_L * element / np.repeat(cut, repeats),
-            starts=np.concatenate([[0], np.cumsum(repeats)[:-1]]),
-            memory_s=np.array([self._memory_s_per_byte(block.kind) for block in blocks]),
+            place_3J=np.array([[block.node for block in blocks], starts, stops]),
+            numbers_4J=np.array(
+                [
+                    [1 if whole else block.size for whole, block in zip(sequence, blocks, strict=True)],
+                    [block.size if whole else 1 for whole, block in zip(sequence, blocks, strict=True)],
+                    [block.size for block in blocks],
+                    [self._memory_s_per_byte(block.kind) for block in blocks],
+                ],
+                dtype=np.float64,
+            ),
         )
 
     def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
@@ -315,11 +321,7 @@ class CalibratedStageCosts:
 
 
 class _Held(NamedTuple):
-    """What a rank of every stage of a pipeline holds of every layer."""
+    """What the stages of a pipeline hold."""
 
-    node_L: Ints
-    copies_L: Floats  # ranks of the pipeline that add to the gradient of one element
-    ranks_L: Floats
-    bytes_L: Floats
-    starts: Ints  # first layer of every stage
-    memory_s: Floats  # per byte, by stage
+    place_3J: Ints  # node, first layer, layer after the last
+    numbers_4J: Floats  # ranks that cut a layer, ranks that add to one gradient, all ranks, seconds per byte of memory

@@ -4,11 +4,12 @@ A stage j takes F_j seconds forward and B_j backward for a micro-batch, a hop fr
 direction. Sends overlap with compute; transfers over one hop in one direction follow one another. Stage j runs at most
 w_j forwards ahead of its backwards (1F1B: the number of stages from j to the last).
 
-    R_j    = sum_{k >= j} F_k + B_k  +  2 sum_{k >= j} h_k
-    period = max( max_j F_j + B_j,  max_j h_j,  max_j R_j / w_j )
+    period = max( max_j h_j,  max_{i <= j} R_ij / (w_i - w_j + 1) )    R_ij = sum_{i..j} F + B  +  2 sum_{i..j-1} h
     time   = sum_j F_j + B_j  +  2 sum_j h_j  +  (m - 1) period
 
-The third term is the round trip: a micro-batch comes back to stage j after R_j seconds, and only w_j are on their way.
+The second term is the round trip: the backward of a micro-batch that leaves stage j reaches stage i and lets it run a
+forward, which comes to stage j w_i - w_j + 1 backwards later, after R_ij seconds. With i = j it is the stage's own
+time; over several stages it says that 1F1B has too few micro-batches on their way to hide slow hops.
 HexiScale's Eq. 9 (arXiv:2409.01143) and Tangram's Eq. 7 (arXiv:2606.16907) lack it; over slow hops they promise up to a
 tenth too little or, with the hop added to its stage, a fifth too much.
 
@@ -45,13 +46,17 @@ def closed_form(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[F
         hop_s: one direction, ``[S - 1]``.
     """
     stage_s = forward_s + backward_s
-    round_trip_s = stage_s[:, ::-1].cumsum(axis=1)[:, ::-1].copy()
-    period = stage_s.max(axis=1)
+    num_stages = stage_s.shape[1]
+    behind_CS = stage_s.cumsum(axis=1)  # up to and with this stage and the hops before it
+    behind_CS[:, 1:] += 2 * hop_s.cumsum()
+    round_trip_CSS = behind_CS[:, None, :] - (behind_CS - stage_s)[:, :, None]
+    stages = np.arange(num_stages)
+    on_the_way_SS = stages - stages[:, None] + 1
+    upper = on_the_way_SS >= 1
+    period = (round_trip_CSS[:, upper] / on_the_way_SS[upper]).max(axis=1)
     if len(hop_s):
-        round_trip_s[:, :-1] += 2 * hop_s[::-1].cumsum()[::-1]
-        in_flight = np.arange(stage_s.shape[1], 0, -1)
-        period = np.maximum(np.maximum(period, hop_s.max()), (round_trip_s / in_flight).max(axis=1))
-    return round_trip_s[:, 0], period
+        period = np.maximum(period, hop_s.max())
+    return behind_CS[:, -1], period
 
 
 def one_f_one_b(in_flight: int, micro_batches: int) -> list[tuple[str, int]]:

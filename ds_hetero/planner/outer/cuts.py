@@ -26,7 +26,8 @@ Ints = npt.NDArray[np.int64]
 
 HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
 TOLERANCE = 1e-9  # of a period, for layers that just fit
-POLISHED = (1, 4, 16, 64)  # micro-batches for which single layers are moved
+PERIODS = 96  # shortest periods that are all tried; of longer ones about as many
+POLISHED = (4, 32)  # micro-batches for which single layers are moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class LayerCuts:
         self.costs = costs
         self.num_solved = 0
         self._by_blocks: dict[tuple[tuple[Block, ...], int, int], tuple[Cut, ...]] = {}
-        self._by_kind: dict[tuple[object, ...], tuple[Cut, ...]] = {}
+        self._by_kinds: dict[tuple[object, ...], tuple[Cut, ...]] = {}
 
     def __call__(self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int) -> tuple[Cut, ...]:
         """Return the undominated cuts, shortest period first; none if the layers do not fit.
@@ -83,15 +84,31 @@ class LayerCuts:
         key = blocks, micro_batch_size, pipelines
         cuts = self._by_blocks.get(key)
         if cuts is None:
-            links = links_between(self.costs, blocks)
-            kinds = tuple((block.kind, block.size, block.inner) for block in blocks)
-            kind_key = kinds, links, micro_batch_size, pipelines
-            cuts = self._by_kind.get(kind_key)
-            if cuts is None:
-                cuts = self._by_kind[kind_key] = self._solve(blocks, links, micro_batch_size, pipelines)
-                self.num_solved += 1
-            self._by_blocks[key] = cuts
+            cuts = self._by_blocks[key] = self._of_kinds(blocks, micro_batch_size, pipelines)
         return cuts
+
+    def _of_kinds(self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int) -> tuple[Cut, ...]:
+        """Look cuts up by all that they depend on: kinds of blocks, links between them, and room for layers."""
+        costs, num_layers, stages = self.costs, self.costs.model.num_layers, len(blocks)
+        if stages > num_layers:
+            return ()
+        options = stage_options(costs, blocks, micro_batch_size, pipelines)
+        if options is None:
+            return ()
+        room = tuple(
+            min(num_layers, option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)))
+            for j, option in enumerate(options)
+        )
+        if min(room) < 1 or sum(room) < num_layers:
+            return ()
+        links = links_between(costs, blocks)
+        kinds = tuple((block.kind, block.size, block.inner) for block in blocks)
+        key = kinds, links, micro_batch_size, room
+        if key not in self._by_kinds:
+            self.num_solved += 1
+            law = _Law(costs, options, hops_s(costs, blocks, links, micro_batch_size))
+            self._by_kinds[key] = _solve(law, np.array(room), num_layers)
+        return self._by_kinds[key]
 
     def best(
         self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int, micro_batches: float
@@ -101,32 +118,6 @@ class LayerCuts:
         if len(cuts) < 2:
             return cuts[0] if cuts else None
         return min(cuts, key=lambda cut: cut.fill_s + (micro_batches - 1) * cut.period_s)
-
-    def _solve(
-        self, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int, pipelines: int
-    ) -> tuple[Cut, ...]:
-        costs, num_layers, stages = self.costs, self.costs.model.num_layers, len(blocks)
-        if stages > num_layers:
-            return ()
-        options = stage_options(costs, blocks, micro_batch_size, pipelines)
-        if options is None:
-            return ()
-        room = [
-            min(num_layers, option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)))
-            for j, option in enumerate(options)
-        ]
-        if min(room) < 1 or sum(room) < num_layers:
-            return ()
-        hop_s = hops_s(costs, blocks, links, micro_batch_size)
-        law = _Law(costs, options, hop_s)
-        layers_CS = _candidates(law, np.array(room), num_layers)
-        fill_C, period_C = law(layers_CS)
-        layers_CS, fill_C, period_C = _undominated(layers_CS, fill_C, period_C)
-        if stages > 1:
-            polished = [_polish(law, layers_CS[_fastest(fill_C, period_C, m)], np.array(room), m) for m in POLISHED]
-            layers_CS = np.concatenate([layers_CS, polished])
-            layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
-        return tuple(law.cut(layers) for layers in layers_CS)
 
 
 def stage_options(
@@ -163,8 +154,9 @@ def make_cut(
     for j, (option, number) in enumerate(zip(options, layers, strict=True)):
         if number > option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)):
             return None
-    hop_s = hops_s(costs, blocks, links_between(costs, blocks), micro_batch_size)
-    return _Law(costs, options, hop_s).cut(np.array(layers))
+    law = _Law(costs, options, hops_s(costs, blocks, links_between(costs, blocks), micro_batch_size))
+    layers_CS = np.array([layers])
+    return law.cuts(layers_CS, *law(layers_CS))[0]
 
 
 class _Law:
@@ -189,18 +181,25 @@ class _Law:
         """Fill and period, ``[C]`` each."""
         return self._costs.pipeline_times(*self.passes_s(layers_CS), self.hop_s)
 
-    def cut(self, layers_S: Ints) -> Cut:
-        """Return the cut with these layers."""
-        forward, backward = self.passes_s(layers_S[None])
-        fill, period = self._costs.pipeline_times(forward, backward, self.hop_s)
-        return Cut(
-            layers=tuple(layers_S.tolist()),
-            fill_s=float(fill[0]),
-            period_s=float(period[0]),
-            forward_s=tuple(forward[0].tolist()),
-            backward_s=tuple(backward[0].tolist()),
-            hop_s=tuple(self.hop_s.tolist()),
+    def cuts(self, layers_CS: Ints, fill_C: Floats, period_C: Floats) -> tuple[Cut, ...]:
+        """Return the cuts with these layers and times."""
+        hop_s = tuple(self.hop_s.tolist())
+        columns = [part.tolist() for part in (layers_CS, fill_C, period_C, *self.passes_s(layers_CS))]
+        return tuple(
+            Cut(tuple(layers), fill, period, tuple(forward), tuple(backward), hop_s)
+            for layers, fill, period, forward, backward in zip(*columns, strict=True)
         )
+
+
+def _solve(law: _Law, room_S: Ints, num_layers: int) -> tuple[Cut, ...]:
+    """Undominated cuts, shortest period first."""
+    layers_CS = _candidates(law, room_S, num_layers)
+    layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
+    if len(room_S) > 1:
+        polished = [_polish(law, layers_CS[_fastest(fill_C, period_C, m)], room_S, m) for m in POLISHED]
+        layers_CS = np.concatenate([layers_CS, polished])
+        layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
+    return law.cuts(layers_CS, fill_C, period_C)
 
 
 def _candidates(law: _Law, room_S: Ints, num_layers: int) -> Ints:
@@ -211,6 +210,7 @@ def _candidates(law: _Law, room_S: Ints, num_layers: int) -> Ints:
     fitting_CS = np.floor((periods_C[:, None] * (1 + TOLERANCE) - law.offset_s) / law.layer_s).astype(np.int64)
     fitting_CS = np.minimum(fitting_CS, room_S)
     fitting_CS = fitting_CS[(fitting_CS >= 1).all(axis=1) & (fitting_CS.sum(axis=1) >= num_layers)]
+    fitting_CS = np.concatenate([fitting_CS[:PERIODS], fitting_CS[PERIODS :: 1 + len(fitting_CS) // PERIODS]])
     order = np.argsort(law.layer_s, kind="stable")
     more_CS = fitting_CS[:, order] - 1
     before_CS = more_CS.cumsum(axis=1) - more_CS

@@ -163,21 +163,22 @@ def judge(
     micro_batches: Sequence[int],
 ) -> Candidate:
     """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`)."""
-    known: dict[tuple[int, int], float] = {}
+    most: dict[Cut, int] = {}  # of pipelines with equal cuts, the one with most micro-batches ends last
     for cut, number in zip(cuts, micro_batches, strict=True):
-        if (id(cut), number) not in known:
-            forward, backward, hop = (np.array(part) for part in (cut.forward_s, cut.backward_s, cut.hop_s))
-            known[id(cut), number] = costs.pipeline_s(forward, backward, hop, number)
-    times = [known[id(cut), number] for cut, number in zip(cuts, micro_batches, strict=True)]
-    pipelines_s = max(times)
+        most[cut] = max(number, most.get(cut, 0))
+    times = {
+        cut: costs.pipeline_s(np.array(cut.forward_s), np.array(cut.backward_s), np.array(cut.hop_s), number)
+        for cut, number in most.items()
+    }
+    last = max(times, key=lambda cut: times[cut])
     gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
-    step_s = costs.step_s(pipelines_s, gradients_s, cuts[times.index(pipelines_s)].overlap_s)
+    step_s = costs.step_s(times[last], gradients_s, last.overlap_s)
     rate = sum(block.size * objective.per_s[block.kind] for shape in shapes for block in shape.blocks)
     return Candidate(
         shapes=tuple(shapes),
         cuts=tuple(cuts),
         micro_batches=tuple(micro_batches),
-        pipelines_s=pipelines_s,
+        pipelines_s=times[last],
         gradients_s=gradients_s,
         step_s=step_s,
         value=objective.value(step_s, rate, busy_rate(objective, shapes, cuts, micro_batches)),
