@@ -12,7 +12,7 @@ from ds_hetero.extras import require
 if TYPE_CHECKING:
     from ds_hetero.cost.workload import Workload
 
-__all__ = ["app", "compare", "doctor", "plan", "profile", "replicas", "show", "simulate"]
+__all__ = ["app", "compare", "doctor", "plan", "profile", "replan", "replicas", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -32,6 +32,14 @@ TiledOption = Annotated[bool, typer.Option("--tiled-loss/--whole-loss", help="Co
 CostModelOption = Annotated[
     str, typer.Option("--cost-model", help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter.")
 ]
+ParallelOption = Annotated[
+    str,
+    typer.Option("--parallel", help="sequence: one replica; full: pipelines of unequal stages, see --global-batch."),
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, for --parallel full.")
+]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="Plan file of pipelines, instead of --schedule.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
 
 
@@ -58,6 +66,21 @@ def _workload(
     )
 
 
+def _is_full(parallel: str, global_batch: int | None) -> bool:
+    """Whether pipelines are planned.
+
+    Raises:
+        PlanError: an unknown kind of parallelism, or one without the batch that it needs.
+    """
+    from ds_hetero.errors import PlanError
+
+    if parallel not in ("sequence", "full"):
+        raise PlanError(f"--parallel {parallel!r} is unknown; it is sequence or full.")
+    if parallel == "full" and global_batch is None:
+        raise PlanError("--parallel full shares the samples of a step among pipelines. Give --global-batch.")
+    return parallel == "full"
+
+
 @app.callback()
 def _root() -> None:
     """Train long sequences on GPUs that are not alike, inside DeepSpeed."""
@@ -77,14 +100,24 @@ def plan(
     cost_model: CostModelOption = "calibrated",
     layout: Annotated[str | None, typer.Option(help="zigzag or contiguous; left out, the planner's choice.")] = None,
     token_unit: Annotated[int, typer.Option(help="Hand out tokens in multiples of this.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the schedule file here.")] = None,
+    parallel: ParallelOption = "sequence",
+    global_batch: GlobalBatchOption = None,
+    objective: Annotated[str, typer.Option(help="time, cost or energy, for --parallel full.")] = "time",
+    at_most_s: Annotated[float | None, typer.Option(help="Longest step, for the objectives cost and energy.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the schedule or plan file here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the best schedule for a cluster, a model and a length, and say why it is."""
+    """Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why."""
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    if _is_full(parallel, global_batch):
+        from ds_hetero.cli import outer
+
+        task = outer.Task.read(cluster, model, cost_model, workload)
+        outer.plan(task, global_batch or 1, objective, at_most_s, out, as_json)
+        return
     from ds_hetero.cli import plan as command
     from ds_hetero.cli.scenario import Scenario
 
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     command.run(Scenario.read(cluster, model, workload, cost_model), layout, token_unit, out, as_json)
 
 
@@ -114,10 +147,13 @@ def replicas(
 
 @app.command()
 def simulate(
-    schedule: Annotated[str, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")],
     cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    schedule: Annotated[
+        str | None, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")
+    ] = None,
+    plan: PlanOption = None,
     micro_batch: MicroBatchOption = 1,
     micro_batches: MicroBatchesOption = 1,
     causal: CausalOption = True,
@@ -127,11 +163,18 @@ def simulate(
     cost_model: CostModelOption = "calibrated",
     as_json: JsonOption = False,
 ) -> None:
-    """Predict time and memory of a given schedule."""
+    """Predict time and memory of a given schedule or plan of pipelines."""
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    if plan is not None:
+        from ds_hetero.cli import outer
+
+        outer.simulate(outer.Task.read(cluster, model, cost_model, workload), plan, as_json)
+        return
+    if schedule is None:
+        raise typer.BadParameter("give --schedule or --plan.")
     from ds_hetero.cli import simulate as command
     from ds_hetero.cli.scenario import Scenario
 
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     command.run(Scenario.read(cluster, model, workload, cost_model), schedule, as_json)
 
 
@@ -148,13 +191,20 @@ def compare(
     tiled_loss: TiledOption = True,
     cost_model: CostModelOption = "calibrated",
     exact: Annotated[bool, typer.Option("--exact", help="Add the optimum in coarse units, up to 8 ranks.")] = False,
+    parallel: ParallelOption = "sequence",
+    global_batch: GlobalBatchOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All strategies on one cluster, in one table."""
+    """All strategies, or all planners of pipelines, on one cluster, in one table."""
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    if _is_full(parallel, global_batch):
+        from ds_hetero.cli import outer, outer_compare
+
+        outer_compare.run(outer.Task.read(cluster, model, cost_model, workload), global_batch or 1, as_json)
+        return
     from ds_hetero.cli import compare as command
     from ds_hetero.cli.scenario import Scenario
 
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     command.run(Scenario.read(cluster, model, workload, cost_model), exact, as_json)
 
 
@@ -165,6 +215,7 @@ def show(
     model: ModelOption,
     seq_len: SeqLenOption,
     schedule: Annotated[str, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")] = "plan",
+    plan: PlanOption = None,
     micro_batch: MicroBatchOption = 1,
     micro_batches: MicroBatchesOption = 1,
     causal: CausalOption = True,
@@ -174,12 +225,40 @@ def show(
     cost_model: CostModelOption = "calibrated",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a schedule: tokens, heads and memory of every rank, and the timeline of one block."""
+    """Draw a schedule with the timeline of one block, or a plan of pipelines with the timeline of a step."""
+    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    if plan is not None:
+        from ds_hetero.cli import outer, outer_show
+
+        outer_show.run(outer.Task.read(cluster, model, cost_model, workload), plan, out, as_json)
+        return
     from ds_hetero.cli import show as command
     from ds_hetero.cli.scenario import Scenario
 
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     command.run(Scenario.read(cluster, model, workload, cost_model), schedule, out, as_json)
+
+
+@app.command()
+def replan(
+    plan: Annotated[Path, typer.Option(help="Plan file of pipelines.")],
+    cluster: ClusterOption,
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    lost: Annotated[list[int] | None, typer.Option(help="A rank that is lost; once per rank.")] = None,
+    lost_node: Annotated[list[str] | None, typer.Option(help="A node whose ranks are all lost.")] = None,
+    added: Annotated[str | None, typer.Option(help="Cluster file of nodes that are new.")] = None,
+    causal: CausalOption = True,
+    tiled_loss: TiledOption = True,
+    cost_model: CostModelOption = "calibrated",
+    out: Annotated[Path | None, typer.Option(help="Write the new plan file here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan pipelines again after devices are lost or added, and say what must move."""
+    from ds_hetero.cli import outer
+
+    workload = _workload(seq_len, 1, 1, causal, 3, True, tiled_loss)
+    task = outer.Task.read(cluster, model, cost_model, workload)
+    outer.replan(task, plan, lost or [], lost_node or [], added, out, as_json)
 
 
 @app.command()

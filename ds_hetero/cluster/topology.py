@@ -223,6 +223,25 @@ class Cluster:
         links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
         return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
 
+    def without(self, ranks: Iterable[int]) -> Cluster:
+        """Return the cluster after these ranks are lost, the others numbered from 0 there, in ascending order.
+
+        Unlike a `subset`, what ranks of a node have in common stays whole for those that are left.
+
+        Args:
+            ranks: of this cluster, not all of them.
+        """
+        lost = set(ranks)
+        first, nodes = 0, {}
+        for index, node in enumerate(self.nodes):
+            left = tuple(device for i, device in enumerate(node.devices, first) if i not in lost)
+            first += len(node.devices)
+            if left:
+                nodes[index] = replace(node, devices=left)
+        place = {index: i for i, index in enumerate(nodes)}
+        links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
+        return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
+
     def rank_name(self, rank: int) -> str:
         """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""
         return f"rank {rank} ({self.devices[rank].name} on {self.nodes[self.node_of_rank[rank]].name})"

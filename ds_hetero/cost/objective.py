@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.errors import PlanError
 
-__all__ = ["OBJECTIVES", "Objective"]
+__all__ = ["OBJECTIVES", "TOO_LONG", "Objective"]
 
 OBJECTIVES = ("time", "cost", "energy")
 IDLE_SHARE = 0.25  # of the power under load, where a device does not say
 SECONDS_PER_HOUR = 3600
+TOO_LONG = 1e12  # value of a plan whose step takes longer than is acceptable
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Objective:
         raise PlanError(f"objective {name!r} is unknown; it is one of {', '.join(OBJECTIVES)}.")
 
     def value(self, step_s: float, per_s: float, busy: float) -> float:
-        """Return the objective of a plan; infinite where its step takes too long.
+        """Return the objective of a plan; at least `TOO_LONG` where its step takes too long, more the longer it takes.
 
         Args:
             step_s: time of its step.
@@ -78,7 +79,7 @@ class Objective:
             busy: sum over its devices of `per_busy_s` x the seconds that they compute.
         """
         if self.at_most_s is not None and step_s > self.at_most_s:
-            return float("inf")
+            return TOO_LONG * step_s / self.at_most_s
         return step_s * (self.constant + per_s) + busy
 
 

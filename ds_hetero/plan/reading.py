@@ -70,7 +70,9 @@ def _read_replicas(data: Mapping[str, Any]) -> Plan:
 
 def _read_plan(data: Mapping[str, Any]) -> Plan:
     """Read a file of version 2."""
-    _expect_keys("plan", data, {"version", "pipelines"}, {"model", "seq_len", "zero", "predicted"})
+    _expect_keys(
+        "plan", data, {"version", "pipelines"}, {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
+    )
     if not _is_whole(data["version"], VERSION) or data["version"] != VERSION:
         raise PlanError(f"plan version {data['version']!r} is unknown; this release reads versions 1 and {VERSION}.")
     model = None
@@ -85,10 +87,20 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
     predicted = data.get("predicted")
     if predicted is not None and not isinstance(predicted, Mapping):
         raise PlanError(f"predicted must be an object, got {type(predicted).__name__}.")
+    checkpointing = data.get("activation_checkpointing")
+    if checkpointing is not None and not isinstance(checkpointing, bool):
+        raise PlanError(f"activation_checkpointing must be true or false, got {checkpointing!r}.")
     if not _is_list(data["pipelines"]):
         raise PlanError(f"pipelines must be a list, got {type(data['pipelines']).__name__}.")
     pipelines = tuple(_read_pipeline(f"pipelines[{i}]", pipeline) for i, pipeline in enumerate(data["pipelines"]))
-    return Plan(pipelines=pipelines, model=model, seq_len=data.get("seq_len"), zero=zero, predicted=predicted)
+    return Plan(
+        pipelines=pipelines,
+        model=model,
+        seq_len=data.get("seq_len"),
+        zero=zero,
+        activation_checkpointing=checkpointing,
+        predicted=predicted,
+    )
 
 
 def _owner_weights(zero: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:

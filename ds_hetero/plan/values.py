@@ -128,6 +128,8 @@ class Plan:
         model: the model that it is for; None in a plan of replicas read from version 1.
         seq_len: tokens of a sequence that it was planned for, if known.
         zero: owners of optimizer state; None where ds_config.json says.
+        activation_checkpointing: keep only the input of every layer and compute it again in the backward; None where
+            the script says.
         predicted: what the planner says of it, for people; takes no part in comparisons.
 
     Raises:
@@ -139,6 +141,7 @@ class Plan:
     model: PlannedModel | None = None
     seq_len: int | None = None
     zero: ZeroOwners | None = None
+    activation_checkpointing: bool | None = None
     predicted: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -236,6 +239,8 @@ class Plan:
             content["zero"] = {"stage": self.zero.stage}
             if self.zero.owner_weights:
                 content["zero"]["owner_weights"] = {str(rank): weight for rank, weight in self.zero.owner_weights}
+        if self.activation_checkpointing is not None:
+            content["activation_checkpointing"] = self.activation_checkpointing
         if self.predicted is not None:
             content["predicted"] = dict(self.predicted)
         return content

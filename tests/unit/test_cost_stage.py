@@ -9,7 +9,7 @@ from ds_hetero.baselines import ulysses
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stage import Block, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -112,7 +112,7 @@ def test_objectives_need_what_they_are_computed_from():
     energy = Objective.of("energy", devices, 100)
     joules = 10 * 0.25 * 350 + 4 * 0.75 * 350  # a 3090 for 10 s, of which it computes 4
     assert energy.value(10, energy.per_s[1], 4 * energy.per_busy_s[1]) == pytest.approx(joules / 100)
-    assert Objective.of("time", devices, 100, at_most_s=2).value(3.0, 0.0, 0.0) == float("inf")
+    assert Objective.of("time", devices, 100, at_most_s=2).value(3.0, 0.0, 0.0) >= TOO_LONG
 
 
 def test_a_subset_keeps_devices_and_links():

@@ -55,6 +55,11 @@ class Cut:
         return self.fill_s + (micro_batches - 1) * self.period_s
 
     @property
+    def arrays(self) -> tuple[Floats, Floats, Floats]:
+        """Forwards and backwards of the stages, and hops."""
+        return np.array(self.forward_s), np.array(self.backward_s), np.array(self.hop_s)
+
+    @property
     def overlap_s(self) -> float:
         """Backward of the first stage, beside which gradients of the last micro-batch may leave."""
         return self.backward_s[0]
@@ -84,11 +89,21 @@ class LayerCuts:
         key = blocks, micro_batch_size, pipelines
         cuts = self._by_blocks.get(key)
         if cuts is None:
-            cuts = self._by_blocks[key] = self._of_kinds(blocks, micro_batch_size, pipelines)
+            links = links_between(self.costs, blocks)
+            cuts = self._by_blocks[key] = self.of_links(blocks, links, micro_batch_size, pipelines)
         return cuts
 
-    def _of_kinds(self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int) -> tuple[Cut, ...]:
-        """Look cuts up by all that they depend on: kinds of blocks, links between them, and room for layers."""
+    def of_links(
+        self, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int, pipelines: int
+    ) -> tuple[Cut, ...]:
+        """Look cuts up by all that they depend on: kinds of blocks, links between them, and room for layers.
+
+        Args:
+            blocks: of the stages, on whatever nodes.
+            links: classes of the links between neighbours.
+            micro_batch_size: samples.
+            pipelines: of the plan.
+        """
         costs, num_layers, stages = self.costs, self.costs.model.num_layers, len(blocks)
         if stages > num_layers:
             return ()
@@ -101,7 +116,6 @@ class LayerCuts:
         )
         if min(room) < 1 or sum(room) < num_layers:
             return ()
-        links = links_between(costs, blocks)
         kinds = tuple((block.kind, block.size, block.inner) for block in blocks)
         key = kinds, links, micro_batch_size, room
         if key not in self._by_kinds:

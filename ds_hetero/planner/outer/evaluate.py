@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stage import Block, PlacedPipeline, StageCosts
 from ds_hetero.planner.outer.batches import batch_bound_s, split_batch
 from ds_hetero.planner.outer.cuts import Cut, LayerCuts, make_cut
 
-__all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layers", "place"]
+__all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layers", "place", "value_of"]
 
 BOUND_S = 2e-5  # what a look at the bound of a candidate takes
 BOUND_PIPELINE_S = 2e-6
@@ -94,6 +92,8 @@ class Evaluator:
     def __call__(self, shapes: Sequence[Shape], better_than: float = inf) -> Candidate | None:
         """Judge pipelines of these shapes; None if they do not fit, or cannot be better than ``better_than``."""
         count, solved = len(shapes), self.cuts.num_solved
+        if not shapes:
+            return None
         self.num_evaluated += 1
         micro_batches = self.samples / sum(shape.micro_batch_size for shape in shapes)
         cuts = []
@@ -166,10 +166,7 @@ def judge(
     most: dict[Cut, int] = {}  # of pipelines with equal cuts, the one with most micro-batches ends last
     for cut, number in zip(cuts, micro_batches, strict=True):
         most[cut] = max(number, most.get(cut, 0))
-    times = {
-        cut: costs.pipeline_s(np.array(cut.forward_s), np.array(cut.backward_s), np.array(cut.hop_s), number)
-        for cut, number in most.items()
-    }
+    times = {cut: costs.pipeline_s(*cut.arrays, number) for cut, number in most.items()}
     last = max(times, key=lambda cut: times[cut])
     gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
     step_s = costs.step_s(times[last], gradients_s, last.overlap_s)
@@ -201,6 +198,12 @@ def place(shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -
     """Put shapes, layers and micro-batches together."""
     together = zip(shapes, cuts, counts, strict=True)
     return tuple(PlacedPipeline(s.blocks, cut.layers, s.micro_batch_size, number) for s, cut, number in together)
+
+
+def value_of(objective: Objective, plan: Candidate, step_s: float) -> float:
+    """What the objective says of a plan whose step takes ``step_s``."""
+    rate = sum(block.size * objective.per_s[block.kind] for shape in plan.shapes for block in shape.blocks)
+    return objective.value(step_s, rate, busy_rate(objective, plan.shapes, plan.cuts, plan.micro_batches))
 
 
 def busy_rate(objective: Objective, shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> float:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape
 from ds_hetero.planner.outer.moves import Shapes, neighbours
 from ds_hetero.planner.outer.starts import starts, uniform_grids
@@ -87,14 +86,11 @@ class Search:
         self._best: Candidate | None = None
         self._close: dict[tuple[int, ...], Candidate] = {}
 
-    def run(self, warm: Iterable[Shapes] = ()) -> SearchResult:
-        """Search from plans that are known, and from all starts.
+    def run(self, warm: Iterable[Shapes] = ()) -> SearchResult | None:
+        """Search from plans that are known, and from all starts; None if no start fits.
 
         Args:
             warm: plans to begin with.
-
-        Raises:
-            PlanError: no start fits.
         """
         interrupted = False
         kept: list[Candidate] = []
@@ -106,7 +102,7 @@ class Search:
                 raise
             interrupted = True
         if self._best is None:
-            raise PlanError("no plan fits")
+            return None
         finalists = sorted(self._close.values(), key=lambda plan: plan.value)[:LAST_WORD]
         ranked = sorted((self._evaluate.exact(plan) for plan in finalists), key=lambda plan: plan.value)
         return SearchResult(

@@ -1,0 +1,25 @@
+"""Cost models of stages by name."""
+
+from __future__ import annotations
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.stage import StageCosts
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
+
+__all__ = ["STAGE_COSTS", "make_stage_costs"]
+
+STAGE_COSTS = {"calibrated": CalibratedStageCosts}
+
+
+def make_stage_costs(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> StageCosts:
+    """Return the cost model ``name`` for one cluster, model and workload.
+
+    Raises:
+        PlanError: the name is unknown.
+    """
+    if name not in STAGE_COSTS:
+        raise PlanError(f"cost model {name!r} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")
+    return STAGE_COSTS[name](cluster, model, workload)

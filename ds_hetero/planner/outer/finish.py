@@ -1,0 +1,167 @@
+"""The last steps of a plan: more micro-batches in flight where they hide hops, ranks, memory, the plan file's value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.pipeline_time import default_in_flight, run_pipeline
+from ds_hetero.cost.stage import Block, StageCosts
+from ds_hetero.plan import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
+from ds_hetero.planner.outer.blocks import ranks_of_blocks
+from ds_hetero.planner.outer.cuts import Cut, stage_options
+from ds_hetero.planner.outer.evaluate import Candidate, Shape
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Finished", "finish", "memory_bytes", "to_plan"]
+
+MORE_IN_FLIGHT = (1, 2, 4)  # beyond 1F1B's own
+LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A candidate with everything that its execution needs.
+
+    Args:
+        candidate: by the last word of the cost model.
+        in_flight: by pipeline and stage.
+        pipeline_s: of every pipeline.
+        step_s: of the whole step.
+    """
+
+    candidate: Candidate
+    in_flight: tuple[tuple[int, ...], ...]
+    pipeline_s: tuple[float, ...]
+    step_s: float
+
+    @property
+    def pipelines_s(self) -> float:
+        """The slowest pipeline."""
+        return max(self.pipeline_s)
+
+
+def finish(costs: StageCosts, candidate: Candidate) -> Finished:
+    """Choose micro-batches in flight, and time every pipeline with them.
+
+    A published cost model knows 1F1B's own numbers only.
+    """
+    may_raise = isinstance(costs, CalibratedStageCosts)
+    known: dict[tuple[Cut, int], tuple[tuple[int, ...], float]] = {}
+    count = len(candidate.shapes)
+    for shape, cut, number in zip(candidate.shapes, candidate.cuts, candidate.micro_batches, strict=True):
+        if (cut, number) not in known:
+            most = most_in_flight(costs, shape, cut, count) if may_raise else default_in_flight(len(cut.layers))
+            known[cut, number] = _best_in_flight(costs, cut, number, most)
+    chosen = [known[key] for key in zip(candidate.cuts, candidate.micro_batches, strict=True)]
+    times = [seconds for _, seconds in chosen]
+    last = candidate.cuts[times.index(max(times))]
+    return Finished(
+        candidate=candidate,
+        in_flight=tuple(in_flight for in_flight, _ in chosen),
+        pipeline_s=tuple(times),
+        step_s=costs.step_s(max(times), candidate.gradients_s, last.overlap_s),
+    )
+
+
+def most_in_flight(costs: StageCosts, shape: Shape, cut: Cut, pipelines: int) -> tuple[int, ...]:
+    """Micro-batches in flight that fit into the memory of every stage, not rising from stage to stage."""
+    options, last = stage_options(costs, shape.blocks, shape.micro_batch_size, pipelines), len(cut.layers) - 1
+    assert options is not None
+    most = []
+    for j, (option, layers) in enumerate(zip(options, cut.layers, strict=True)):
+        free = option.capacity_bytes - option.memory_bytes(layers, j == 0, j == last, 0)
+        most.append(max(last + 1 - j, int(free / (layers * option.kept_bytes))) if option.kept_bytes else last + 1 - j)
+    return tuple(accumulate(most, min))
+
+
+def _best_in_flight(
+    costs: StageCosts, cut: Cut, micro_batches: int, most: Sequence[int]
+) -> tuple[tuple[int, ...], float]:
+    default = default_in_flight(len(cut.layers))
+    forward, backward, hop = cut.arrays
+    best = default, costs.pipeline_s(forward, backward, hop, micro_batches)
+    for more in MORE_IN_FLIGHT:
+        raised = tuple(min(number + more, limit, micro_batches) for number, limit in zip(default, most, strict=True))
+        raised = (*(max(number, own) for number, own in zip(raised[:-1], default, strict=False)), 1)
+        if raised == default or most == default:
+            continue
+        seconds = run_pipeline(cut.forward_s, cut.backward_s, cut.hop_s, micro_batches, raised).total_s
+        if seconds < best[1] * (1 - LEAST_GAIN):
+            best = raised, seconds
+    return best
+
+
+def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[float]]:
+    """Peak memory of one device of every stage, by pipeline."""
+    found = []
+    for placed, in_flight in zip(finished.candidate.placed, finished.in_flight, strict=True):
+        options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.shapes))
+        assert options is not None
+        last, published = len(placed.layers) - 1, not isinstance(costs, CalibratedStageCosts)
+        found.append(
+            [
+                option.memory_bytes(
+                    layers, j == 0, j == last, costs.kept_in_flight(j, last + 1) if published else in_flight[j]
+                )
+                for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True))
+            ]
+        )
+    return found
+
+
+def to_plan(costs: StageCosts, finished: Finished) -> Plan:
+    """Return the value of the plan file, with what it predicts."""
+    candidate, model = finished.candidate, costs.model
+    placed = candidate.placed
+    ranks = ranks_of_blocks(costs.pools, [pipeline.blocks for pipeline in placed])
+    memory = memory_bytes(costs, finished)
+    pipelines = []
+    for i, pipeline in enumerate(placed):
+        stops = list(accumulate(pipeline.layers))
+        default = default_in_flight(len(stops))
+        stages = [
+            Stage(
+                ranks=ranks[i][j],
+                layers=(stops[j] - pipeline.layers[j], stops[j]),
+                inner=block.inner,
+                schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[i][j]),
+                in_flight=finished.in_flight[i][j] if finished.in_flight[i][j] != default[j] else None,
+            )
+            for j, block in enumerate(pipeline.blocks)
+        ]
+        pipelines.append(
+            Pipeline(
+                stages=tuple(stages),
+                micro_batch_size=pipeline.micro_batch_size,
+                micro_batches=pipeline.micro_batches,
+            )
+        )
+    by_rank = {rank: memory[i][j] for i, of_i in enumerate(ranks) for j, of_j in enumerate(of_i) for rank in of_j}
+    samples = sum(pipeline.micro_batch_size * pipeline.micro_batches for pipeline in placed)
+    return Plan(
+        pipelines=tuple(pipelines),
+        model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),
+        seq_len=costs.seq_len,
+        zero=ZeroOwners(stage=1 if len(pipelines) > 1 else 0),
+        activation_checkpointing=(
+            costs.workload.activation_checkpointing if isinstance(costs, CalibratedStageCosts) else True
+        ),
+        predicted={
+            "cost_model": costs.name,
+            "step_s": finished.step_s,
+            "pipeline_s": list(finished.pipeline_s),
+            "gradients_s": candidate.gradients_s,
+            "tokens_per_s": samples * costs.seq_len / finished.step_s,
+            "memory_bytes": {str(rank): int(by_rank[rank]) for rank in sorted(by_rank)},
+        },
+    )
+
+
+def _schedule(costs: StageCosts, micro_batch_size: int, block: Block, ranks: tuple[int, ...]) -> Schedule | None:
+    if block.inner != "sequence":
+        return None
+    assert isinstance(costs, CalibratedStageCosts)
+    return costs.sequence_schedule(block.kind, block.size, micro_batch_size).shifted(ranks[0])

@@ -1,0 +1,91 @@
+"""A plan file under a cost model: its pipelines in blocks, and what they take."""
+
+from __future__ import annotations
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.pipeline_time import run_pipeline
+from ds_hetero.cost.stage import Block, PlacedPipeline, Pools, StageCosts
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
+from ds_hetero.plan import Plan, Stage
+from ds_hetero.planner.outer.evaluate import judge_layers
+from ds_hetero.planner.outer.finish import Finished
+
+__all__ = ["check_plan_fits", "judge_plan", "placed_of"]
+
+
+def check_plan_fits(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
+    """Refuse a plan of another model or cluster.
+
+    Raises:
+        PlanError: the numbers of both.
+    """
+    if plan.model is not None:
+        for name in ("num_layers", "num_heads", "num_kv_heads"):
+            theirs, ours = getattr(plan.model, name), getattr(model, name)
+            if theirs != ours:
+                raise PlanError(
+                    f"the plan is for a model with {name}={theirs}, but {model.name} has {ours}. Give the model that "
+                    "it was made for, or plan again."
+                )
+    beyond = [rank for rank in plan.ranks if rank >= cluster.num_ranks]
+    if beyond:
+        raise PlanError(
+            f"the plan gives work to ranks {beyond}, but the cluster has ranks 0 to {cluster.num_ranks - 1}. Give the "
+            "cluster that it was made for, or plan again."
+        )
+
+
+def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
+    """Return the pipelines of a plan in blocks.
+
+    Raises:
+        PlanError: a stage spans nodes or kinds of devices, or the plan says no layers or batches.
+    """
+    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
+
+    def block(where: str, stage: Stage) -> Block:
+        pool = pool_of[stage.ranks[0]]
+        if any(pool_of[rank] is not pool for rank in stage.ranks):
+            raise PlanError(
+                f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; stages are judged on "
+                "devices of one kind and node. Use simulate --schedule for one replica over unlike devices."
+            )
+        return Block(pool.kind, pool.node, len(stage.ranks), stage.inner if len(stage.ranks) > 1 else "one")
+
+    placed = []
+    for i, pipeline in enumerate(plan.pipelines):
+        layers = tuple(stage.num_layers or (plan.model.num_layers if plan.model else 0) for stage in pipeline.stages)
+        if not all(layers) or not pipeline.micro_batch_size or not pipeline.micro_batches:
+            raise PlanError(f"pipelines[{i}] does not say its layers, micro_batch_size and micro_batches.")
+        blocks = tuple(block(f"pipelines[{i}].stages[{j}]", stage) for j, stage in enumerate(pipeline.stages))
+        placed.append(PlacedPipeline(blocks, layers, pipeline.micro_batch_size, pipeline.micro_batches))
+    return tuple(placed)
+
+
+def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
+    """Predict a plan, with its own micro-batches in flight.
+
+    Raises:
+        PlanError: it is for another model or cluster, or does not fit into memory.
+    """
+    check_plan_fits(plan, costs.cluster, costs.model)
+    placed = placed_of(plan, costs.pools)
+    candidate = judge_layers(costs, objective, placed)
+    if candidate is None:
+        raise PlanError(
+            f"the plan does not fit into memory, or a stage cannot run as it says, for {costs.model.name} with "
+            f"sequences of {costs.seq_len} tokens under the {costs.name} cost model. Plan again."
+        )
+    in_flight, times = [], []
+    for pipeline, cut, number in zip(plan.pipelines, candidate.cuts, candidate.micro_batches, strict=True):
+        own = tuple(pipeline.in_flight(j) for j in range(len(pipeline.stages)))
+        in_flight.append(own)
+        if any(stage.in_flight is not None for stage in pipeline.stages):
+            times.append(run_pipeline(cut.forward_s, cut.backward_s, cut.hop_s, number, own).total_s)
+        else:
+            times.append(costs.pipeline_s(*cut.arrays, number))
+    last = candidate.cuts[times.index(max(times))]
+    step_s = costs.step_s(max(times), candidate.gradients_s, last.overlap_s)
+    return Finished(candidate, tuple(in_flight), tuple(times), step_s)

@@ -1,0 +1,181 @@
+"""The front door: a cluster, a model, a length and a global batch in; a plan of pipelines and the reasons for it out.
+
+Uniform grids and pure sequence parallelism are always candidates, so a plan is never slower than the best of them under
+the same cost model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.objective import TOO_LONG, Objective
+from ds_hetero.cost.stage import Pools, StageCosts
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
+from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, value_of
+from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
+from ds_hetero.planner.outer.finish import Finished, finish, to_plan
+from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
+from ds_hetero.planner.outer.rivals import best_grid, best_sequence
+from ds_hetero.planner.outer.search import Progress, Search, SearchResult, default_effort_s
+
+__all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines"]
+
+MICRO_BATCH_SIZES = (1, 2, 4)
+SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class _Finalist:
+    """A candidate of one cost model, with micro-batches in flight chosen."""
+
+    costs: StageCosts
+    finished: Finished
+    value: float
+    others: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is searched for."""
+
+    global_batch: int
+    sizes: tuple[int, ...]
+    objective: Objective
+    progress: Progress | None
+
+
+def plan_pipelines(
+    cluster: Cluster,
+    model: ModelSpec,
+    workload: Workload,
+    global_batch: int,
+    *,
+    costs: StageCosts | None = None,
+    objective: str = "time",
+    at_most_s: float | None = None,
+    micro_batch_sizes: Sequence[int] = MICRO_BATCH_SIZES,
+    effort_s: float | None = None,
+    progress: Progress | None = None,
+) -> PlannedPipelines:
+    """Search pipelines of unequal stages.
+
+    Args:
+        cluster: all devices; some may stay idle.
+        model: what is trained.
+        workload: length, attention and loss. Batches and recomputation are chosen here.
+        global_batch: samples per optimizer step.
+        costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.
+        objective: one of `ds_hetero.cost.objective.OBJECTIVES`.
+        at_most_s: longest step that is acceptable.
+        micro_batch_sizes: samples of a micro-batch that may be tried.
+        effort_s: of the search, in seconds of a usual core by a count of evaluations.
+        progress: called with every better plan.
+
+    Raises:
+        PlanError: nothing fits, and the message says by how much; the global batch cannot be made up; or the objective
+            lacks a price.
+    """
+    started = time.perf_counter()
+    check_batch(global_batch, micro_batch_sizes)
+    devices = [kind.device for kind in Pools(cluster).kinds]
+    goal = Objective.of(objective, devices, global_batch * workload.seq_len, at_most_s)
+    task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
+    models = [costs] if costs is not None else _recomputing_or_not(cluster, model, workload)
+    effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
+    results = _search(models, task, effort_s)
+    finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
+    rivals = {"grid": _best_grid(models, task, finalists)}
+    if costs is None:
+        rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
+    best = min((each for each in finalists if each.value < TOO_LONG), key=lambda finalist: finalist.value, default=None)
+    plan = None
+    sequence = rivals.get("sequence")
+    if (
+        sequence is not None
+        and sequence.value is not None
+        and sequence.value < (TOO_LONG if best is None else best.value)
+    ):
+        plan, value, reasons = sequence.plan, sequence.value, [f"{sequence.name} is faster than any pipeline found"]
+        best = None
+    elif best is not None:
+        value, reasons = best.value, reasons_of(best.costs, best.finished, best.value, best.others)
+        plan = to_plan(best.costs, best.finished)
+    if plan is None:
+        raise PlanError(nothing_fits(models[0], at_most_s))
+    return PlannedPipelines(
+        plan=plan,
+        costs=models[0] if best is None else best.costs,
+        finished=None if best is None else best.finished,
+        objective=goal,
+        value=value,
+        global_batch=global_batch,
+        search_s=time.perf_counter() - started,
+        num_evaluated=sum(result.num_evaluated for _, result in results),
+        interrupted=any(result.interrupted for _, result in results),
+        rivals=rivals,
+        reasons=tuple(reasons),
+    )
+
+
+def check_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
+    """Refuse batches that no numbers of micro-batches make up.
+
+    Raises:
+        PlanError: the numbers, and what would be accepted.
+    """
+    for name, value in (("global_batch", global_batch), *(("micro_batch_size", size) for size in micro_batch_sizes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"{name} must be a whole number >= 1, got {value!r}.")
+    if not any(global_batch % size == 0 for size in micro_batch_sizes):
+        raise PlanError(
+            f"micro-batches of {' or '.join(map(str, micro_batch_sizes))} samples do not make up a global batch of "
+            f"{global_batch}. Use a multiple of them, or allow micro-batches of 1."
+        )
+
+
+def _recomputing_or_not(cluster: Cluster, model: ModelSpec, workload: Workload) -> list[StageCosts]:
+    other = replace(workload, activation_checkpointing=not workload.activation_checkpointing)
+    return [CalibratedStageCosts(cluster, model, work) for work in (workload, other)]
+
+
+def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[tuple[StageCosts, SearchResult]]:
+    """Search under every model, later ones from the plans of the earlier ones and with less effort."""
+    results: list[tuple[StageCosts, SearchResult]] = []
+    for share, costs in zip((1.0, SECOND_SHARE), models, strict=False):
+        evaluate = Evaluator(costs, task.global_batch, task.objective)
+        inners = ("tensor", "sequence") if isinstance(costs, CalibratedStageCosts) else ("tensor",)
+        search = Search(evaluate, task.sizes, inners, effort_s * share, task.progress)
+        result = search.run([result.best.shapes for _, result in results])
+        if result is not None:
+            results.append((costs, result))
+            if result.interrupted:
+                break
+    return results
+
+
+def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
+    plans = [result.best, *result.others]
+    finished = [finish(costs, plan) for plan in plans]
+    values = [value_of(objective, one.candidate, one.step_s) for one in finished]
+    order = sorted(range(len(plans)), key=lambda i: values[i])
+    ranked = [plans[i] for i in order]
+    return [_Finalist(costs, finished[i], values[i], tuple(ranked[at + 1 :])) for at, i in enumerate(order)]
+
+
+def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> Rival:
+    """The best uniform grid under any of the models, which becomes a finalist."""
+    rival = None
+    for costs in models:
+        tried, candidate = best_grid(costs, task.objective, task.global_batch, task.sizes)
+        if candidate is not None and candidate.value < TOO_LONG:
+            finalists.append(_Finalist(costs, finish(costs, candidate), candidate.value, ()))
+        if rival is None or (tried.value is not None and (rival.value is None or tried.value < rival.value)):
+            rival = tried
+    assert rival is not None
+    return rival

@@ -1,0 +1,260 @@
+"""A new plan when devices are lost or added, from the parts of the old one, and what it takes to move to it.
+
+Blocks that lost devices shrink to powers of two; where that does not fit, the pipelines they are in give their devices
+to others. This plan is there in milliseconds, since only pipelines of a new makeup are cut again. From it the search
+goes on for the rest of its effort.
+
+Ranks of the new plan are those of the devices that are left, in their old order, with added ones behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stage import Block, Pools, StageCosts
+from ds_hetero.errors import PlanError
+from ds_hetero.plan import Plan
+from ds_hetero.planner.outer.blocks import cut_pool
+from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape, value_of
+from ds_hetero.planner.outer.explain import nothing_fits
+from ds_hetero.planner.outer.finish import Finished, finish, to_plan
+from ds_hetero.planner.outer.given import check_plan_fits
+from ds_hetero.planner.outer.moves import Shapes
+from ds_hetero.planner.outer.search import Progress, Search, SearchResult
+
+__all__ = ["Replanned", "replan"]
+
+EFFORT_S = 0.6
+OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replanned:
+    """A new plan for the devices that are left.
+
+    Args:
+        plan: in new ranks.
+        finished: the same as the search sees it.
+        rank_before: old rank of every new one; None for added devices.
+        first_s: step of the plan that was there first.
+        first_after_s: time until it was there.
+        search_s: time in all.
+        moved_bytes: model states that ranks must fetch, by the link they come over; ``checkpoint`` where every rank
+            that held them is lost.
+    """
+
+    plan: Plan
+    finished: Finished
+    rank_before: tuple[int | None, ...]
+    first_s: float
+    first_after_s: float
+    search_s: float
+    moved_bytes: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {
+            "plan": self.plan.to_dict(),
+            "predicted": self.plan.predicted,
+            "rank_before": list(self.rank_before),
+            "first_s": self.first_s,
+            "first_after_s": self.first_after_s,
+            "search_s": self.search_s,
+            "moved_bytes": self.moved_bytes,
+        }
+
+
+def replan(
+    plan: Plan,
+    cluster: Cluster,
+    make_costs: Callable[[Cluster], Sequence[StageCosts]],
+    *,
+    lost: Sequence[int] = (),
+    added: Cluster | None = None,
+    objective: str = "time",
+    effort_s: float = EFFORT_S,
+    progress: Progress | None = None,
+) -> Replanned:
+    """Plan again for the devices that are left.
+
+    Args:
+        plan: the old one.
+        cluster: that it was made for.
+        make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
+        lost: ranks of ``cluster`` that are gone.
+        added: nodes that are new.
+        objective: what is made small.
+        effort_s: of the search, see `Search`.
+        progress: called with every better plan.
+
+    Raises:
+        PlanError: a lost rank does not exist, none is left, the plan is for another cluster, or nothing fits.
+    """
+    started = time.perf_counter()
+    survivors = _survivors(cluster, lost)
+    models = make_costs(_joined(cluster.without(lost), added))
+    check_plan_fits(plan, cluster, models[0].model)
+    shapes, samples = _old_shapes(plan, models[0].pools, survivors)
+    goal = Objective.of(objective, [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
+    first: tuple[float, float] | None = None
+    finalists: list[tuple[StageCosts, Finished]] = []
+    for costs in models:
+        evaluate = Evaluator(costs, samples, goal)
+        warm = next((found for found in map(evaluate, _shrunken(shapes)) if found is not None), None)
+        if warm is not None and first is None:
+            first = warm.step_s, time.perf_counter() - started
+        result = _search(evaluate, shapes, warm, effort_s / len(models), progress)
+        if result is not None:
+            first = first or (result.first.step_s, time.perf_counter() - started)
+            finalists += [(costs, finish(costs, found)) for found in (result.best, *result.others)]
+    if first is None:
+        raise PlanError(nothing_fits(models[0], None))
+    costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))
+    new_plan = to_plan(costs, finished)
+    rank_before: tuple[int | None, ...] = (*survivors, *[None] * (0 if added is None else added.num_ranks))
+    return Replanned(
+        plan=new_plan,
+        finished=finished,
+        rank_before=rank_before,
+        first_s=first[0],
+        first_after_s=first[1],
+        search_s=time.perf_counter() - started,
+        moved_bytes=moved_bytes(plan, new_plan, rank_before, costs),
+    )
+
+
+def _search(
+    evaluate: Evaluator, shapes: Shapes, warm: Candidate | None, effort_s: float, progress: Progress | None
+) -> SearchResult | None:
+    used = {block.inner for shape in shapes for block in shape.blocks if block.size > 1}
+    inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
+    sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
+    return Search(evaluate, sizes, inners, effort_s, progress).run([] if warm is None else [warm.shapes])
+
+
+def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
+    unknown = sorted(rank for rank in set(lost) if not 0 <= rank < cluster.num_ranks)
+    if unknown:
+        raise PlanError(f"lost ranks {unknown} do not exist; the cluster has ranks 0 to {cluster.num_ranks - 1}.")
+    survivors = [rank for rank in range(cluster.num_ranks) if rank not in set(lost)]
+    if not survivors:
+        raise PlanError(f"all {cluster.num_ranks} ranks are lost; nothing is left to plan for.")
+    return survivors
+
+
+def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
+    if added is None:
+        return cluster
+    shift = len(cluster.nodes)
+    links = (*cluster.links, *(((a + shift, b + shift), link) for (a, b), link in added.links))
+    return Cluster(nodes=(*cluster.nodes, *added.nodes), network=cluster.network, links=links)
+
+
+def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[Shapes, int]:
+    """The old pipelines in blocks of the devices that are left; stages that span kinds or nodes are dissolved."""
+    new_rank = {old: new for new, old in enumerate(survivors)}
+    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
+    shapes, samples = [], 0
+    for pipeline in plan.pipelines:
+        if not pipeline.micro_batch_size or not pipeline.micro_batches:
+            raise PlanError("the plan does not say micro_batch_size and micro_batches of its pipelines.")
+        samples += pipeline.micro_batch_size * pipeline.micro_batches
+        blocks: list[Block] = []
+        for stage in pipeline.stages:
+            left = Counter(pool_of[new_rank[rank]] for rank in stage.ranks if rank in new_rank)
+            inner = stage.inner if stage.inner != "one" and len(left) == 1 else "tensor"
+            for pool, devices in left.items():
+                blocks += cut_pool(pool, devices, devices if devices == len(stage.ranks) else _power(devices), inner)
+        if blocks:
+            shapes.append(Shape(tuple(blocks), pipeline.micro_batch_size))
+    return tuple(shapes), samples
+
+
+def _power(devices: int) -> int:
+    """The largest power of two that fits."""
+    return 1 << (devices.bit_length() - 1)
+
+
+def _shrunken(shapes: Shapes) -> Iterator[Shapes]:
+    """The shrunken pipelines; then joined in pairs; then all in fewer and fewer pipelines."""
+    if not shapes:
+        return
+    yield shapes
+    yield tuple(shape._replace(micro_batch_size=1) for shape in shapes)
+    by_size = sorted(shapes, key=lambda shape: sum(block.size for block in shape.blocks))
+    for small, partner in ((i, j) for i in range(min(4, len(by_size))) for j in range(len(by_size) - 1, i, -1)):
+        joined = by_size[small].blocks + by_size[partner].blocks
+        rest = tuple(shape for k, shape in enumerate(by_size) if k not in (small, partner))
+        yield (*rest, Shape(joined, 1))
+        if partner < len(by_size) - 4:
+            break
+    count = len(by_size) // 2
+    while count:
+        groups: list[list[Block]] = [[] for _ in range(count)]
+        for k, shape in enumerate(by_size):
+            groups[k % count] += shape.blocks
+        yield tuple(Shape(tuple(group), 1) for group in groups)
+        count //= 2
+
+
+def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: StageCosts) -> dict[str, float]:
+    """Parameters and owned optimizer state that ranks need and do not hold yet, by the link they come over.
+
+    A rank of a tensor-parallel stage holds its n-th part of a layer. What several ranks can send comes from one on the
+    same node if there is one.
+    """
+    holders = _holders(old, costs.model.num_layers)
+    new_rank = {before: rank for rank, before in enumerate(rank_before) if before is not None}
+    copies = max(1, len(new.pipelines))
+    layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / copies)
+    cluster, moved = costs.cluster, defaultdict[str, float](float)
+    for layer, needed in enumerate(_holders(new, costs.model.num_layers)):
+        for rank, part in needed.items():
+            before = rank_before[rank]
+            own = holders[layer].get(before) if before is not None else None
+            missing = _length(part) - (_overlap(part, own) if own else 0.0)
+            if missing <= 1e-12:
+                continue
+            senders = [
+                new_rank[old_rank]
+                for old_rank, held in holders[layer].items()
+                if old_rank in new_rank and _overlap(part, held) > 0
+            ]
+            if not senders:
+                moved["checkpoint"] += missing * layer_bytes
+                continue
+            node = cluster.node_of_rank
+            nearest = next((sender for sender in senders if node[sender] == node[rank]), senders[0])
+            moved[cluster.link(nearest, rank).name] += missing * layer_bytes
+    return dict(moved)
+
+
+Part = tuple[float, float]
+
+
+def _holders(plan: Plan, num_layers: int) -> list[dict[int, Part]]:
+    """Which part of a layer every rank holds, by layer."""
+    layers: list[dict[int, Part]] = [{} for _ in range(num_layers)]
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            start, stop = stage.layers or (0, num_layers)
+            parts = len(stage.ranks) if stage.inner == "tensor" else 1
+            for index, rank in enumerate(stage.ranks):
+                at = index if parts > 1 else 0
+                for layer in range(start, stop):
+                    layers[layer][rank] = at / parts, (at + 1) / parts
+    return layers
+
+
+def _length(part: Part) -> float:
+    return part[1] - part[0]
+
+
+def _overlap(a: Part, b: Part) -> float:
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))

@@ -1,0 +1,264 @@
+"""Plans of pipelines: what fits, what is never worse, what files bring back, and what happens when ranks are lost."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_hetero.cli import main
+from ds_hetero.cluster.files import cluster_from_dict, load_cluster
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSlice, load_model
+from ds_hetero.plan import read_plan
+from ds_hetero.planner.outer.columns import Columns, balance_bound_s
+from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.replan import replan
+
+MODEL = load_model("llama-2-7b")
+WORK = Workload(seq_len=4096)
+CASE = load_cluster("hexiscale-case-study")
+
+
+def random_cluster(rng, most=6):
+    nodes = []
+    while not nodes or rng.random() < 0.7:
+        device = rng.choice(["A800-SXM-80GB", "RTX-4090", "RTX-3090"])
+        nodes.append({"name": f"n{len(nodes)}", "device": device, "count": rng.choice([1, 2, 3, 4])})
+        if len(nodes) == most:
+            break
+    network = {"bandwidth_gb_per_s": rng.choice([0.7, 3, 10]), "latency_us": 10}
+    return cluster_from_dict({"nodes": nodes, "network": network})
+
+
+def assert_sound(found, cluster, model, samples):
+    """Layers once, ranks once, samples exact, and memory by a sum of its own."""
+    plan, costs = found.plan, found.costs
+    assert sum(p.micro_batch_size * p.micro_batches for p in plan.pipelines) == samples
+    assert set(plan.ranks) | set(found.idle_ranks) == set(range(cluster.num_ranks))
+    if found.finished is None:
+        return
+    work, copies = costs.workload, len(plan.pipelines)
+    for pipeline in plan.pipelines:
+        for j, stage in enumerate(pipeline.stages):
+            part, cut = ModelSlice.of(model, *stage.layers), len(stage.ranks) if stage.inner == "tensor" else 1
+            owners = copies - 1 + (len(stage.ranks) if stage.inner == "sequence" else 1)
+            states = part.num_parameters / cut * (2 + 4 + 12 / owners)
+            if work.activation_checkpointing:
+                tokens = pipeline.micro_batch_size * costs.seq_len
+                tokens /= len(stage.ranks) if stage.inner == "sequence" else 1
+                states += pipeline.in_flight(j) * part.layers * tokens * model.hidden_size * 2
+            for rank in stage.ranks:
+                device = cluster.devices[rank]
+                assert states < device.memory_bytes - device.reserved_bytes
+                assert plan.predicted["memory_bytes"][str(rank)] >= states * 0.99
+                assert plan.predicted["memory_bytes"][str(rank)] <= device.memory_bytes - device.reserved_bytes
+
+
+def test_plans_are_sound_and_never_worse_than_their_rivals():
+    rng = random.Random(0)
+    planned = 0
+    for _ in range(8):
+        cluster, samples = random_cluster(rng), rng.choice([8, 12, 30])
+        try:
+            found = plan_pipelines(cluster, MODEL, WORK, samples, effort_s=0.1)
+        except PlanError as error:
+            assert "fits" in str(error)
+            continue
+        planned += 1
+        assert_sound(found, cluster, MODEL, samples)
+        for rival in found.rivals.values():
+            assert rival.value is None or found.value <= rival.value * (1 + 1e-9)
+        assert found.step_s >= balance_bound_s(found.costs, samples) or found.finished is None
+    assert planned >= 3
+
+
+def test_the_same_inputs_give_the_same_plan():
+    plans = [plan_pipelines(CASE, MODEL, WORK, 24, effort_s=0.1).plan for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_a_plan_file_is_predicted_as_it_was_planned():
+    found = plan_pipelines(CASE, load_model("llama-2-13b"), WORK, 24, effort_s=0.2)
+    again = read_plan(json.loads(json.dumps(found.plan.to_dict())))
+    assert again == found.plan
+    goal = Objective.of("time", [kind.device for kind in found.costs.pools.kinds], 1)
+    assert judge_plan(found.costs, again, goal).step_s == pytest.approx(found.step_s)
+
+
+def test_names_of_nodes_do_not_matter():
+    data = [("A800-SXM-80GB", 2), ("RTX-4090", 2), ("RTX-3090", 2)]
+    network = {"bandwidth_gb_per_s": 3, "latency_us": 10}
+    steps = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        nodes = [{"name": f"x{i}", "device": data[i][0], "count": data[i][1]} for i in order]
+        cluster = cluster_from_dict({"nodes": nodes, "network": network})
+        steps.append(plan_pipelines(cluster, MODEL, WORK, 16, effort_s=0.5).step_s)
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_money_leaves_dear_devices_out():
+    nodes = [{"name": "a", "device": "A800-SXM-80GB", "count": 4}, {"name": "b", "device": "RTX-3090", "count": 4}]
+    network = {"bandwidth_gb_per_s": 10, "latency_us": 10}
+    prices = {"A800-SXM-80GB": {"price_per_hour": 1.0}, "RTX-3090": {"price_per_hour": 50.0}}
+    cluster = cluster_from_dict({"nodes": nodes, "network": network, "devices": prices})
+    cheap = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", effort_s=0.3)
+    assert set(cheap.plan.ranks) <= {0, 1, 2, 3}
+    fast = plan_pipelines(cluster, MODEL, WORK, 16, effort_s=0.3)
+    assert fast.step_s <= cheap.step_s * (1 + 1e-9)
+    limited = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", at_most_s=fast.step_s * 1.01, effort_s=0.3)
+    assert limited.step_s <= fast.step_s * 1.01
+
+
+def test_the_integer_programme_is_below_the_plan_and_gives_a_start():
+    cluster = load_cluster("hexiscale-setting-2")
+    found = plan_pipelines(cluster, MODEL, WORK, 64, effort_s=0.5)
+    columns = Columns(found.costs, max_stages=2)
+    bound_s = columns.bound_s(64)
+    assert balance_bound_s(found.costs, 64) <= bound_s
+    shapes = columns.start(bound_s * 1.2)
+    blocks = [block for shape in shapes for block in shape.blocks]
+    for pool in found.costs.pools.pools:
+        used = sum(block.size for block in blocks if (block.kind, block.node) == (pool.kind, pool.node))
+        assert used <= len(pool.ranks)
+    assert blocks
+
+
+def make_costs(cluster):
+    return [CalibratedStageCosts(cluster, MODEL, WORK)]
+
+
+def test_any_single_device_may_be_lost():
+    cluster = load_cluster("hexiscale-setting-2")
+    costs = make_costs(cluster)[0]
+    plan = plan_pipelines(cluster, MODEL, WORK, 64, costs=costs, effort_s=0.3).plan
+    for rank in range(0, cluster.num_ranks, 5):
+        found = replan(plan, cluster, make_costs, lost=[rank], effort_s=0.05)
+        assert sum(p.micro_batch_size * p.micro_batches for p in found.plan.pipelines) == 64
+        assert rank not in found.rank_before
+        assert max(found.plan.ranks) < cluster.num_ranks - 1
+        assert found.finished.step_s <= found.first_s * 1.05
+
+
+def test_nothing_lost_moves_nothing_and_new_nodes_are_used():
+    costs = make_costs(CASE)[0]
+    plan = plan_pipelines(CASE, MODEL, WORK, 24, costs=costs, effort_s=0.3).plan
+    same = replan(plan, CASE, make_costs, effort_s=0.02)
+    assert same.finished.step_s <= plan.predicted["step_s"] * 1.001
+    more = replan(plan, CASE, make_costs, added=CASE, effort_s=0.5)
+    assert more.finished.step_s < 0.8 * plan.predicted["step_s"]
+    assert more.rank_before[:8] == tuple(range(8))
+    assert more.rank_before[8:] == (None,) * 8
+    assert sum(more.moved_bytes.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"lost": [99]}, r"lost ranks \[99\] do not exist"), ({"lost": range(8)}, "all 8 ranks are lost")],
+)
+def test_losses_that_cannot_be_are_refused(change, message):
+    plan = plan_pipelines(CASE, MODEL, WORK, 8, costs=make_costs(CASE)[0], effort_s=0.02).plan
+    with pytest.raises(PlanError, match=message):
+        replan(plan, CASE, make_costs, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch": 0}, "global_batch must be a whole number"),
+        ({"micro_batch_sizes": (4,), "global_batch": 6}, "do not make up a global batch of 6"),
+        ({"objective": "cost"}, r"price_per_hour.*A800"),
+        ({"objective": "speed"}, "'speed' is unknown"),
+        ({"model": load_model("llama-3.1-405b")}, r"room for \d+ of 126 layers.*What would fit"),
+        ({"at_most_s": 1e-3}, "at most 0.001 s"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(change, message):
+    arguments = {"cluster": CASE, "model": MODEL, "workload": WORK, "global_batch": 8, "effort_s": 0.05, **change}
+    with pytest.raises(PlanError, match=message):
+        plan_pipelines(**arguments)
+
+
+def test_an_interrupted_search_returns_its_best(monkeypatch):
+    calls = []
+
+    def stop(best, share):
+        calls.append((best.step_s, share))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    found = plan_pipelines(CASE, MODEL, WORK, 24, progress=stop, effort_s=1.0)
+    assert found.interrupted
+    assert found.step_s <= min(step_s for step_s, _ in calls) * 1.05
+    assert np.all(np.diff([share for _, share in calls]) >= 0)
+
+
+def run(arguments):
+    """The exit code of a command."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code or 0
+
+
+OPTIONS = ["--cluster", "hexiscale-case-study", "--model", "llama-2-13b", "--seq-len", "4096"]
+
+
+def test_the_command_line_plans_predicts_draws_and_plans_again(tmp_path, capsys):
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert run(["plan", *OPTIONS, "--parallel", "full", "--global-batch", "24", "--out", str(path), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["plan"] == json.loads(path.read_text())
+    assert planned["reasons"]
+    assert set(planned["baselines"]) == {"grid", "sequence"}
+    assert run(["simulate", *OPTIONS, "--plan", str(path), "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted["step_s"] == pytest.approx(planned["predicted"]["step_s"])
+    assert run(["simulate", *OPTIONS, "--plan", str(path)]) == 0
+    assert "set by" in capsys.readouterr().out
+    assert run(["show", *OPTIONS, "--plan", str(path), "--out", str(picture)]) == 0
+    assert "<svg" in picture.read_text()
+    capsys.readouterr()
+    assert run(["replan", *OPTIONS, "--plan", str(path), "--lost", "7", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["rank_before"] == list(range(7))
+    assert read_plan(again["plan"]).ranks[-1] <= 6
+
+
+def test_the_command_line_compares_planners(capsys):
+    assert run(["compare", *OPTIONS, "--parallel", "full", "--global-batch", "24"]) == 0
+    out = capsys.readouterr().out
+    assert "uniform grid" in out
+    assert "bound" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", *OPTIONS, "--parallel", "full"], "--global-batch"),
+        (["plan", *OPTIONS, "--parallel", "odd"], "'odd' is unknown"),
+        (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "8", "--objective", "cost"], "price_per_hour"),
+        (["simulate", *OPTIONS, "--plan", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_message(arguments, message, capsys):
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_plan_of_another_model_or_cluster_is_refused(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    plan = plan_pipelines(CASE, MODEL, WORK, 8, costs=make_costs(CASE)[0], effort_s=0.02).plan
+    path.write_text(json.dumps(plan.to_dict()))
+    assert run(["simulate", *OPTIONS, "--plan", str(path)]) == 2
+    assert "num_layers=32, but llama-2-13b has 40" in capsys.readouterr().err
+    small = replace(CASE, nodes=CASE.nodes[:1])
+    with pytest.raises(PlanError, match="ranks 0 to 2"):
+        judge_plan(make_costs(small)[0], plan, Objective.of("time", [], 1))
