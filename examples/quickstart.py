@@ -118,7 +118,10 @@ def report(uneven: list[Step], one: list[Step], even: list[Step]) -> int:
     console.print(table)
     timed = slice(1, len(even))  # the same sequences, without the first step, in which everything is cold
     even_s, uneven_s = (median(step["seconds"] for step in steps[timed]) for steps in (even, uneven))
+    bound = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # with even shares all wait for the slowest
     ratio = f"{even_s / uneven_s:.2f} times as fast"
+    if even_s / uneven_s > bound:
+        ratio = f"[yellow]invalid[/]: more than the {bound:.2f} times that are possible, the machine was too busy"
     console.print(f"Emulated time per step: even shares {even_s:.2f} s, uneven shares {uneven_s:.2f} s, {ratio}.")
     same = max(differences) <= TOLERANCE
     verdict = "[green]PASS[/]: uneven ranks train as one process" if same else "[red]FAIL[/]: uneven ranks differ"

@@ -15,6 +15,7 @@ from benchmarks.emulation.throttle import METHODS
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
+from benchmarks.measure.statistics import within_bound
 
 __all__ = ["MESH", "MeshTable"]
 
@@ -97,11 +98,13 @@ def _table(scope: str, speeds: tuple[float, ...], rows: list[dict[str, Any]]) ->
     for column in ("tokens", "s", "tokens/s", "over best uniform", "of the bound", "rounds", "spread"):
         table.add_column(column, justify="right")
     for row in rows:
+        share = row["efficiency_against_bound"]
         best = " (best uniform)" if row["contender"] == row["best_uniform"] else ""
         table.add_row(
             row["contender"] + best,
             *(str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_s']:,.0f}"),
-            *(f"{row['over_best_uniform']:.2f}x", f"{row['efficiency_against_bound']:.1%}"),
+            within_bound(f"{row['over_best_uniform']:.2f}x", row["over_best_uniform"] / bound),
+            within_bound(f"{share:.1%}", share),
             *(str(row["rounds"]), f"{row['spread']:.0%}"),
         )
     return table

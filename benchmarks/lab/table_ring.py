@@ -14,6 +14,7 @@ from benchmarks.emulation.emulator import emulate
 from benchmarks.lab.ring import PREFILL, PUBLISHED, STEP, STRATEGIES, RingCase, RingPlan, measure, summarize
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
+from benchmarks.measure.statistics import within_bound
 
 __all__ = ["RingTable"]
 
@@ -89,8 +90,11 @@ def _table(scope: str, tokens: int, rows: list[dict[str, Any]]) -> Table:
     for fraction in sorted({row["slow_fraction"] for row in rows}):
         by_name = {row["strategy"]: row for row in rows if row["slow_fraction"] == fraction}
         cells = [
-            f"{row['speedup']:.2f}x / {row['efficiency_against_bound']:.1%}"
-            + (f" ({row['slowdown']:.2f}x)" if row["slowdown"] else "")
+            within_bound(
+                f"{row['speedup']:.2f}x / {row['efficiency_against_bound']:.1%}"
+                + (f" ({row['slowdown']:.2f}x)" if row["slowdown"] else ""),
+                row["efficiency_against_bound"],
+            )
             for row in (by_name[name] for name in STRATEGIES)
         ]
         table.add_row(f"{fraction:.0%}", *cells, f"{by_name['even']['bound_speedup']:.2f}x")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median, quantiles
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "within_bound"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ def compare(peer_s: Sequence[float], ours_s: Sequence[float]) -> Comparison:
         quartiles=(low, high),
         interval=(ratios[trim], ratios[-1 - trim]),
     )
+
+
+def within_bound(text: str, share_of_bound: float) -> str:
+    """Return ``text``, a figure for people, or "invalid" where the measurement is better than what it is bounded by.
+
+    Nothing is faster than its bound: other work on the machine has disturbed one of the two measurements.
+    """
+    return text if round(share_of_bound, 3) <= 1 else "invalid"  # to a tenth of a percent, as figures are shown
 
 
 def _outside_of_interval(pairs: int) -> int:

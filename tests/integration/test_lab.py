@@ -20,6 +20,7 @@ from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.measure.results import FOLDER
+from benchmarks.measure.statistics import within_bound
 from tests.support import ROOT
 
 CLUSTER = """
@@ -137,6 +138,11 @@ def test_ring_results_become_rows():
     assert planned["speedup"] == pytest.approx(4.0)
     assert planned["slowdown"] == pytest.approx(0.5)
     assert planned["efficiency_against_bound"] == pytest.approx(1.0)  # 0.55 / 1.1 s
+
+
+def test_a_figure_above_its_bound_is_shown_as_invalid():
+    assert within_bound("2.32x", 0.95) == within_bound("2.32x", 1.0) == "2.32x"
+    assert within_bound("2.59x", 1.04) == "invalid"
 
 
 def test_mesh_results_become_rows():
