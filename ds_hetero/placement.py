@@ -19,11 +19,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.schedule import Schedule, cut_span
-from ds_hetero.splits import Split
 
 __all__ = ["Lane", "Placement", "Placer", "Range", "Rows", "stream_placement"]
 
@@ -127,7 +127,8 @@ class Placement:
     @cached_property
     def fingerprint(self) -> int:
         """63-bit hash, compared between ranks before the first collective that depends on the placement."""
-        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, self.lanes, self.rows))
+        lanes = [(lane.members, lane.spans, lane.tokens, lane.layout) for lane in self.lanes]
+        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, lanes, self.rows))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     @cached_property
@@ -143,8 +144,8 @@ class Placement:
         intervals: dict[int, tuple[Range, ...]] = {}
         for group, unit in zip(self.schedule.ring_groups, units, strict=True):
             ranks = sorted(group.ranks)
-            parts = Split(tuple(map(self.tokens, ranks))).ranges
-            intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, parts, strict=True)}
+            cuts = accumulate(map(self.tokens, ranks), initial=0)
+            intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, pairwise(cuts), strict=True)}
         return intervals
 
 

@@ -38,6 +38,9 @@ PRIVATE_NAMES = (
     "accelerate.accelerator:Accelerator._prepare_deepspeed",
     "accelerate.accelerator:prepare_data_loader",
     "accelerate.accelerator:skip_first_batches",
+    "accelerate.data_loader:BatchSamplerShard",  # these three by their attributes, see `loader_names`
+    "accelerate.data_loader:DataLoaderShard",
+    "accelerate.data_loader:IterableDatasetShard",
     "accelerate.scheduler:AcceleratedScheduler.step",
     "accelerate.state:AcceleratorState._shared_state",
     "accelerate.state:PartialState._shared_state",

@@ -161,7 +161,7 @@ class RingTable:
     causal: bool
     window: int | None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Members of the lane: K."""
         return len(self.lane.members)
