@@ -17,8 +17,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ds_hetero.job.rank_times import (
-    Paces,
     RankTimes,
+    UnitCosts,
     events,
     gather,
     observation_of,
@@ -96,7 +96,7 @@ class Watch:
         self.changes: list[Change] = []
         self._clock, self._agreed, self._change, self._writer = clock, agreed, change, writer
         self._plan = agreed.plan
-        self._paces = Paces()
+        self._paces = UnitCosts()
         self._device = default_device()
         self._peak = peak_flops_per_s(self._device)
         self._control_device = message_device()

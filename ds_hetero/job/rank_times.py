@@ -1,8 +1,8 @@
 """Where each rank's time goes: from the steps of one rank to numbers for all, for the monitor and for people.
 
-mine = RankTimes.of(steps, paces, ...)           this rank's steps since the last look
-everyone = gather(mine, device)                  one all_gather
-events(everyone, ...), table(everyone, ...)      for DeepSpeed's monitor, for people
+own = RankTimes.of(steps, unit_costs, ...)      this rank's steps since the last observation
+times = gather(own, device)                     one all_gather
+events(times, ...), table(times, ...)           for DeepSpeed's monitor, for people
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ds_hetero.runtime.step_clock import StepTimes
 
 __all__ = [
     "SHARES",
-    "Paces",
     "RankTimes",
+    "UnitCosts",
     "events",
     "gather",
     "observation_of",
@@ -49,7 +49,10 @@ class RankTimes:
 
     Args:
         length: median of the longest sequence of a step.
-        attention_s_per_flop, model_s_per_token, error, growth: see `Observation`; 0 stands for None.
+        attention_s_per_flop: see `Observation`; 0 stands for None.
+        model_s_per_token: likewise.
+        error: see `Observation`.
+        growth: see `Observation`.
         peak_flops_per_s: of the device, 0 where it is not known.
     """
 
@@ -71,9 +74,16 @@ class RankTimes:
     peak_flops_per_s: float
 
     @classmethod
-    def of(cls, steps: Sequence[StepTimes], paces: Paces, growth: float, peak_flops_per_s: float) -> RankTimes:
-        """Of this rank; ``paces`` have been told of the steps."""
-        (per_flop, flop_error), (per_token, token_error) = paces.attention.take(), paces.model.take()
+    def of(cls, steps: Sequence[StepTimes], unit_costs: UnitCosts, growth: float, peak_flops_per_s: float) -> RankTimes:
+        """Sum up steps of this rank.
+
+        Args:
+            steps: since the last observation.
+            unit_costs: which have been given the same steps.
+            growth: by what factor the work on the rank may grow before its memory is full.
+            peak_flops_per_s: of the device, 0 where it is not known.
+        """
+        (per_flop, flop_error), (per_token, token_error) = unit_costs.attention.take(), unit_costs.model.take()
         summed = {name: float(sum(getattr(step, name) for step in steps)) for name in _SUMMED}
         own_s = summed["attention_s"] + summed["model_s"]
         error_s = hypot(flop_error * summed["attention_s"], token_error * summed["model_s"])
@@ -89,9 +99,9 @@ class RankTimes:
         )
 
     def __add__(self, later: RankTimes) -> RankTimes:
-        mine = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_SUMMED)}
-        rest = {f.name: getattr(later, f.name) for f in fields(later) if f.name not in mine}
-        return RankTimes(**mine, **rest)
+        sums = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_SUMMED)}
+        latest = {f.name: getattr(later, f.name) for f in fields(later) if f.name not in sums}
+        return RankTimes(**sums, **latest)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -101,7 +111,7 @@ class RankTimes:
 
     @property
     def own_s(self) -> float:
-        """What the rank computes in a step, as far as it grows with its share."""
+        """Seconds that the rank computes in a step, as far as they grow with its share."""
         return (self.attention_s + self.model_s) / self.steps
 
     @property
@@ -135,14 +145,14 @@ _SUMMED = (
 )
 
 
-class Paces:
+class UnitCosts:
     """What attention and the rest of a layer cost this rank."""
 
     def __init__(self) -> None:
         self.attention, self.model = UnitCost(), UnitCost()
 
     def add(self, step: StepTimes) -> None:
-        """One step."""
+        """Take one step into account."""
         self.attention.add(step.attention_s, step.attention_flops)
         self.model.add(step.model_s, step.tokens)
 
@@ -152,16 +162,17 @@ class Paces:
         self.model.restart()
 
 
-def gather(mine: RankTimes, device: torch.device) -> list[RankTimes]:
-    """The same of every rank.
+def gather(own: RankTimes, device: torch.device) -> list[RankTimes]:
+    """Return the times of every rank.
 
     Args:
+        own: of this rank.
         device: where the default process group wants its tensors.
 
     Caller: every rank of the world.
     Collectives: one all_gather of 16 numbers.
     """
-    row = torch.tensor(astuple(mine), dtype=torch.float64, device=device)
+    row = torch.tensor(astuple(own), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     with reporting_lost_peers("comparing the times of the ranks"):
         dist.all_gather(rows, row)
@@ -170,7 +181,7 @@ def gather(mine: RankTimes, device: torch.device) -> list[RankTimes]:
 
 
 def observation_of(ranks: Sequence[RankTimes]) -> Observation:
-    """The ranks of one replica, for its `Policy`."""
+    """Return the observation of one replica, from the times of its ranks."""
     return Observation(
         attention_flops=tuple(rank.attention_flops / rank.steps for rank in ranks),
         tokens=tuple(rank.tokens / rank.steps for rank in ranks),
@@ -200,29 +211,28 @@ def possible_growth(device: torch.device) -> float:
     return _SPARE_MEMORY * total / max(torch.cuda.max_memory_allocated(device), 1)
 
 
-# --- for the monitor, and for people -------------------------------------------------------------------
-
-
 def events(
     ranks: Sequence[RankTimes], model: ModelSpec | None, peaks: Sequence[float], changes: int, samples: int
 ) -> list[tuple[str, float, int]]:
-    """What DeepSpeed's monitor is told: per rank, and of all of them.
+    """What DeepSpeed's monitor is given, per rank and of all ranks: (name, value, samples).
 
     Args:
+        ranks: their times.
+        model: what is trained; None where no cost model describes it.
         peaks: peak rates of the devices, 0 where unknown.
         changes: of the schedule, since the start.
         samples: trained on so far, which DeepSpeed's own events count in.
     """
-    found: list[tuple[str, float]] = []
+    values: list[tuple[str, float]] = []
     for number, (rank, peak) in enumerate(zip(ranks, peaks, strict=True)):
-        found += [(f"rank{number}/{name}_share", share) for name, share in rank.shares.items()]
-        found.append((f"rank{number}/tokens_per_s", rank.tokens_per_s))
+        values += [(f"rank{number}/{name}_share", share) for name, share in rank.shares.items()]
+        values.append((f"rank{number}/tokens_per_s", rank.tokens_per_s))
         if (mfu := rank.model_flops_utilization(model, peak)) is not None:
-            found.append((f"rank{number}/mfu", mfu))
-    found.append(("tokens_per_s", sum(rank.tokens_per_s for rank in ranks)))
-    found.append(("imbalance", _imbalance(ranks)))
-    found.append(("schedule_changes", float(changes)))
-    return [(f"Heterogeneity/{name}", value, samples) for name, value in found]
+            values.append((f"rank{number}/mfu", mfu))
+    values.append(("tokens_per_s", sum(rank.tokens_per_s for rank in ranks)))
+    values.append(("imbalance", _imbalance(ranks)))
+    values.append(("schedule_changes", float(changes)))
+    return [(f"Heterogeneity/{name}", value, samples) for name, value in values]
 
 
 def _imbalance(ranks: Sequence[RankTimes]) -> float:
@@ -240,12 +250,12 @@ def table(ranks: Sequence[RankTimes], model: ModelSpec | None, peaks: Sequence[f
     utilization = [rank.model_flops_utilization(model, peak) for rank, peak in zip(ranks, peaks, strict=True)]
     steps = int(ranks[0].steps)
     title = f"Where the time of {steps} steps went: imbalance {_imbalance(ranks):.2f}, {changes} changes of schedule"
-    drawn = Table(title=title, box=box.SIMPLE)
+    rows = Table(title=title, box=box.SIMPLE)
     for heading in ("rank", "attention", "model", "all-to-all", "ring wait", "idle", "rest", "tokens/s", "MFU"):
-        drawn.add_column(heading, justify="right")
+        rows.add_column(heading, justify="right")
     for number, (rank, mfu) in enumerate(zip(ranks, utilization, strict=True)):
         shares = [f"{rank.shares[name]:.1%}" for name in SHARES]
-        drawn.add_row(str(number), *shares, f"{rank.tokens_per_s:,.0f}", "" if mfu is None else f"{mfu:.1%}")
+        rows.add_row(str(number), *shares, f"{rank.tokens_per_s:,.0f}", "" if mfu is None else f"{mfu:.1%}")
     file = io.StringIO()
-    Console(file=file, width=100).print(drawn)
+    Console(file=file, width=100).print(rows)
     return file.getvalue().rstrip()

@@ -1,4 +1,4 @@
-"""From the steps of ranks to shares, events, a table and looks; and the planner at measured speeds."""
+"""From the steps of ranks to shares, events, a table and observations; and the planner at measured speeds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.job.rank_times import SHARES, Paces, RankTimes, events, observation_of, table
+from ds_hetero.job.rank_times import SHARES, RankTimes, UnitCosts, events, observation_of, table
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.observation import Observation
-from ds_hetero.planner.replan.planned import PlannedFits
+from ds_hetero.planner.replan.planned import PlannedEstimates
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.schedule import Schedule
 
@@ -32,10 +32,10 @@ STEP = StepTimes(
 
 
 def rank_times(*steps: StepTimes, peak: float = 0.0) -> RankTimes:
-    paces = Paces()
+    unit_costs = UnitCosts()
     for step in steps:
-        paces.add(step)
-    return RankTimes.of(steps, paces, inf, peak)
+        unit_costs.add(step)
+    return RankTimes.of(steps, unit_costs, inf, peak)
 
 
 def test_shares_add_up_and_rest_is_what_nobody_claims():
@@ -77,12 +77,12 @@ def test_events_and_table_name_every_rank():
 
 def test_an_observation_is_per_step_and_leaves_out_what_was_not_measured():
     idle = replace(STEP, attention_s=0.0, attention_flops=0, attention_backward_flops=0)
-    look = observation_of([rank_times(STEP, STEP), rank_times(idle, idle)])
-    assert look.attention_flops == (1400, 0)
-    assert look.tokens == (50, 50)
-    assert look.attention_s_per_flop == (pytest.approx(4 / 1400), None)
-    assert look.own_s == pytest.approx((6.0, 2.0))
-    assert (look.step_s, look.length) == (10, 100)
+    observation = observation_of([rank_times(STEP, STEP), rank_times(idle, idle)])
+    assert observation.attention_flops == (1400, 0)
+    assert observation.tokens == (50, 50)
+    assert observation.attention_s_per_flop == (pytest.approx(4 / 1400), None)
+    assert observation.own_s == pytest.approx((6.0, 2.0))
+    assert (observation.step_s, observation.length) == (10, 100)
 
 
 # --- the planner at measured speeds ---------------------------------------------------------------------
@@ -100,7 +100,7 @@ SEQ_LEN = 32768
 COST = make_cost_model("calibrated", CLUSTER, MODEL, Workload(seq_len=SEQ_LEN))
 
 
-def look_at(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005) -> Observation:
+def observe(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005) -> Observation:
     """As if each rank's device were that much faster than its description."""
     busy_s = COST.predict(schedule.shifted(0)).busy_s
     tokens = schedule.tokens(SEQ_LEN)
@@ -123,30 +123,32 @@ def look_at(schedule: Schedule, speeds: tuple[float, ...], error: float = 0.005)
 
 def test_devices_as_described_call_for_no_change():
     present = plan(CLUSTER, MODEL, SEQ_LEN).schedule.shifted(8)
-    fit = PlannedFits(COST, None)(present, look_at(present, (1.0, 1.01, 0.99, 1.0)))
-    assert fit.gain(present) == 0
-    assert fit.gain(fit.best()) == pytest.approx(0, abs=0.01)
-    assert fit.best().ranks == present.ranks
+    estimate = PlannedEstimates(COST, None)(present, observe(present, (1.0, 1.01, 0.99, 1.0)))
+    assert estimate.gain(present) == 0
+    assert estimate.gain(estimate.best()) == pytest.approx(0, abs=0.01)
+    assert estimate.best().ranks == present.ranks
 
 
 def test_the_planner_gives_a_slow_device_less():
     present = plan(CLUSTER, MODEL, SEQ_LEN).schedule.shifted(8)
-    fit = PlannedFits(COST, None)(present, look_at(present, (1.0, 1.0, 0.4, 1.0)))
-    assert fit.speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])
-    best = fit.best()
+    estimate = PlannedEstimates(COST, None)(present, observe(present, (1.0, 1.0, 0.4, 1.0)))
+    assert estimate.speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])
+    best = estimate.best()
     tokens = best.tokens(SEQ_LEN)
     assert tokens[10] < 0.7 * tokens[8]
     bound = 1 - 4 * 0.4 / 3.4  # all work spread over all speeds, against the slow rank's quarter
-    assert 0.7 * bound < fit.gain(best) <= bound + 0.02
-    again = PlannedFits(COST, None)(best, look_at(best, (1.0, 1.0, 0.4, 1.0)))
+    assert 0.7 * bound < estimate.gain(best) <= bound + 0.02
+    again = PlannedEstimates(COST, None)(best, observe(best, (1.0, 1.0, 0.4, 1.0)))
     assert again.speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])
     assert again.gain(again.best()) < 0.02
 
 
 def test_a_rank_without_work_keeps_the_speed_it_was_known_by():
     present = plan(CLUSTER, MODEL, SEQ_LEN).schedule
-    fits = PlannedFits(COST, None)
-    fits(present, look_at(present, (1.0, 1.0, 0.4, 1.0)))
-    look = look_at(present, (1.0,) * 4)
-    look = replace(look, model_s_per_token=(*look.model_s_per_token[:2], None, look.model_s_per_token[3]))
-    assert fits(present, look).speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])
+    estimates = PlannedEstimates(COST, None)
+    estimates(present, observe(present, (1.0, 1.0, 0.4, 1.0)))
+    observation = observe(present, (1.0,) * 4)
+    observation = replace(
+        observation, model_s_per_token=(*observation.model_s_per_token[:2], None, observation.model_s_per_token[3])
+    )
+    assert estimates(present, observation).speeds == pytest.approx([1.0, 1.0, 0.4, 1.0])

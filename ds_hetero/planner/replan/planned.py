@@ -25,7 +25,7 @@ from ds_hetero.planner.replan.policy import Decision, GainEstimate, Policy
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 
-__all__ = ["PlannedFit", "PlannedFits", "Replanner"]
+__all__ = ["PlannedEstimate", "PlannedEstimates", "Replanner"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,38 +46,40 @@ class Replanner:
     def __init__(
         self, num_replicas: int, costs: Sequence[CostModel], min_gain: float, layout: str | None, causal: bool
     ) -> None:
-        fits: list[Callable[[Schedule, Observation], GainEstimate]] = [PlannedFits(cost, layout) for cost in costs]
-        fits = fits or [partial(ProportionalEstimate, causal=causal)] * num_replicas
-        self._policies = [Policy(fit, min_gain) for fit in fits]
+        estimates: list[Callable[[Schedule, Observation], GainEstimate]] = [
+            PlannedEstimates(cost, layout) for cost in costs
+        ]
+        estimates = estimates or [partial(ProportionalEstimate, causal=causal)] * num_replicas
+        self._policies = [Policy(estimate, min_gain) for estimate in estimates]
 
-    def decide(self, schedules: Sequence[Schedule], looks: Sequence[Observation]) -> list[Decision | None]:
-        """For every replica; None where its schedule stays."""
+    def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[Decision | None]:
+        """Return the decision for every replica; None where its schedule stays."""
         return [
-            policy.decide(schedule, look) if schedule.sp_size > 1 else None
-            for policy, schedule, look in zip(self._policies, schedules, looks, strict=True)
+            policy.decide(schedule, observation) if schedule.sp_size > 1 else None
+            for policy, schedule, observation in zip(self._policies, schedules, observations, strict=True)
         ]
 
 
-class PlannedFits:
-    """Makes a `PlannedFit` of each look at one replica, and remembers what ranks without work were last known to do."""
+class PlannedEstimates:
+    """Makes a `PlannedEstimate` of each observation of one replica, and remembers the speeds of ranks without work."""
 
     def __init__(self, cost: CostModel, layout: str | None) -> None:
         self._cost, self._layout = cost, layout
         self._speeds = [1.0] * cost.cluster.num_ranks
 
-    def __call__(self, schedule: Schedule, look: Observation) -> PlannedFit:
-        """See `PlannedFit`."""
-        fit = PlannedFit(schedule, look, self._cost, self._layout, self._speeds)
-        self._speeds = fit.speeds
-        return fit
+    def __call__(self, schedule: Schedule, observation: Observation) -> PlannedEstimate:
+        """Make the estimate of one observation under ``schedule``."""
+        estimate = PlannedEstimate(schedule, observation, self._cost, self._layout, self._speeds)
+        self._speeds = estimate.speeds
+        return estimate
 
 
-class PlannedFit:
+class PlannedEstimate:
     """The cost model with every device as fast as it was measured to be under the present schedule.
 
     Args:
         schedule: the present one, in global ranks.
-        look: at it.
+        observation: of its steps.
         cost: of the replica's cluster as it is described.
         layout: the section's.
         before: speeds of the ranks as far as they were known.
@@ -87,15 +89,15 @@ class PlannedFit:
     """
 
     def __init__(
-        self, schedule: Schedule, look: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
+        self, schedule: Schedule, observation: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
     ) -> None:
         self._schedule, self._layout = schedule, layout
-        sequences = sum(look.tokens) / look.length
+        sequences = sum(observation.tokens) / observation.length
         micro_batches = max(round(sequences / cost.workload.micro_batch), 1)
-        workload = replace(cost.workload, seq_len=look.length, micro_batches=micro_batches)
+        workload = replace(cost.workload, seq_len=observation.length, micro_batches=micro_batches)
         described = make_cost_model(cost.name, cost.cluster, cost.model, workload)
-        self.speeds = _speeds(described, schedule.shifted(0), look, before)
-        cluster = _at_speeds(cost.cluster, _snapped(cost.cluster.devices, self.speeds, max(look.error)))
+        self.speeds = _speeds(described, schedule.shifted(0), observation, before)
+        cluster = _at_speeds(cost.cluster, _snapped(cost.cluster.devices, self.speeds, max(observation.error)))
         self._cost = make_cost_model(cost.name, cluster, cost.model, workload)
         self._present_s = self._iteration_s(schedule)
 
@@ -104,7 +106,7 @@ class PlannedFit:
         return 1 - self._iteration_s(candidate) / self._present_s
 
     def best(self) -> Schedule | None:
-        """The planner's choice; None where nothing fits into memory."""
+        """The planner's choice; None where nothing estimates into memory."""
         started = time.perf_counter()
         try:
             plan = planning.plan(
@@ -124,7 +126,7 @@ class PlannedFit:
         return self._cost.predict(schedule.shifted(0)).iteration_s
 
 
-def _speeds(cost: CostModel, schedule: Schedule, look: Observation, before: Sequence[float]) -> list[float]:
+def _speeds(cost: CostModel, schedule: Schedule, observation: Observation, before: Sequence[float]) -> list[float]:
     """Time that the model expects a rank to compute, over what it did; as before for a rank without work."""
     work = cost.workload
     tokens = schedule.tokens(work.seq_len)
@@ -134,7 +136,7 @@ def _speeds(cost: CostModel, schedule: Schedule, look: Observation, before: Sequ
         * work.micro_batches
         for rank in range(cost.cluster.num_ranks)
     ]
-    own_s = look.own_s
+    own_s = observation.own_s
     return [e / s if e and s else old for e, s, old in zip(expected, own_s, before, strict=True)]
 
 
