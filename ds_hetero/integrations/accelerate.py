@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import enabled, section_of
-from ds_hetero.integrations.handle import Handle
+from ds_hetero.integrations.registry import Registry
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
@@ -62,11 +62,11 @@ class _Sharding:
     batches: ReplicaBatches | None
 
 
-def install(handle: Handle) -> None:
+def install(registry: Registry) -> None:
     """Replace what has to know the difference between ranks and replicas."""
-    replace = handle.patches.replace
+    replace = registry.patches.replace
     replace(accelerate.Accelerator, "__init__", _counting_processes)
-    replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(handle, stock))
+    replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(registry, stock))
     replace(AcceleratedScheduler, "step", _stepping_by_replicas)
     replace(accelerate.accelerator, "prepare_data_loader", _sharding_over_replicas)
     for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
@@ -123,7 +123,7 @@ def _counting_processes(stock: Any) -> Any:
     return init
 
 
-def _preparing(handle: Handle, stock: Any) -> Any:
+def _preparing(registry: Registry, stock: Any) -> Any:
     """The configuration is known here, before the model is registered and the loaders are wrapped."""
 
     @functools.wraps(stock)
@@ -140,7 +140,7 @@ def _preparing(handle: Handle, stock: Any) -> Any:
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
         batches = agree_on_replica_batches(World.current(), lambda: section_of(ds_config))
         with (
-            handle.using(ds_config),
+            registry.using(ds_config),
             loaders_over_replicas(sp_size, batches),
             _steps_of_replicas(args, sp_size),
         ):

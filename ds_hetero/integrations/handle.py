@@ -1,35 +1,26 @@
-"""What `ds_hetero.register` returns: the engine of this process, and how to undo it."""
+"""What `ds_hetero.register` returns: the engine of this process as the user sees it, and how to undo it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_hetero import __version__
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
-from ds_hetero.integrations.patching import Patches
-from ds_hetero.integrations.transformers import sharded_model
-from ds_hetero.integrations.transformers.facts import read_model_facts
-from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.monitor import Change, EventWriter, Watch
-from ds_hetero.job.prediction_check import Outlook
-from ds_hetero.job.report import announce, plan_text
-from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, start_job
+from ds_hetero.integrations.registry import PreparedModel, Registry
+from ds_hetero.integrations.transformers.sharded_model import sharding
+from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plan import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
-from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.schedule import Schedule
 
@@ -49,38 +40,18 @@ class Handle:
             engine.step()
 
     Args:
-        ds_config: the configuration given to `register`, if any.
+        registry: what the integrations have prepared; not for users.
     """
 
-    def __init__(self, ds_config: Mapping[str, Any] | None) -> None:
-        self.ds_config = ds_config
-        self.patches = Patches()
-        self._models: list[sharded_model.ShardedModel] = []
-        self._whole_model: nn.Module | None = None  # prepared last, without a section
-        self._replicas: dict[Plan, Replica] = {}
-        self._groups = ProcessGroups()
-        self._watches: dict[sharded_model.ShardedModel, Watch] = {}
-        self._agreements: dict[sharded_model.ShardedModel, JobStart] = {}
-        self._outlooks: dict[sharded_model.ShardedModel, Outlook] = {}
-        self._clusters = MeasuredClusters()
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
 
     def undo(self) -> None:
         """Put back everything that was replaced, in the frameworks and in the models.
 
         Engines of ZeRO-3 with unequal weights cannot be used afterwards.
         """
-        for model in self._models:
-            self.outlook(model).conclude()
-            if model in self._watches:
-                self._watches[model].conclude()
-            model.restore()
-        self._models.clear()
-        self._agreements.clear()
-        self._outlooks.clear()
-        self._watches.clear()
-        self.patches.undo()
-
-    # --- what is running ---------------------------------------------------------------------------
+        self.registry.undo()
 
     @property
     def replica(self) -> Replica:
@@ -89,7 +60,12 @@ class Handle:
         Raises:
             ConfigError: no model has been prepared with a "heterogeneity" section yet.
         """
-        return self._model.replica
+        return self._prepared.model.replica
+
+    @property
+    def plan(self) -> Plan:
+        """What all ranks of the job do; see `replica`."""
+        return self.replica.plan
 
     @property
     def schedule(self) -> Schedule:
@@ -97,20 +73,20 @@ class Handle:
         return self.replica.schedule
 
     @property
-    def schedule_changes(self) -> tuple[Change, ...]:
+    def schedule_changes(self) -> tuple[ScheduleChange, ...]:
         """Changes of any replica's schedule since `deepspeed.initialize`, with ``"replan"``; the same on every rank."""
-        return tuple(self._watches[self._model].changes) if self._model in self._watches else ()
+        monitor = self._prepared.monitor
+        return () if monitor is None or monitor.replanning is None else tuple(monitor.replanning.changes)
 
     @property
-    def _model(self) -> sharded_model.ShardedModel:
-        if not self._models:
+    def _prepared(self) -> PreparedModel:
+        prepared = self.registry.latest
+        if prepared is None:
             raise ConfigError(
                 f'no model has been prepared with a "{SECTION}" section yet. Call deepspeed.initialize or '
                 "accelerator.prepare first, with a ds_config.json that has one."
             )
-        return self._models[-1]
-
-    # --- a loop of one's own -----------------------------------------------------------------------
+        return prepared
 
     def dataloader(
         self,
@@ -128,12 +104,12 @@ class Handle:
             device: where batches shall be; left out, where the model is.
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
-        whole = self._whole_model if not self._models else None
-        model = self._model.model if whole is None else whole
-        where = next(model.parameters()).device if device is None else torch.device(device)
-        if whole is not None:
-            return WholeLoader(dataloader, where)
-        return ModelLoader(dataloader, self._model, where, batches)
+        unsplit = self.registry.unsplit_model if self.registry.latest is None else None
+        model = self._prepared.model.model if unsplit is None else unsplit
+        target = next(model.parameters()).device if device is None else torch.device(device)
+        if unsplit is not None:
+            return WholeLoader(dataloader, target)
+        return ModelLoader(dataloader, self._prepared.model, target, batches)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
@@ -150,16 +126,16 @@ class Handle:
         labels = _labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         mean = getattr(outputs, "loss", None)
-        if not self._models and self._whole_model is not None:
-            whole: Tensor = outputs.loss
-            return whole if num_items is None else whole * num_tokens * dist.get_world_size() / num_items
+        if self.registry.latest is None and self.registry.unsplit_model is not None:
+            batch_loss: Tensor = outputs.loss
+            return batch_loss if num_items is None else batch_loss * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
-        self._model.note_scaled_loss()
-        divisor = 1
-        if num_items is None and self.replica.batch_split is not None:
-            num_items, divisor = _items_of_step(batch), self.replica.batch_split.micro_steps
-        with self._model.clock.phase(IDLE, "loss"):
-            return sequence_parallel_loss(loss_sum, num_tokens, self.replica, num_items, divisor)
+        model, replica, divisor = self._prepared.model, self.replica, 1
+        model.note_scaled_loss()
+        if num_items is None and replica.batch_split is not None:
+            num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps
+        with model.clock.phase(IDLE, "loss"):
+            return sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
@@ -169,113 +145,14 @@ class Handle:
     @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:
         """Have forwards inside take shards although the model is in evaluation, as for prefill over all ranks."""
-        with sharded_model.sharding(True):
+        with sharding(True):
             yield
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
         """Have forwards inside take whole batches although the model is training."""
-        with sharded_model.sharding(False):
+        with sharding(False):
             yield
-
-    # --- for the integrations ----------------------------------------------------------------------
-
-    def prepared_whole(self, model: nn.Module) -> None:
-        """Take note of a model without a section: a loop written with this handle is to run all the same."""
-        self._whole_model = model
-
-    def find(self, model: nn.Module) -> sharded_model.ShardedModel | None:
-        """The conversion of ``model``, if it was converted."""
-        return next((known for known in self._models if known.model is model), None)
-
-    def model_of_group(self, ranks: Sequence[int]) -> sharded_model.ShardedModel | None:
-        """The latest converted model whose replica consists of ``ranks``."""
-        return next((known for known in reversed(self._models) if known.replica.ranks == tuple(sorted(ranks))), None)
-
-    @contextlib.contextmanager
-    def using(self, ds_config: Mapping[str, Any]) -> Iterator[None]:
-        """Have registrations inside follow ``ds_config``."""
-        before, self.ds_config = self.ds_config, ds_config
-        try:
-            yield
-        finally:
-            self.ds_config = before
-
-    def convert(
-        self, model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]
-    ) -> sharded_model.ShardedModel:
-        """Agree on the schedules with all ranks and switch ``model`` to this rank's replica; again, if it was before.
-
-        Caller: every rank of the world.
-        """
-        known = self.find(model)
-        before = None if known is None else self._agreements[known]
-        world = World.current()
-        facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
-        start = start_job(world, facts, self._clusters, before)
-        replica = self._replica_of(start.plan)
-        outlook: Outlook | None = None if known is None else self._outlooks[known]
-        if known is None or known.replica is not replica or known.kernel != start.section.attention:
-            if known is not None:
-                known.restore()
-                self._models.remove(known)
-                del self._agreements[known], self._outlooks[known]
-            known = sharded_model.ShardedModel(model, replica, start.section.attention)
-            self._models.append(known)
-        if before is None or start.plan is not before.plan or outlook is None:
-            outlook = Outlook(start.forecasts, start.no_forecast_reason)
-            known.record_batches(outlook.saw)
-            known.declare_loss(start.section.loss)
-            if world.rank == 0:
-                announce(f"on, {plan_text(start.plan, start.section)}")
-            outlook.introduce()
-        self._agreements[known], self._outlooks[known] = start, outlook
-        return known
-
-    def agreement_on(self, model: sharded_model.ShardedModel) -> JobStart:
-        """What the ranks have agreed on for a converted model."""
-        return self._agreements[model]
-
-    def _replica_of(self, plan: Plan) -> Replica:
-        """This rank's replica under ``plan``, made when it is first asked for; every rank of the world."""
-        if plan not in self._replicas:
-            self._replicas[plan] = make_replica(plan, self._groups)
-        return self._replicas[plan]
-
-    def watch(self, model: sharded_model.ShardedModel, steps_per_print: float | None, writer: EventWriter) -> Watch:
-        """Make what takes the times of an engine's steps, and changes the schedule if the section says so.
-
-        Args:
-            model: what the engine trains.
-            steps_per_print: of the engine's configuration.
-            writer: the engine's monitors.
-
-        Caller: every rank of the world, when the engine has been built.
-        """
-
-        def change(plan: Plan) -> None:
-            model.change_replica(self._replica_of(plan))
-            self._agreements[model] = replace(self._agreements[model], plan=plan)
-
-        self._watches[model] = Watch(steps_per_print, model.clock, self._agreements[model], change, writer)
-        return self._watches[model]
-
-    def outlook(self, model: sharded_model.ShardedModel) -> Outlook:
-        """What was predicted for a converted model, and what its steps take; empty on ranks other than 0."""
-        return self._outlooks[model]
-
-
-def _read_facts(model: nn.Module, ds_config: Mapping[str, Any], sp_sizes: Mapping[str, int | None]) -> JobFacts:
-    """What this rank knows of the job; raises what is wrong with it."""
-    section = section_of(ds_config)
-    assert section is not None
-    return JobFacts(
-        section=section,
-        model=read_model_facts(model),
-        training=read_training_facts(ds_config),
-        sp_sizes=dict(sp_sizes),
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"ds_hetero": __version__},
-    )
 
 
 def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:

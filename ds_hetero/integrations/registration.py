@@ -13,11 +13,12 @@ from ds_hetero.integrations import accelerate
 from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
+from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers import attention, trainer
 
 __all__ = ["register"]
 
-_active: Handle | None = None
+_active: tuple[Handle, Registry] | None = None
 
 
 def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
@@ -37,20 +38,21 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     global _active
     ds_config = config if config is None or isinstance(config, Mapping) else deepspeed.load_ds_config(str(config))
     if _active is not None:
-        if ds_config is not None and ds_config != _active.ds_config:
+        handle, registry = _active
+        if ds_config is not None and ds_config != registry.ds_config:
             raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
-        return _active
+        return handle
     expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
     expect_package("transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
-    handle = Handle(ds_config)
-    handle.patches.on_undo(_forget)
-    attention.install(handle.patches)
-    deepspeed_engine.install(handle)
-    accelerate.install(handle)
-    trainer.install(handle)
-    _active = handle
-    return handle
+    registry = Registry(ds_config)
+    registry.patches.on_undo(_forget)
+    attention.install(registry.patches)
+    deepspeed_engine.install(registry)
+    accelerate.install(registry)
+    trainer.install(registry)
+    _active = Handle(registry), registry
+    return _active[0]
 
 
 def _forget() -> None:

@@ -1,63 +1,40 @@
-"""Looks at where the ranks' time goes, every few steps: tells the monitor, keeps a table, changes schedules.
+"""Looks at where the ranks' time goes, every few steps: for the monitors of the training, for people, for re-planning.
 
-A look is one small all_gather; where re-planning is on, rank 0 then decides and tells the others, which is one more.
-Nothing here waits for the device: steps that it has not finished are looked at next time.
+One observation is one small all_gather; re-planning adds one more. Nothing here waits for the device: steps that it has
+not finished are observed next time.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import isfinite, nan
+from collections.abc import Sequence
+from math import isfinite
 from typing import Protocol
-
-import torch.distributed as dist
 
 from ds_hetero.job.rank_times import (
     RankTimes,
     UnitCosts,
     events,
     gather,
-    observation_of,
     peak_flops_per_s,
     possible_growth,
     table,
 )
+from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.report import announce
-from ds_hetero.job.start import JobStart
-from ds_hetero.models import ModelSpec
-from ds_hetero.plan import Plan
-from ds_hetero.planner.replan.planned import Replanner
+from ds_hetero.job.start import JobStart, World
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.step_clock import StepClock
-from ds_hetero.schedule import Schedule
 
-__all__ = ["Change", "EventWriter", "Watch"]
+__all__ = ["EventWriter", "StepMonitor", "steps_between"]
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # steps at the start that are not looked at: first calls of kernels, libraries that load late
+WARM_UP = 2  # steps at the start that are not observed: first calls of kernels, libraries that load late
 AFTER_CHANGE = 1  # the same after a change of schedule: tables and buffers of the new one
-USUAL_INTERVAL = 10  # steps between looks, where neither the section nor steps_per_print says otherwise
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One change of schedule in a running job.
-
-    Args:
-        step: optimizer steps that this process has done before it.
-        replica: whose schedule changed, to which, and what it was predicted to save of a step's time.
-    """
-
-    step: int
-    replica: int
-    schedule: Schedule
-    gain: float
+USUAL_INTERVAL = 10  # steps between observations, where neither the section nor the configuration says otherwise
 
 
 class EventWriter(Protocol):
@@ -69,73 +46,51 @@ class EventWriter(Protocol):
         """Write (name, value, samples so far) for each event."""
 
 
-class Watch:
-    """Looks after one engine.
+def steps_between(steps_per_print: float | None) -> int:
+    """Steps between two observations without re-planning.
 
     Args:
-        steps_per_print: of the engine's configuration; None or infinite, as accelerate sets it, if it does not say.
-        clock: of the model that the engine trains.
-        agreed: what the ranks agreed on for the model.
-        change: called on every rank with the new plan when a schedule has changed.
-        writer: of the events that each look makes.
+        steps_per_print: of the configuration; None or infinite, as accelerate sets it, if it does not say.
+    """
+    return int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
 
-    Attributes:
-        changes: of the schedules, oldest first; the same on every rank.
+
+class StepMonitor:
+    """Observes the steps of one model; rank 0 reports them.
+
+    Args:
+        start: what the ranks agreed on for the model.
+        clock: times the model's steps.
+        replanning: changes the plan; None where the section does not ask for it.
+        interval: steps between two observations; rank 0's is used.
+        writer: of the events that each observation makes.
 
     Caller: every rank of the world.
+    Collectives: one `all_gather_bytes`.
     """
 
     def __init__(
-        self,
-        steps_per_print: float | None,
-        clock: StepClock,
-        agreed: JobStart,
-        change: Callable[[Plan], None],
-        writer: EventWriter,
+        self, start: JobStart, clock: StepClock, replanning: Replanning | None, interval: int, writer: EventWriter
     ) -> None:
-        self.changes: list[Change] = []
-        self._clock, self._agreed, self._change, self._writer = clock, agreed, change, writer
-        self._plan = agreed.plan
-        self._paces = UnitCosts()
+        self.replanning = replanning
+        self._clock, self._writer = clock, writer
+        self._world = World.current()
+        self._unit_costs = UnitCosts()
         self._device = default_device()
         self._peak = peak_flops_per_s(self._device)
-        self._control_device = message_device()
-        replan = agreed.section.replan
-        self._replans = replan.enabled and any(schedule.sp_size > 1 for schedule in self._plan.schedules)
-        printed = int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
-        interval = replan.interval_steps if self._replans else printed
         (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
         self._interval = of_rank_0[0]
-        self._steps, self._skip = 0, WARM_UP
+        self._steps, self._steps_to_skip = 0, WARM_UP
         self._totals: list[RankTimes] = []
-        self._replanner: Replanner | None = None
-        self._shape: ModelSpec | None = None
-        self._peaks = [0.0] * dist.get_world_size()
-        self._before_change = nan
-        if dist.get_rank() == 0:
-            self._know_what_is_trained()
+        self._model = start.facts.model.spec
+        self._peaks = _peaks_of_cluster(start, self._world.size)
+        if self._world.rank == 0:
+            if self._model is None:
+                logger.debug("no MFU: %s", start.facts.model.no_spec_reason)
+            atexit.register(self.report)
 
-    def _know_what_is_trained(self) -> None:
-        """Rank 0 does the sums."""
-        forecasts, section, model = self._agreed.forecasts, self._agreed.section, self._agreed.facts.model
-        self._shape = model.spec
-        if model.spec is None:
-            logger.debug("no MFU: %s", model.no_spec_reason)
-        for forecast in forecasts:
-            for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
-                self._peaks[rank] = device.peak_flops_per_s
-        if self._replans:
-            self._replanner = Replanner(
-                len(self._plan.schedules),
-                [forecast.cost for forecast in forecasts],
-                section.replan.min_gain,
-                section.layout,
-                model.causal,
-            )
-        atexit.register(self.conclude)
-
-    def stepped(self, samples: int) -> None:
-        """Count an optimizer step, and look at the ranks' times if it is due.
+    def record_step(self, samples: int) -> None:
+        """Count an optimizer step, and observe the ranks' times if it is due.
 
         Args:
             samples: of all optimizer steps so far, the abscissa of the monitor's events.
@@ -144,77 +99,47 @@ class Watch:
         """
         self._clock.end_step()
         self._steps += 1
-        if self._skip:
-            self._skip -= 1
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
             self._clock.pop_finished()
         elif self._steps % self._interval == 0:
-            self._look(samples)
+            self._observe(samples)
 
-    # --- looking ------------------------------------------------------------------------------------
-
-    def _look(self, samples: int) -> None:
+    def _observe(self, samples: int) -> None:
         steps = self._clock.pop_finished()
         for step in steps:
-            self._paces.add(step)
-        mine = RankTimes.of(steps, self._paces, possible_growth(self._device), self._peak)
-        everyone = gather(mine, self._control_device)
-        if not all(rank.steps for rank in everyone):  # evaluating, or a device that is far behind
+            self._unit_costs.add(step)
+        own = RankTimes.of(steps, self._unit_costs, possible_growth(self._device), self._peak)
+        times = gather(own, message_device())
+        if not all(rank.steps for rank in times):  # evaluating, or a device that is far behind
             return
-        self._totals = [a + b for a, b in zip(self._totals, everyone, strict=True)] if self._totals else everyone
-        if self._replans:
-            self._say_what_a_change_brought(everyone)
-            self._replan(everyone)
-        if self._writer.enabled and dist.get_rank() == 0:
-            told = events(everyone, self._shape, self._peaks, len(self.changes), samples)
-            self._writer.write_events(told)
+        self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else times
+        if self.replanning is not None and self.replanning.observe(self._steps, times):
+            self._clock.restart()
+            self._unit_costs.restart()
+            self._steps_to_skip = AFTER_CHANGE
+        self._write_events(times, samples)
 
-    def _replan(self, everyone: Sequence[RankTimes]) -> None:
-        payload = b""
-        if self._replanner is not None:
-            looks = [observation_of([everyone[rank] for rank in schedule.ranks]) for schedule in self._plan.schedules]
-            try:
-                decisions = self._replanner.decide(self._plan.schedules, looks)
-            except Exception:  # the other ranks wait for an answer, and training can go on without a new schedule
-                logger.exception("re-planning failed; the schedule stays from now on")
-                self._replanner, decisions = None, []
-            told = {i: [d.schedule.to_dict(), d.gain] for i, d in enumerate(decisions) if d is not None}
-            payload = json.dumps(told).encode() if told else b""
-        _, payloads = all_gather_bytes([], payload)
-        if not payloads[0]:
-            return
-        schedules = list(self._plan.schedules)
-        for replica, (data, gain) in json.loads(payloads[0]).items():
-            schedules[int(replica)] = Schedule.from_dict(data)
-            self.changes.append(
-                Change(step=self._steps, replica=int(replica), schedule=schedules[int(replica)], gain=gain)
-            )
-            if dist.get_rank() == 0:
-                announce(
-                    f"step {self._steps}: replica {replica} goes on under another schedule, predicted to save "
-                    f"{gain:.1%} of a step: {json.dumps(data)}"
-                )
-        self._plan = self._plan.with_schedules(schedules)
-        self._change(self._plan)
-        self._before_change = _s_per_token(everyone)
-        self._clock.restart()
-        self._paces.restart()
-        self._skip = AFTER_CHANGE
+    def _write_events(self, times: Sequence[RankTimes], samples: int) -> None:
+        if self._writer.enabled and self._world.rank == 0:
+            self._writer.write_events(events(times, self._model, self._peaks, self._num_changes, samples))
 
-    def _say_what_a_change_brought(self, everyone: Sequence[RankTimes]) -> None:
-        if dist.get_rank() == 0 and self._before_change == self._before_change:
-            part = _s_per_token(everyone) / self._before_change
-            announce(f"step {self._steps}: since the schedule changed, a token takes {part:.1%} of the time it took")
-        self._before_change = nan
+    @property
+    def _num_changes(self) -> int:
+        return 0 if self.replanning is None else len(self.replanning.changes)
 
-    # --- the end ------------------------------------------------------------------------------------
-
-    def conclude(self) -> None:
-        """Rank 0 shows the table, once; what came after the last look is not in it."""
-        atexit.unregister(self.conclude)
-        if self._totals and dist.is_initialized() and dist.get_rank() == 0:
-            announce("\n" + table(self._totals, self._shape, self._peaks, len(self.changes)))
+    def report(self) -> None:
+        """Show the table on rank 0, once; steps after the last observation are not in it."""
+        atexit.unregister(self.report)
+        if self._totals and self._world.rank == 0:
+            announce("\n" + table(self._totals, self._model, self._peaks, self._num_changes))
         self._totals = []
 
 
-def _s_per_token(everyone: Sequence[RankTimes]) -> float:
-    return max(rank.step_s for rank in everyone) / sum(rank.tokens for rank in everyone)
+def _peaks_of_cluster(start: JobStart, world_size: int) -> list[float]:
+    """Peak rates of the described devices by rank; 0 where they are not known."""
+    peaks = [0.0] * world_size
+    for forecast in start.forecasts:
+        for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
+            peaks[rank] = device.peak_flops_per_s
+    return peaks

@@ -1,9 +1,9 @@
 """Prediction beside measurement: what the cost model says of a model's steps, and how long they really take.
 
-Rank 0 alone keeps an `Outlook`. It says what was chosen when a model is prepared, looks at a clock when an optimizer
-step is done, and compares at the end: when the engine is destroyed, when the handle is undone, or when the process
-exits, whichever comes first. Ranks wait for each other in every step, so one rank's clock will do, and no device is
-synchronized for it: the host runs ahead of its device by no more than it may queue, which is the same in every step.
+Rank 0 alone has forecasts. Its `PredictionCheck` looks at a clock when an optimizer step is done, and compares at the
+end: when the engine is destroyed, when the handle is undone, or when the process exits, whichever comes first. Ranks
+wait for each other in every step, so one rank's clock will do, and no device is synchronized for it: the host runs
+ahead of its device by no more than it may queue, which is the same in every step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.forecast import Forecast
-from ds_hetero.job.report import announce, forecast_text
+from ds_hetero.job.report import announce
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import Schedule
 from ds_hetero.text import time_text
 
-__all__ = ["Comparison", "Outlook", "Step"]
+__all__ = ["Comparison", "PredictionCheck", "Step"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,50 +48,49 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians over ``steps`` optimizer steps; both are of the same steps, each predicted for its own batches."""
+    """Prediction and measurement of the same steps, each predicted for its own batches.
+
+    Args:
+        steps: optimizer steps that were compared.
+        predicted_s: median prediction of a step.
+        measured_s: median duration of a step.
+    """
 
     steps: int
     predicted_s: float
     measured_s: float
 
 
-class Outlook:
+class PredictionCheck:
     """The forecasts for one model, and the steps that its engine makes.
 
     Args:
         forecasts: one per replica, this rank's first; none where nothing is known of the devices.
-        remark: why there is no forecast, if that needs to be said.
     """
 
-    def __init__(self, forecasts: Sequence[Forecast], remark: str | None = None) -> None:
+    def __init__(self, forecasts: Sequence[Forecast]) -> None:
         self.forecasts = tuple(forecasts)
-        self.remark = remark
         self._batches: list[tuple[Schedule, int, int]] = []
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._num_steps = 0
         self._last_s: float | None = None
 
-    def introduce(self) -> None:
-        """Say what was chosen and what is predicted of it."""
-        if self.forecasts:
-            announce(f"the schedule\n{forecast_text(self.forecasts)}")
-        elif self.remark:
-            announce(f"no prediction of the step time: {self.remark}")
-
-    # --- watching ----------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Compare at the latest when the process exits."""
+        """Report at the latest when the process exits."""
         if self.forecasts:
-            atexit.register(self.conclude)
+            atexit.register(self.report)
 
-    def saw(self, batch: BatchLayout) -> None:
-        """A sharded forward has begun."""
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Take note that a sharded forward begins."""
         if self.forecasts and torch.is_grad_enabled():
             self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
 
-    def stepped(self, now_s: float) -> None:
-        """An optimizer step is done, of the batches seen since the last one."""
+    def record_step(self, now_s: float) -> None:
+        """Take note that an optimizer step is done, of the batches recorded since the last one.
+
+        Args:
+            now_s: of a clock that only goes forward.
+        """
         if self._last_s is not None and self._batches:
             self._num_steps += 1
             if self._num_steps == WARM_UP:  # the first one took no part, as nothing came before it
@@ -100,21 +99,20 @@ class Outlook:
         self._last_s = now_s
         self._batches.clear()
 
-    # --- comparing ---------------------------------------------------------------------------------
-
-    def conclude(self) -> None:
-        """Say how prediction and measurement compare, once; silent if there was no step to look at."""
-        atexit.unregister(self.conclude)
-        found = self.compare()
+    def report(self) -> None:
+        """Say how prediction and measurement compare, once; silent if there was no step to compare."""
+        atexit.unregister(self.report)
+        comparison = self.compare()
         self._steps.clear()
-        if found is not None:
+        if comparison is not None:
+            predicted_s, measured_s = comparison.predicted_s, comparison.measured_s
             announce(
-                f"per step, median of {found.steps}: predicted {time_text(found.predicted_s)}, "
-                f"measured {time_text(found.measured_s)} (prediction {found.predicted_s / found.measured_s - 1:+.1%})"
+                f"per step, median of {comparison.steps}: predicted {time_text(predicted_s)}, "
+                f"measured {time_text(measured_s)} (prediction {predicted_s / measured_s - 1:+.1%})"
             )
 
     def compare(self) -> Comparison | None:
-        """Medians of prediction and measurement over the steps seen; None without any, or any that can be predicted."""
+        """Medians over the recorded steps; None without any, or if they cannot be predicted."""
         steps = list(self._steps)
         if not steps:
             return None
@@ -129,14 +127,16 @@ class Outlook:
     def _predict(self, batches: tuple[tuple[Schedule, int, int], ...]) -> float:
         """Seconds of a step of these micro-batches on the slowest replica.
 
-        Each counts as its share of a step of micro-batches like itself. Other replicas are taken to have batches like
+        Each counts as its share of a step of micro-batches like itself. Other replicas are assumed to have batches like
         this rank's.
         """
-        count, mine = len(batches), self.forecasts[0]
+        count, own = len(batches), self.forecasts[0]
         return max(
             sum(
-                each.iteration_s(schedule if each is mine else each.schedule, length, sequences, count) * times / count
+                forecast.iteration_s(schedule if forecast is own else forecast.schedule, length, sequences, count)
+                * times
+                / count
                 for (schedule, length, sequences), times in Counter(batches).items()
             )
-            for each in self.forecasts
+            for forecast in self.forecasts
         )

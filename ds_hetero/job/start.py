@@ -23,7 +23,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
-from ds_hetero.job.report import announce
+from ds_hetero.job.report import announce, forecast_text, plan_text
 from ds_hetero.job.resolve import check_plan_fits, needs_measuring, needs_planner, plan_in_file
 from ds_hetero.plan import BatchSplit, Plan
 from ds_hetero.profiler.cache import cache_folder
@@ -38,6 +38,7 @@ __all__ = [
     "World",
     "agree_on_facts",
     "agree_on_replica_batches",
+    "announce_start",
     "start_job",
 ]
 
@@ -201,6 +202,19 @@ def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before:
     if decision is None:
         return start
     return replace(start, forecasts=decision.forecasts, no_forecast_reason=decision.no_forecast_reason)
+
+
+def announce_start(start: JobStart) -> None:
+    """Say that the engine is on, and what is predicted of the plan; for rank 0.
+
+    Args:
+        start: of the job.
+    """
+    announce(f"on, {plan_text(start.plan, start.section)}")
+    if start.forecasts:
+        announce(f"the schedule\n{forecast_text(start.forecasts)}")
+    elif start.no_forecast_reason:
+        announce(f"no prediction of the step time: {start.no_forecast_reason}")
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,10 @@ def _train_planned(rank: int) -> Any:
         assert len(tokens) == size and sum(tokens.values()) == 8192
         fast, slow = [tokens[r] for r in tokens if r % 2 == 0], [tokens[r] for r in tokens if r % 2]
         assert min(fast) > 2 * max(slow)
-        assert handle.find(model).kernel is None
+        prepared = handle.registry.find(model)
+        assert prepared.model.kernel is None
         found.append(handle.schedule.shifted(0).to_json())
-        workload = workload_of(handle.agreement_on(handle.find(model)).facts, 4 // size, on_host=False)
+        workload = workload_of(prepared.start.facts, 4 // size, on_host=False)
         assert (workload.zero_stage, workload.micro_batch, workload.micro_batches, workload.data_parallel) == (
             1,
             2,

@@ -145,7 +145,7 @@ def _check_gradients(rank: int, name: str, kind: str, schedule: Any) -> None:
     heads = model.config.num_attention_heads
     fitting = {**schedule, "num_kv_heads": getattr(model.config, "num_key_value_heads", None) or heads}
     assert Schedule.from_dict(fitting).num_heads == heads
-    handle.convert(model, {"heterogeneity": {"schedule": fitting}}, {})
+    handle.registry.prepare(model, {"heterogeneity": {"schedule": fitting}}, {})
     (shard,) = handle.dataloader([batch])
     ours = handle.loss(model(**{**shard, "labels": shard["shift_labels"]}), shard)
     ours.backward()

@@ -112,7 +112,7 @@ def _plain_loop(rank: int, stage: int) -> Any:
         ds["heterogeneity"] |= {"cluster": CLUSTER, "seq_len": LENGTH}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds)
     if rank == 0 and stage == 2:
-        works = [forecast.cost.workload for forecast in handle.outlook(handle.find(model)).forecasts]
+        works = [forecast.cost.workload for forecast in handle.registry.find(model).start.forecasts]
         assert [(work.micro_batch, work.micro_batches) for work in works] == [(2, 3), (1, 2)]
     assert engine.train_batch_size() == GLOBAL_BATCH
     assert engine.gradient_accumulation_steps() == MICRO_STEPS

@@ -11,7 +11,7 @@ from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import forecast
-from ds_hetero.job.prediction_check import Comparison, Outlook
+from ds_hetero.job.prediction_check import Comparison, PredictionCheck
 from ds_hetero.job.report import announce
 from ds_hetero.models import ModelSpec
 from ds_hetero.placement import Rows, stream_placement
@@ -37,68 +37,67 @@ CLUSTER = cluster_from_dict(
 SCHEDULE = ring(2, 4, 2)
 
 
-def outlook(num_replicas: int = 1) -> Outlook:
+def check_of(num_replicas: int = 1) -> PredictionCheck:
     schedules = [SCHEDULE.shifted(2 * i) for i in range(num_replicas)]
-    return Outlook([forecast(schedule, CLUSTER, MODEL, Workload(seq_len=1024)) for schedule in schedules])
+    return PredictionCheck([forecast(schedule, CLUSTER, MODEL, Workload(seq_len=1024)) for schedule in schedules])
 
 
-def step(found: Outlook, now_s: float, *lengths: int, schedule=SCHEDULE) -> None:
+def step(check: PredictionCheck, now_s: float, *lengths: int, schedule=SCHEDULE) -> None:
     for length in lengths:
-        found.saw(batch_layout(stream_placement(schedule, length), (Rows(0, 1, ((0, length),)),)))
-    found.stepped(now_s)
+        check.record_batch(batch_layout(stream_placement(schedule, length), (Rows(0, 1, ((0, length),)),)))
+    check.record_step(now_s)
 
 
 def test_every_step_is_predicted_for_its_own_batches():
-    found, (forecast, *_) = outlook(2), outlook().forecasts
+    check, (forecast, *_) = check_of(2), check_of().forecasts
     for number, length in enumerate((64, 64, 256, 512, 1024)):
-        step(found, 10.0 * number, length, length)
+        step(check, 10.0 * number, length, length)
     expected = [forecast.iteration_s(SCHEDULE, length, 1, 2) for length in (256, 512, 1024)]
-    assert found.compare() == Comparison(steps=3, predicted_s=expected[1], measured_s=10.0)
+    assert check.compare() == Comparison(steps=3, predicted_s=expected[1], measured_s=10.0)
 
 
 def test_the_first_steps_do_not_count_if_there_are_others():
-    found = outlook()
-    step(found, 0.0, 64)
-    assert found.compare() is None
-    step(found, 50.0, 64)
-    assert found.compare().measured_s == 50.0
-    step(found, 53.0, 64)
-    assert (found.compare().steps, found.compare().measured_s) == (1, 3.0)
+    check = check_of()
+    step(check, 0.0, 64)
+    assert check.compare() is None
+    step(check, 50.0, 64)
+    assert check.compare().measured_s == 50.0
+    step(check, 53.0, 64)
+    assert (check.compare().steps, check.compare().measured_s) == (1, 3.0)
 
 
 def test_a_schedule_that_changes_in_between_is_predicted_as_it_was():
-    found, other = outlook(), ulysses(2, 4, 2)
-    step(found, 0.0, 512)
-    step(found, 1.0, 512)
-    step(found, 2.0, 512, schedule=other)
-    assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(other, 512, 1, 1))
+    check, other = check_of(), ulysses(2, 4, 2)
+    step(check, 0.0, 512)
+    step(check, 1.0, 512)
+    step(check, 2.0, 512, schedule=other)
+    assert check.compare().predicted_s == pytest.approx(check.forecasts[0].iteration_s(other, 512, 1, 1))
 
 
 def test_forwards_without_gradients_are_no_part_of_a_step():
-    found = outlook()
+    check = check_of()
     for now_s in range(3):
         with torch.no_grad():
-            found.saw(batch_layout(stream_placement(SCHEDULE, 64), (Rows(0, 1, ((0, 64),)),)))
-        step(found, float(now_s), 1024)
-    assert found.compare().predicted_s == pytest.approx(found.forecasts[0].iteration_s(SCHEDULE, 1024, 1, 1))
+            check.record_batch(batch_layout(stream_placement(SCHEDULE, 64), (Rows(0, 1, ((0, 64),)),)))
+        step(check, float(now_s), 1024)
+    assert check.compare().predicted_s == pytest.approx(check.forecasts[0].iteration_s(SCHEDULE, 1024, 1, 1))
 
 
 def test_the_comparison_is_announced_once(capsys):
-    found = outlook()
+    check = check_of()
     for now_s in range(4):
-        step(found, float(now_s), 512)
-    found.conclude()
-    found.conclude()
+        step(check, float(now_s), 512)
+    check.report()
+    check.report()
     told = capsys.readouterr().err
     assert told.count("ds_hetero: per step, median of 2: predicted ") == 1 and "measured 1 s" in told
 
 
 def test_nothing_is_announced_without_a_prediction(capsys):
-    empty = Outlook(())
-    empty.introduce()
+    empty = PredictionCheck(())
     step(empty, 0.0, 64)
     step(empty, 1.0, 64)
-    empty.conclude()
+    empty.report()
     assert empty.compare() is None and not capsys.readouterr().err
 
 

@@ -37,8 +37,7 @@ from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
-from ds_hetero.integrations.handle import Handle
-from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.integrations.registry import PreparedModel, Registry
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 
@@ -80,13 +79,13 @@ PRIVATE_NAMES = (
 )
 
 
-def install(handle: Handle) -> None:
+def install(registry: Registry) -> None:
     """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
-    replace = handle.patches.replace
-    ulysses = Ulysses(handle)
+    replace = registry.patches.replace
+    ulysses = Ulysses(registry)
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
-    replace(deepspeed, "initialize", lambda stock: _initializing(handle, ulysses, stock))
+    replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
     replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
     for name in _COLLECTIVES:
@@ -95,7 +94,7 @@ def install(handle: Handle) -> None:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 
-def _initializing(handle: Handle, ulysses: Ulysses, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any]) -> Callable[..., Any]:
     """With a section the model is converted and the engine built without sequence parallelism."""
     signature = inspect.signature(stock)
 
@@ -107,11 +106,11 @@ def _initializing(handle: Handle, ulysses: Ulysses, stock: Callable[..., Any]) -
         if ds_config is None or not enabled(ds_config):
             if pending is not None and pending.error is not None:
                 raise pending.error
-            handle.prepared_whole(given["model"])
+            registry.unsplit_model = given["model"]
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()
-        return EngineInstaller(handle, stock, given, ds_config).install()
+        return EngineInstaller(registry, stock, given, ds_config).install()
 
     return initialize
 
@@ -120,16 +119,16 @@ class EngineInstaller:
     """One call of `deepspeed.initialize` with a section.
 
     Args:
-        handle: of this process.
+        registry: of this process.
         stock: DeepSpeed's own function.
         given: the arguments of the call, by name.
         ds_config: the configuration among them.
     """
 
     def __init__(
-        self, handle: Handle, stock: Callable[..., Any], given: dict[str, Any], ds_config: Mapping[str, Any]
+        self, registry: Registry, stock: Callable[..., Any], given: dict[str, Any], ds_config: Mapping[str, Any]
     ) -> None:
-        self._handle, self._stock, self._given, self._ds_config = handle, stock, given, ds_config
+        self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
 
     def install(self) -> tuple[Any, ...]:
         """Convert the model, build the engine and put the hooks around its methods; return what stock returns."""
@@ -138,14 +137,14 @@ class EngineInstaller:
         _expect_supported(model, ds_config)
         _init_distributed(given.get("dist_init_required"))
         sizes = {**size_in_configuration(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
-        converted = self._handle.convert(model, ds_config, sizes)
-        engine, *rest = self._build(converted, sp_size_of(sizes))
-        self._hook(engine, converted)
+        prepared = self._registry.prepare(model, ds_config, sizes)
+        engine, *rest = self._build(prepared, sp_size_of(sizes))
+        self._hook(engine, prepared)
         return (engine, *rest)
 
-    def _build(self, converted: ShardedModel, sp_size: int | None) -> tuple[Any, ...]:
+    def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
         """Have stock build the engine without sequence parallelism and with our ZeRO optimizers."""
-        replica = converted.replica
+        replica = prepared.model.replica
         config = plain_configuration(self._ds_config, replica, sp_size)
         arguments = {
             **self._given,
@@ -156,29 +155,28 @@ class EngineInstaller:
             "mesh_param": None,
         }
         weights = optimizers.agree_on_weights(
-            self._handle.agreement_on(converted), self._ds_config, converted.model, arguments.get("optimizer")
+            prepared.start, self._ds_config, prepared.model.model, arguments.get("optimizer")
         )
         replica_state = SequenceParallelState(replica, sp_size)
         with (
-            _sequence_parallelism_hidden(replica_state, self._handle),
+            _sequence_parallelism_hidden(replica_state, self._registry),
             optimizers.optimizers_in_place(config, weights),
         ):
             built: tuple[Any, ...] = self._stock(**arguments)
         return built
 
-    def _hook(self, engine: Engine, converted: ShardedModel) -> None:
+    def _hook(self, engine: Engine, prepared: PreparedModel) -> None:
         """Have the engine report the replicas' batches, and put the hooks around its methods."""
-        report_batches_of_replicas(engine, converted.replica)
-        engine.seq_parallel_group = converted.replica.sp_group
-        prediction_check = self._handle.outlook(converted)
-        prediction_check.start()
+        report_batches_of_replicas(engine, prepared.model.replica)
+        engine.seq_parallel_group = prepared.model.replica.sp_group
+        prepared.prediction_check.start()
         install_hooks(
             HookedEngine(
                 engine=engine,
-                model=converted,
-                scaling=LossScaling(converted),
-                monitor=self._handle.watch(converted, engine.steps_per_print(), engine.monitor),
-                prediction_check=prediction_check,
+                model=prepared.model,
+                scaling=LossScaling(prepared.model),
+                monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
+                prediction_check=prepared.prediction_check,
                 stage3=optimizers.stage3_checkpoints(engine),
             )
         )
@@ -231,7 +229,7 @@ def _init_distributed(required: bool | None) -> None:
 
 
 @contextlib.contextmanager
-def _sequence_parallelism_hidden(replica_state: SequenceParallelState, handle: Handle) -> Iterator[None]:
+def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry: Registry) -> Iterator[None]:
     """Have `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
     before = groups.mpu, groups.mesh_device
     groups.mpu = groups.mesh_device = None
@@ -246,7 +244,7 @@ def _sequence_parallelism_hidden(replica_state: SequenceParallelState, handle: H
         if groups.mpu is replica_state:
             groups.mpu, groups.mesh_device = before
 
-    handle.patches.on_undo(restore)
+    registry.patches.on_undo(restore)
 
 
 def _timed(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.job.monitor import Watch
-from ds_hetero.job.prediction_check import Outlook
+from ds_hetero.job.monitor import StepMonitor
+from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.runtime.collectives import reporting_lost_peers
 from ds_hetero.runtime.step_clock import IDLE
 
@@ -69,8 +69,8 @@ class HookedEngine:
     engine: Engine
     model: ShardedModel
     scaling: LossScaling
-    monitor: Watch
-    prediction_check: Outlook
+    monitor: StepMonitor
+    prediction_check: PredictionCheck
     stage3: Stage3Checkpoints | None
 
 
@@ -113,7 +113,7 @@ def time_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwar
     with hooked.model.clock.running(), record_function("ds_hetero.step"):
         result = step(*args, **kwargs)
     if hooked.engine.global_steps > before:
-        hooked.monitor.stepped(hooked.engine.global_samples)
+        hooked.monitor.record_step(hooked.engine.global_samples)
     return result
 
 
@@ -122,7 +122,7 @@ def record_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kw
     before = hooked.engine.global_steps
     result = step(*args, **kwargs)
     if hooked.engine.global_steps > before:
-        hooked.prediction_check.stepped(time.perf_counter())
+        hooked.prediction_check.record_step(time.perf_counter())
     return result
 
 
@@ -159,13 +159,13 @@ def expect_scaled_loss(hooked: HookedEngine, step: Callable[..., Any], *args: An
 
 def report_times(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Print the table of the ranks' times before the engine is gone."""
-    hooked.monitor.conclude()
+    hooked.monitor.report()
     return destroy(*args, **kwargs)
 
 
 def report_prediction(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Print how prediction and measurement compare before the engine is gone."""
-    hooked.prediction_check.conclude()
+    hooked.prediction_check.report()
     return destroy(*args, **kwargs)
 
 

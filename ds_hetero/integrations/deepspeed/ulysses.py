@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
-from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import ModelLoader
+from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.attention import keep_attention_function
 from ds_hetero.runtime.replica import Replica
 
@@ -101,8 +101,8 @@ class PendingRegistration:
 class Ulysses:
     """Makes the replacements of stock's registration and adapter; remembers what is pending between them."""
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._pending: PendingRegistration | None = None
 
     def take_pending(self) -> PendingRegistration | None:
@@ -121,7 +121,7 @@ class Ulysses:
         @functools.wraps(stock)
         def register_with_transformers(cls: Any, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(cls, *args, **kwargs).arguments
-            ds_config, size = self._handle.ds_config, given["sequence_parallel_size"]
+            ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
             if ds_config is None:
                 return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
             if not enabled(ds_config):
@@ -129,7 +129,7 @@ class Ulysses:
             model = given["model_name_or_path"]
             if isinstance(model, torch.nn.Module):
                 sizes = {"sequence_parallel_size": size, **size_in_configuration(ds_config)}
-                return SequenceParallelState(self._handle.convert(model, ds_config, sizes).replica, size)
+                return SequenceParallelState(self._registry.prepare(model, ds_config, sizes).model.replica, size)
             stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
             return stock_mpu
 
@@ -153,10 +153,10 @@ class Ulysses:
 
         @functools.wraps(stock)
         def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-            model = self._handle.model_of_group(dist.get_process_group_ranks(sp_group))
-            if model is not None:
+            prepared = self._registry.find_by_ranks(dist.get_process_group_ranks(sp_group))
+            if prepared is not None:
                 adapter.__class__ = ModelLoader
-                ModelLoader.__init__(adapter, dl, model, torch.device(device))
+                ModelLoader.__init__(adapter, dl, prepared.model, torch.device(device))
                 return
             if self._pending is not None:
                 self._pending.adapters += 1

@@ -18,8 +18,8 @@ from transformers import Trainer
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
 from ds_hetero.integrations.deepspeed.facts import section_of
-from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.loader import is_placeholder
+from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
@@ -43,14 +43,14 @@ PRIVATE_NAMES = (
 )
 
 
-def install(handle: Handle) -> None:
+def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
-    replace = handle.patches.replace
+    replace = registry.patches.replace
     replace(Trainer, "_inner_training_loop", _accumulating_micro_steps)
     replace(Trainer, "_get_dataloader", _loading_over_replicas)
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
-    replace(Trainer, "get_batch_samples", lambda stock: _counting_items(handle, stock))
-    replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(handle, stock))
+    replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
+    replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
     replace(Trainer, "_track_num_input_tokens", _not_counting_placeholders)
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
 
@@ -131,7 +131,7 @@ class _MicroSteps:
         return steps_in_epoch(self.reader) * self.reader.split.micro_steps
 
 
-def _counting_items(handle: Handle, stock: Any) -> Any:
+def _counting_items(registry: Registry, stock: Any) -> Any:
     """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike.
 
     Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
@@ -139,8 +139,8 @@ def _counting_items(handle: Handle, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        model = handle.find(trainer.model)
-        if model is None:
+        prepared = registry.find(trainer.model)
+        if prepared is None:
             return stock(trainer, epoch_iterator, num_batches, device)
         with sharding(True):
             batches, _ = stock(trainer, epoch_iterator, num_batches, device)
@@ -150,28 +150,28 @@ def _counting_items(handle: Handle, stock: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
             dist.all_reduce(items)
             return batches, items
-        dist.all_reduce(items, group=model.replica.sp_group)
-        return batches, items * model.replica.num_replicas
+        dist.all_reduce(items, group=prepared.model.replica.sp_group)
+        return batches, items * prepared.model.replica.num_replicas
 
     return get_batch_samples
 
 
-def _loss_of_whole_batch(handle: Handle, stock: Any) -> Any:
+def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     """From the mean over this rank's labels, which models and fused losses agree on."""
 
     @functools.wraps(stock)
     def compute_loss(
         trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        sharded = handle.find(trainer.model)
-        if sharded is None or not sharded.takes_shards:
+        prepared = registry.find(trainer.model)
+        if prepared is None or not prepared.model.takes_shards:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["shift_labels"]
         outputs = model(**{"labels": labels, **inputs})
         mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        with sharded.clock.phase(IDLE, "loss"):
-            loss = sequence_parallel_loss(mean * num_tokens, num_tokens, sharded.replica, num_items_in_batch)
+        with prepared.model.clock.phase(IDLE, "loss"):
+            loss = sequence_parallel_loss(mean * num_tokens, num_tokens, prepared.model.replica, num_items_in_batch)
         trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
         return (loss, outputs) if return_outputs else loss
 

@@ -1,0 +1,172 @@
+"""What this process has prepared: the models, what the ranks agreed on for each, and what was replaced for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+from torch import nn
+
+from ds_hetero import __version__
+from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
+from ds_hetero.integrations.patching import Patches
+from ds_hetero.integrations.transformers.facts import read_model_facts
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.job.facts import JobFacts
+from ds_hetero.job.monitor import EventWriter, StepMonitor, steps_between
+from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.job.replanning import Replanning, wants_replanning
+from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.plan import Plan
+from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+
+__all__ = ["PreparedModel", "Registry"]
+
+
+@dataclass
+class PreparedModel:
+    """A model that this engine trains.
+
+    Args:
+        model: switched to our attention.
+        start: what the ranks agreed on for it.
+        prediction_check: compares its steps with the forecasts of ``start``.
+        monitor: observes its steps; None until its DeepSpeed engine has been built.
+    """
+
+    model: ShardedModel
+    start: JobStart
+    prediction_check: PredictionCheck
+    monitor: StepMonitor | None = None
+
+
+class Registry:
+    """The state behind one `Handle`, which the integrations share.
+
+    Args:
+        ds_config: the configuration given to `register`, if any.
+
+    Attributes:
+        ds_config: what registrations follow; None as long as no configuration is known.
+        patches: what has been replaced in the frameworks.
+        unsplit_model: the model prepared last without a section, if any.
+    """
+
+    def __init__(self, ds_config: Mapping[str, object] | None) -> None:
+        self.ds_config = ds_config
+        self.patches = Patches()
+        self.unsplit_model: nn.Module | None = None
+        self._prepared: list[PreparedModel] = []
+        self._replicas: dict[Plan, Replica] = {}
+        self._groups = ProcessGroups()
+        self._clusters = MeasuredClusters()
+
+    @property
+    def latest(self) -> PreparedModel | None:
+        """The model prepared last with a section."""
+        return self._prepared[-1] if self._prepared else None
+
+    def find(self, model: nn.Module) -> PreparedModel | None:
+        """What was prepared for ``model``, if it was."""
+        return next((known for known in self._prepared if known.model.model is model), None)
+
+    def find_by_ranks(self, ranks: Sequence[int]) -> PreparedModel | None:
+        """The latest prepared model whose replica consists of ``ranks``."""
+        members = tuple(sorted(ranks))
+        return next((known for known in reversed(self._prepared) if known.model.replica.ranks == members), None)
+
+    @contextlib.contextmanager
+    def using(self, ds_config: Mapping[str, object]) -> Iterator[None]:
+        """Have registrations inside follow ``ds_config``."""
+        before, self.ds_config = self.ds_config, ds_config
+        try:
+            yield
+        finally:
+            self.ds_config = before
+
+    def prepare(
+        self, model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]
+    ) -> PreparedModel:
+        """Start the job of ``model`` with all ranks and switch it to this rank's replica; again, if it was before.
+
+        Args:
+            model: a PreTrainedModel, or a module around one.
+            ds_config: DeepSpeed's configuration, with a section.
+            sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
+
+        Caller: every rank of the world.
+        """
+        known = self.find(model)
+        world = World.current()
+        facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
+        start = start_job(world, facts, self._clusters, None if known is None else known.start)
+        replica = self._replica_of(start.plan)
+        if known is not None and (known.model.replica is not replica or known.model.kernel != start.section.attention):
+            known.model.restore()
+            self._prepared.remove(known)
+            known = None
+        if known is not None and known.start.plan is start.plan:
+            known.start = start
+            return known
+        if known is None:
+            sharded = ShardedModel(model, replica, start.section.attention)
+            known = PreparedModel(sharded, start, PredictionCheck(()))
+            self._prepared.append(known)
+        known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
+        known.model.record_batches(known.prediction_check.record_batch)
+        known.model.declare_loss(start.section.loss)
+        if world.rank == 0:
+            announce_start(start)
+        return known
+
+    def monitor_steps(self, prepared: PreparedModel, steps_per_print: float | None, writer: EventWriter) -> StepMonitor:
+        """Make what observes an engine's steps, and changes the plan if the section says so.
+
+        Args:
+            prepared: what the engine trains.
+            steps_per_print: of the engine's configuration.
+            writer: the engine's monitors.
+
+        Caller: every rank of the world, when the engine has been built.
+        """
+
+        def change_plan(plan: Plan) -> None:
+            prepared.model.change_replica(self._replica_of(plan))
+            prepared.start = replace(prepared.start, plan=plan)
+
+        start = prepared.start
+        replanning = Replanning(start, change_plan) if wants_replanning(start) else None
+        interval = steps_between(steps_per_print) if replanning is None else start.section.replan.interval_steps
+        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer)
+        return prepared.monitor
+
+    def undo(self) -> None:
+        """Put back everything that was replaced, in the frameworks and in the models."""
+        for prepared in self._prepared:
+            prepared.prediction_check.report()
+            if prepared.monitor is not None:
+                prepared.monitor.report()
+            prepared.model.restore()
+        self._prepared.clear()
+        self.patches.undo()
+
+    def _replica_of(self, plan: Plan) -> Replica:
+        """This rank's replica under ``plan``, made when it is first needed; every rank of the world."""
+        if plan not in self._replicas:
+            self._replicas[plan] = make_replica(plan, self._groups)
+        return self._replicas[plan]
+
+
+def _read_facts(model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]) -> JobFacts:
+    """What this rank knows of the job; raises what is wrong with it."""
+    section = section_of(ds_config)
+    assert section is not None
+    return JobFacts(
+        section=section,
+        model=read_model_facts(model),
+        training=read_training_facts(ds_config),
+        sp_sizes=dict(sp_sizes),
+        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"ds_hetero": __version__},
+    )

@@ -1,0 +1,124 @@
+"""Changes the plan of a running job when another one is predicted to be faster; rank 0 decides for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_hetero.job.rank_times import RankTimes, observation_of
+from ds_hetero.job.report import announce
+from ds_hetero.job.start import JobStart, World
+from ds_hetero.plan import Plan
+from ds_hetero.planner.replan.planned import Replanner
+from ds_hetero.planner.replan.policy import Decision
+from ds_hetero.schedule import Schedule
+
+__all__ = ["Replanning", "ScheduleChange", "wants_replanning"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleChange:
+    """One change of schedule in a running job.
+
+    Args:
+        step: optimizer steps that this process has done before it.
+        replica: index of the replica whose schedule changed.
+        schedule: its new schedule.
+        gain: share of a step's time that the change was predicted to save.
+    """
+
+    step: int
+    replica: int
+    schedule: Schedule
+    gain: float
+
+
+def wants_replanning(start: JobStart) -> bool:
+    """Whether the section asks for re-planning and there is something to change."""
+    return start.section.replan.enabled and any(schedule.sp_size > 1 for schedule in start.plan.schedules)
+
+
+class Replanning:
+    """Re-planning of one model's training.
+
+    Args:
+        start: what the ranks agreed on for the model.
+        change_plan: called on every rank with the new plan.
+
+    Attributes:
+        changes: of the schedules, oldest first; the same on every rank.
+    """
+
+    def __init__(self, start: JobStart, change_plan: Callable[[Plan], None]) -> None:
+        self.changes: list[ScheduleChange] = []
+        self._world = World.current()
+        self._plan, self._change_plan = start.plan, change_plan
+        self._s_per_token_before: float | None = None  # of the latest change, until it has been judged
+        self._replanner: Replanner | None = None
+        if self._world.rank == 0:
+            self._replanner = Replanner(
+                len(start.plan.schedules),
+                [forecast.cost for forecast in start.forecasts],
+                start.section.replan.min_gain,
+                start.section.layout,
+                start.facts.model.causal,
+            )
+
+    def observe(self, step: int, times: Sequence[RankTimes]) -> bool:
+        """Change the plan if these times call for it.
+
+        Args:
+            step: optimizer steps so far.
+            times: of all ranks since the last observation.
+
+        Returns:
+            Whether the plan has changed.
+
+        Caller: every rank of the world.
+        Collectives: one `on_all_ranks`.
+        """
+        self._judge_latest_change(step, times)
+        decisions = self._world.on_all_ranks(lambda: self._decide(times))[0]
+        if not decisions:
+            return False
+        schedules = list(self._plan.schedules)
+        for replica, decision in decisions.items():
+            schedules[replica] = decision.schedule
+            change = ScheduleChange(step=step, replica=replica, schedule=decision.schedule, gain=decision.gain)
+            self.changes.append(change)
+            if self._world.rank == 0:
+                announce(
+                    f"step {step}: replica {replica} goes on under another schedule, predicted to save "
+                    f"{decision.gain:.1%} of a step: {decision.schedule.to_json()}"
+                )
+        self._plan = self._plan.with_schedules(schedules)
+        self._change_plan(self._plan)
+        self._s_per_token_before = _s_per_token(times)
+        return True
+
+    def _decide(self, times: Sequence[RankTimes]) -> dict[int, Decision]:
+        """The decisions by replica; none on ranks other than 0."""
+        if self._replanner is None:
+            return {}
+        schedules = self._plan.schedules
+        observations = [observation_of([times[rank] for rank in schedule.ranks]) for schedule in schedules]
+        try:
+            decisions = self._replanner.decide(schedules, observations)
+        except Exception:  # training can go on without a new schedule
+            logger.exception("re-planning failed; the schedule stays from now on")
+            self._replanner = None
+            return {}
+        return {replica: decision for replica, decision in enumerate(decisions) if decision is not None}
+
+    def _judge_latest_change(self, step: int, times: Sequence[RankTimes]) -> None:
+        before, self._s_per_token_before = self._s_per_token_before, None
+        if before is not None and self._world.rank == 0:
+            part = _s_per_token(times) / before
+            announce(f"step {step}: since the schedule changed, a token takes {part:.1%} of the time it took")
+
+
+def _s_per_token(times: Sequence[RankTimes]) -> float:
+    return max(rank.step_s for rank in times) / sum(rank.tokens for rank in times)
