@@ -35,7 +35,7 @@ class ReplanSection(BaseModel):
 
     Args:
         enabled: off by default.
-        interval_steps: optimizer steps between two looks at the speeds; it takes two looks at least to change.
+        interval_steps: optimizer steps between two observations of the speeds; a change takes two of them at least.
         min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
     """
 
@@ -126,8 +126,8 @@ def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
             name = path.removeprefix("replan.")
             yield f'"{SECTION}.{path}" is unknown{did_you_mean(name, model.model_fields)}. The keys are {_keys(model)}.'
         else:
-            said = f" {message}" if problem["type"] == "value_error" else ""
-            yield f'"{SECTION}.{path}": {_value(raw, path)}{said}. {accepted(path)}'
+            rule = f" {message}" if problem["type"] == "value_error" else ""
+            yield f'"{SECTION}.{path}": {_value(raw, path)}{rule}. {accepted(path)}'
 
 
 def accepted(path: str) -> str:

@@ -20,8 +20,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     local_rank = [arguments.pop(0)] if arguments and arguments[0].startswith("--local_rank") else []
     if not arguments or not Path(arguments[0]).is_file():
-        found = f"{arguments[0]!r} is no file" if arguments else "no script was given"
-        print(f"python -m ds_hetero.run SCRIPT ARGS: {found}.", file=sys.stderr)
+        problem = f"{arguments[0]!r} is no file" if arguments else "no script was given"
+        print(f"python -m ds_hetero.run SCRIPT ARGS: {problem}.", file=sys.stderr)
         sys.exit(2)
     script = arguments[0]
     sys.argv = [script, *local_rank, *arguments[1:]]

@@ -84,14 +84,14 @@ def _packages() -> list[dict[str, Any]]:
         if requirement.marker is not None and not optional and requirement.name not in TRAINING:
             continue
         try:
-            found: str | None = version(requirement.name)
+            installed: str | None = version(requirement.name)
         except PackageNotFoundError:
-            found = None
-        problem = "not installed" if found is None else None
-        if found is not None and not requirement.specifier.contains(found, prereleases=True):
+            installed = None
+        problem = "not installed" if installed is None else None
+        if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
             problem = f"needs {requirement.specifier}"
         if requirement.name not in {row["name"] for row in rows}:
-            rows.append({"name": requirement.name, "version": found, "optional": optional, "problem": problem})
+            rows.append({"name": requirement.name, "version": installed, "optional": optional, "problem": problem})
     return rows
 
 
@@ -193,11 +193,11 @@ def show(report: dict[str, Any], as_json: bool) -> None:
 def _schedule_table(schedule: Schedule) -> Table:
     """Ranks as rows: their group's place in the ring, their share of the tokens, their heads."""
     table = Table("rank", "group", "tokens", "query heads", title=f"Schedule, {schedule.layout}")
-    whole = sum(group.weight for group in schedule.groups)
+    total_weight = sum(group.weight for group in schedule.groups)
     for rank in schedule.ranks:
         position = schedule.ring_position(rank)
         group = schedule.ring_groups[position]
         index = group.ranks.index(rank)
-        share = f"{group.tokens[index] / whole:.1%}"
+        share = f"{group.tokens[index] / total_weight:.1%}"
         table.add_row(str(rank), str(position), share, f"{group.heads[index]} of {schedule.num_heads}")
     return table

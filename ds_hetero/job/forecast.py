@@ -76,7 +76,14 @@ class Forecast:
     planned: PlannedSchedule | None
 
     def iteration_s(self, schedule: Schedule, seq_len: int, micro_batch: int, micro_batches: int) -> float:
-        """Predicted time of an optimizer step of other batches, under any schedule of the same ranks."""
+        """Predict the time of an optimizer step of other batches.
+
+        Args:
+            schedule: of the same ranks.
+            seq_len: tokens of a sequence.
+            micro_batch: sequences of a micro-batch.
+            micro_batches: of the step.
+        """
         workload = replace(self.cost.workload, seq_len=seq_len, micro_batch=micro_batch, micro_batches=micro_batches)
         cost = make_cost_model(self.cost.name, self.cost.cluster, self.cost.model, workload)
         return cost.predict(schedule.shifted(0)).iteration_s

@@ -82,16 +82,16 @@ class Replica:
 
 
 class ProcessGroups:
-    """Process groups by their ranks, made when they are first asked for and kept for plans to come.
+    """Process groups by their ranks, made when they are first needed and kept for plans to come.
 
-    Every rank of the world must ask for the same groups in the same order.
+    Every rank of the world must call `of` for the same groups in the same order.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
 
     def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The group of ``ranks``, ascending; one new_group the first time."""
+        """Return the group of ``ranks``, ascending; one new_group the first time."""
         key = tuple(sorted(ranks))
         if key not in self._made:
             self._made[key] = dist.new_group(list(key))

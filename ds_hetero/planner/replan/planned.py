@@ -61,7 +61,7 @@ class Replanner:
 
 
 class PlannedEstimates:
-    """Makes a `PlannedEstimate` of each observation of one replica, and remembers the speeds of ranks without work."""
+    """Makes a `PlannedEstimate` of every observation of one replica, and remembers the speeds of ranks without work."""
 
     def __init__(self, cost: CostModel, layout: str | None) -> None:
         self._cost, self._layout = cost, layout
