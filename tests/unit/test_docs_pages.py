@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import ds_hetero
+from ds_hetero.cli.app import app
 from ds_hetero.config import HeterogeneitySection, ReplanSection
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -73,6 +74,11 @@ def test_the_api_page_lists_the_public_names():
     directives = re.findall(r"^::: ([\w.]+)", (DOCS / "api.md").read_text(), re.MULTILINE)
     documented = {directive.rpartition(".")[2] for directive in directives}
     assert documented == {name for name in ds_hetero.__all__ if not name.startswith("__")}
+
+
+def test_every_command_is_explained():
+    headings = re.findall(r"^## ([a-z]+)$", (DOCS / "cli.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(command.callback.__name__ for command in app.registered_commands)
 
 
 def test_every_error_is_explained():
