@@ -29,6 +29,7 @@ STEPS, SAVED_AT = 5, 3
 OF_A_STEP = 4  # micro-batches, whatever the number of ranks
 RTOL = 1e-5  # of a parameter's norm, after five steps whose sums are taken in another order
 A, B, OF_TWO = [4, 3, 2, 1], [1, 0, 1, 2], [3, 1]
+OF_FOUR: dict[str, Any] = {"stock": "stock", "A": A, "B": B}  # checkpoints of four ranks, and their weights
 
 
 def make_engine(
@@ -97,19 +98,18 @@ def assert_same_outcome(ours: dict[str, Any], expected: dict[str, Any]) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """A folder with checkpoints of four and of two ranks, and what uninterrupted training comes to."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    expected = run_deepspeed(_save_and_load_each_other, 4, folder)[0]
-    run_deepspeed(_save, 2, folder, expected)
+    expected = run_deepspeed(_save_of_four, 4, folder)[0]
+    run_deepspeed(_save_of_two, 2, folder, expected)
     return folder, expected
 
 
-def _save_and_load_each_other(rank: int, folder: str) -> dict[str, Any]:
+def _save_of_four(rank: int, folder: str) -> dict[str, Any]:
     import deepspeed
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     deepspeed.init_distributed("gloo")
     expected = outcome(make_engine("stock", 2), 0)
-    layouts = {"stock": "stock", "A": A, "B": B}
-    for tag, weights in layouts.items():
+    for tag, weights in OF_FOUR.items():
         engine = make_engine(weights, 2)
         train(engine, 0, SAVED_AT)
         engine.save_checkpoint(folder, tag)
@@ -118,15 +118,10 @@ def _save_and_load_each_other(rank: int, folder: str) -> dict[str, Any]:
         of_script = get_fp32_state_dict_from_zero_checkpoint(folder, tag)
         for name, value in weights_then.items():
             np.testing.assert_array_equal(of_script[name].detach().numpy(), value)
-    for tag in layouts:
-        for weights in (A, B, "uniform"):
-            engine = make_engine(weights, 2)
-            engine.load_checkpoint(folder, tag)
-            assert_same_outcome(outcome(engine, SAVED_AT), expected)
     return expected
 
 
-def _save(rank: int, folder: str, expected: dict[str, Any]) -> None:
+def _save_of_two(rank: int, folder: str, expected: dict[str, Any]) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -134,25 +129,41 @@ def _save(rank: int, folder: str, expected: dict[str, Any]) -> None:
     train(engine, 0, SAVED_AT)
     engine.save_checkpoint(folder, "of two")
     assert_same_outcome(outcome(engine, SAVED_AT), expected)
-    for tag in ("stock", "A", "B"):
-        engine = make_engine(OF_TWO, 1, {"offload_optimizer": {"device": "cpu"}} if tag == "B" else {})
-        engine.load_checkpoint(folder, tag)
-        assert_same_outcome(outcome(engine, SAVED_AT), expected)
 
 
-def test_every_layout_and_number_of_ranks_loads_every_other(saved: tuple[str, dict[str, Any]]) -> None:
-    """Equal partitions of stock, 4:3:2:1, 1:0:1:2 and 3:1 on two ranks; the fixture has tried those from four ranks."""
-    run_deepspeed(_load_of_two, 4, *saved)
+# Ranks, ZeRO stage, weights, changes of "zero_optimization", and the checkpoint to load.
+LOADS: dict[str, tuple[int, int, Any, dict[str, Any], str]] = {
+    **{
+        f"{tag} by {name}": (4, 2, weights, {}, tag)
+        for tag in OF_FOUR
+        for name, weights in (("A", A), ("B", B), ("uniform", "uniform"))
+    },
+    "stock by two": (2, 1, OF_TWO, {}, "stock"),
+    "A by two": (2, 1, OF_TWO, {}, "A"),
+    "B by two, offload": (2, 1, OF_TWO, {"offload_optimizer": {"device": "cpu"}}, "B"),
+    "two by A, round robin": (4, 2, A, {"round_robin_gradients": True}, "of two"),
+    "two by uniform": (4, 2, "uniform", {}, "of two"),
+}
 
 
-def _load_of_two(rank: int, folder: str, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world_size", "stage", "weights", "zero", "tag"), LOADS.values(), ids=LOADS)
+def test_every_layout_and_number_of_ranks_loads_every_other(
+    world_size: int, stage: int, weights: Any, zero: dict[str, Any], tag: str, saved: tuple[str, dict[str, Any]]
+) -> None:
+    """Equal partitions of stock, 4:3:2:1, 1:0:1:2 and 3:1 on two ranks."""
+    run_deepspeed(_load, world_size, stage, weights, zero, tag, saved)
+
+
+def _load(
+    rank: int, stage: int, weights: Any, zero: dict[str, Any], tag: str, saved: tuple[str, dict[str, Any]]
+) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    for weights, zero in ((A, {"round_robin_gradients": True}), ("uniform", {})):
-        engine = make_engine(weights, 2, zero)
-        engine.load_checkpoint(folder, "of two")
-        assert_same_outcome(outcome(engine, SAVED_AT), expected)
+    folder, expected = saved
+    engine = make_engine(weights, stage, zero)
+    engine.load_checkpoint(folder, tag)
+    assert_same_outcome(outcome(engine, SAVED_AT), expected)
 
 
 def test_universal_checkpoints_go_to_stock_and_back(saved: tuple[str, dict[str, Any]]) -> None:

@@ -49,9 +49,13 @@ LAYOUTS: dict[str, Any] = {
 SAVED = ("deepspeed", "3:1", "1:4", "4:3:2:1")  # "equal" saves what "deepspeed" does
 # DeepSpeed loads those of as many ranks; of what our loader does for equal shards, the rest is DeepSpeed's.
 LOADED_BY = {
-    2: {"deepspeed": SAVED[:3], "equal": SAVED[3:], "3:1": SAVED, "1:4": SAVED},
-    4: {"4:3:2:1": SAVED},
+    "deepspeed": SAVED[:3],
+    "equal": SAVED[3:],
+    "3:1": (*SAVED, "universal"),
+    "1:4": (*SAVED, "universal"),
+    "4:3:2:1": (*SAVED, "universal"),
 }
+LOADS = [(layout, checkpoint) for layout, checkpoints in LOADED_BY.items() for checkpoint in checkpoints]
 
 
 def partly_frozen() -> Any:
@@ -79,14 +83,21 @@ def train(handle: Any, engine: Any, whole: list[Any]) -> list[float]:
     return losses
 
 
-def test_every_layout_loads_every_checkpoint(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A folder with the checkpoints, and by layout what training on from it comes to."""
+    folder = tmp_path_factory.mktemp("checkpoints")
     whole = batches(2 * STEPS)
     of_ranks = {ranks: [name for name in SAVED if LAYOUTS[name][0] == ranks] for ranks in (2, 4)}
-    ends = run_deepspeed(_save_all, 2, str(tmp_path), of_ranks[2], whole)[0]
-    ends |= run_deepspeed(_save_all, 4, str(tmp_path), of_ranks[4], whole)[0]
-    _convert_to_universal(tmp_path / "3:1", tmp_path / "universal")
-    for ranks, layouts in LOADED_BY.items():
-        run_deepspeed(_load_all, ranks, str(tmp_path), layouts, whole[STEPS:], ends)
+    ends = run_deepspeed(_save_all, 2, str(folder), of_ranks[2], whole)[0]
+    ends |= run_deepspeed(_save_all, 4, str(folder), of_ranks[4], whole)[0]
+    _convert_to_universal(folder / "3:1", folder / "universal")
+    return str(folder), ends
+
+
+@pytest.mark.parametrize(("layout", "checkpoint"), LOADS, ids=[f"{name} by {layout}" for layout, name in LOADS])
+def test_every_layout_loads_every_checkpoint(layout: str, checkpoint: str, saved: tuple[str, dict[str, Any]]) -> None:
+    run_deepspeed(_load, LAYOUTS[layout][0], layout, checkpoint, *saved)
 
 
 def _save_all(rank: int, folder: str, layouts: list[str], whole: list[Any]) -> dict[str, Any]:
@@ -133,23 +144,20 @@ def _convert_to_universal(saved: Path, universal: Path) -> None:
     assert converted.returncode == 0, converted.stderr.decode()
 
 
-def _load_all(rank: int, folder: str, layouts: dict[str, Any], whole: list[Any], ends: dict[str, Any]) -> None:
+def _load(rank: int, layout: str, checkpoint: str, folder: str, ends: dict[str, Any]) -> None:
     universal = {"checkpoint": {"load_universal": True}}
-    for layout, of_layout in layouts.items():
-        for saved in (*of_layout, *(["universal"] if LAYOUTS[layout][2] else [])):
-            handle, engine = launch(layout, **(universal if saved == "universal" else {}))
-            for param in engine.module.parameters():
-                if param.requires_grad:  # universal checkpoints hold no frozen parameters
-                    param.ds_tensor.zero_()
-            assert engine.load_checkpoint(f"{folder}/{saved}")[0] is not None
-            assert engine.global_steps == STEPS
-            expected_losses, expected = ends.get(saved, ends["3:1"])
-            losses = train(handle, engine, whole)
-            np.testing.assert_allclose(losses, expected_losses, rtol=1e-6, err_msg=f"{layout} from {saved}")
-            assert_same_parameters(states(engine), expected, rtol=2e-6)
-            if layout == saved:
-                np.testing.assert_equal((losses, states(engine)), ends[saved])
-            engine.destroy()
+    handle, engine = launch(layout, **(universal if checkpoint == "universal" else {}))
+    for param in engine.module.parameters():
+        if param.requires_grad:  # universal checkpoints hold no frozen parameters
+            param.ds_tensor.zero_()
+    assert engine.load_checkpoint(f"{folder}/{checkpoint}")[0] is not None
+    assert engine.global_steps == STEPS
+    expected_losses, expected = ends.get(checkpoint, ends["3:1"])
+    losses = train(handle, engine, batches(2 * STEPS)[STEPS:])
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    assert_same_parameters(states(engine), expected, rtol=2e-6)
+    if layout == checkpoint:
+        np.testing.assert_equal((losses, states(engine)), ends[checkpoint])
 
 
 def test_faulty_checkpoints_are_refused_and_weights_load_alone(tmp_path: Path) -> None:
