@@ -1,6 +1,6 @@
 """A training loop with accelerate on ranks that are not alike.
 
-What is new against a script for stock DeepSpeed: the two lines with ``handle``, and the section "heterogeneity" in the
+Compared with a script for stock DeepSpeed, the two lines with ``handle`` are new, and the section "heterogeneity" in
 ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1

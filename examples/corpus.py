@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of its standard library, as long sequences of tokens.
+"""The sources of Python's standard library as long sequences of tokens: real text that every machine has.
 
     data = corpus.long_files(min_tokens=8192, max_tokens=10240, count=5)
 
@@ -20,24 +20,24 @@ CACHE = Path(__file__).resolve().parents[1] / ".cache" / "corpus"
 
 
 def long_files(*, min_tokens: int, max_tokens: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """``count`` samples, each a whole file of ``min_tokens`` to ``max_tokens``: lengths differ and divide by nothing.
+    """Return ``count`` samples, each a whole file of ``min_tokens`` to ``max_tokens``.
 
-    What comes back is a map-style data set, as DataLoader and the HF Trainer take it.
+    Lengths differ and divide by nothing. The list is a map-style data set, as DataLoader and the HF Trainer take it.
     """
     ids = [file for file in _tokens() if min_tokens <= len(file) <= max_tokens]
     if len(ids) < count:
-        raise ValueError(f"{count} files of {min_tokens} to {max_tokens} tokens are asked for, there are {len(ids)}.")
+        raise ValueError(f"there are {len(ids)} files of {min_tokens} to {max_tokens} tokens, fewer than {count}.")
     return [{"input_ids": file.long(), "labels": file.long()} for file in ids[:count]]
 
 
 def tokenizer() -> Tokenizer:
-    """The tokenizer, to turn ids back into text."""
+    """Return the tokenizer, to turn ids back into text."""
     _tokens()
     return Tokenizer.from_file(str(_cached("tokenizer.json")))
 
 
 def _tokens() -> list[torch.Tensor]:
-    """All files in the order of their names, int32; made by the first process that comes, the others wait for it."""
+    """Return all files in the order of their names, int32; the first process makes them, the others wait for it."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

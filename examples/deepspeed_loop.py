@@ -1,7 +1,7 @@
-"""A loop of one's own around ``deepspeed.initialize`` on ranks that are not alike.
+"""A training loop around ``deepspeed.initialize`` on ranks that are not alike.
 
-What is new against a script for stock DeepSpeed: the three lines with ``handle``, and the section "heterogeneity" in
-the ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
+Compared with a script for stock DeepSpeed, the three lines with ``handle`` are new, and the section "heterogeneity" in
+ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
     deepspeed --num_gpus 4 --no_local_rank examples/deepspeed_loop.py

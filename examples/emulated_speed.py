@@ -4,11 +4,11 @@
     speed.attach(model)
 
 Whenever a layer or a parameter's gradient is done, the process has used some CPU time; it then sleeps until the
-emulated device would be done as well. CPU time is what is counted, not elapsed time: waiting for another rank is not
-taken for work, and other work on the machine makes the device late only where the sleep cannot make up for it. Threads
+emulated device would be done as well. It counts CPU time, not elapsed time. Waiting for another rank therefore is not
+work, and other work on the machine makes the device late only where the sleep cannot make up for it. Threads
 that carry communication are not slowed down.
 
-Always call what comes out "emulated": it shows that work follows the schedule, not how fast a real device is.
+Call such times "emulated": they show that work follows the schedule, not how fast a real device is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EmulatedSpeed:
         self.cores = cores
         self.late_s = 0.0
         self._debt_s = 0.0
-        self._look_at_clocks()
+        self._read_clocks()
 
     def attach(self, model: torch.nn.Module) -> None:
         """Tick after every leaf module's forward and every parameter's gradient."""
@@ -47,16 +47,16 @@ class EmulatedSpeed:
     def tick(self, *_: Any) -> None:
         """Sleep off what has been computed since the last tick."""
         wall_s, cpu_s, queued_s = self._wall_s, self._cpu_s, self._queued_s
-        self._look_at_clocks()
+        self._read_clocks()
         self._debt_s += (self._cpu_s - cpu_s) / self.cores - (self._wall_s - wall_s)
         self.late_s += min(max(-self._debt_s, 0.0), self._queued_s - queued_s)
         self._debt_s = max(self._debt_s, -_MOST_CREDIT_S)
         if self._debt_s > _SHORTEST_SLEEP_S:
             before_s = self._wall_s
             time.sleep(self._debt_s)
-            self._look_at_clocks()
+            self._read_clocks()
             self._debt_s -= self._wall_s - before_s
 
-    def _look_at_clocks(self) -> None:
+    def _read_clocks(self) -> None:
         self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
         self._queued_s = int(_SCHEDSTAT.read_text().split()[1]) / 1e9 if _SCHEDSTAT.exists() else 0.0

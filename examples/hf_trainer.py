@@ -1,7 +1,7 @@
 """The Hugging Face Trainer on ranks that are not alike.
 
-Two things differ from a script for stock DeepSpeed: the line ``ds_hetero.register()`` here, and the section
-"heterogeneity" in the ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
+Compared with a script for stock DeepSpeed, the line ``ds_hetero.register()`` is new, and the section "heterogeneity" in
+ds_config.json. Four processes on a machine without GPUs, started in any of three ways:
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
     deepspeed --num_gpus 4 --no_local_rank examples/hf_trainer.py

@@ -1,4 +1,4 @@
-"""The loop of DeepSpeed's tutorial on Ulysses for Hugging Face models: it knows nothing of ds_hetero.
+"""The loop of DeepSpeed's tutorial on Ulysses for Hugging Face models, without a word of ds_hetero.
 
 Started through ``ds_hetero.run`` with a configuration that has a section "heterogeneity", it runs on uneven ranks:
 
