@@ -46,6 +46,9 @@ class PretrainedModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling the model runs; its parameters say which arguments it takes."""
+
     def is_backend_compatible(self) -> bool:
         """Whether every layer takes its attention function from transformers' registry."""
 

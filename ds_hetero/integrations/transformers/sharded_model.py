@@ -121,6 +121,16 @@ class ShardedModel:
         earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
         self.replica, self._earlier = replica, earlier
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Have forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
+        kept = self.clock, self._record_batch, self.latest_positions
+        self.clock, self._record_batch = StepClock(default_device()), None
+        try:
+            yield
+        finally:
+            self.clock, self._record_batch, self.latest_positions = kept
+
     def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
         """Call ``record`` with the layout of every batch from now on, except those that fill up a step."""
         self._record_batch = record

@@ -1,0 +1,213 @@
+"""The self-check: what all ranks do together with a piece of the first batch, and the verdict.
+
+The piece runs whole on every rank, as one process would run it, and sharded, as it will be trained on; both through
+the user's model, forward and backward. What differs beyond rounding is refused on every rank, naming the first module
+that differs. Rules cannot know every model; this finds what one process and the ranks compute differently, whatever
+the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.self_check.comparison import (
+    GRADIENT,
+    LOSS,
+    Difference,
+    Held,
+    compare,
+    faults,
+    least,
+    noise_of,
+    worst,
+)
+from ds_hetero.integrations.transformers.self_check.piece import has_restarts, piece_of, real_tokens
+from ds_hetero.integrations.transformers.self_check.recorded_run import RecordedRun, record_run
+from ds_hetero.integrations.transformers.self_check.traceless import traceless
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
+from ds_hetero.placement import stream_placement
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, place, read_batch
+from ds_hetero.runtime.loss import sequence_parallel_loss
+
+__all__ = ["check_first_batch"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
+_TIE_BREAK = 0.05  # relative change of embeddings between two pairs
+
+# A model cannot be run on no token at all, so a rank without tokens gets one that stands for none.
+_PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+
+
+def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+    """Compare a piece of the batch, run whole and sharded, on every rank.
+
+    Args:
+        model: what is trained; nothing is left behind in it.
+        batch: this rank's first batch, as the wrapped loader gave it; None if it has none.
+
+    Caller: every rank of the world, between two forwards.
+    Collectives: one `on_all_ranks` to agree on the piece and one after each pair of runs; those of the forwards.
+
+    Raises:
+        ModelError: the sharded run computes something else; on every rank, naming the module.
+    """
+    with sharding(False):
+        pieces = on_all_ranks(lambda: None if batch is None else piece_of(batch, model.replica.schedule))
+    piece = next((piece for piece in pieces if piece is not None), None)
+    if piece is None:
+        return
+    differences = _differences(model, piece)
+    if not differences:
+        return
+    if has_restarts(piece):
+        inside = [None if batch is None else piece_of(batch, model.replica.schedule, inside_document=True)]
+        inside = on_all_ranks(lambda: inside[0])
+        if not _differences(model, next(piece for piece in inside if piece is not None)):
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "%s lets the documents of a packed batch see each other where one process runs it; here they do "
+                    "not, as their position_ids say.",
+                    type(model.pretrained).__name__,
+                )
+            return
+    raise ModelError(_refusal(model, piece, *differences[0]))
+
+
+def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[int, Difference]]:
+    """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
+    runs = _Runs(model, piece)
+    eps = torch.finfo(model.pretrained.dtype).eps
+    with traceless(model.model), model.unrecorded():
+        whole, sharded = runs.pair(None)
+        noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
+        errors = compare(whole, sharded, runs.held)
+        found = _faults_of_all(errors, noise, eps)
+        for seed in range(1, _MOST_PAIRS):
+            if not found:
+                break
+            errors = least(errors, compare(*runs.pair(seed), runs.held))
+            found = _faults_of_all(errors, noise, eps)
+    return found
+
+
+def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Difference]]:
+    return faults(on_all_ranks(lambda: worst(errors, noise, eps)))
+
+
+class _Runs:
+    """Runs of one piece, whole and sharded.
+
+    Args:
+        model: what is trained.
+        piece: the same on every rank.
+    """
+
+    def __init__(self, model: ShardedModel, piece: Mapping[str, Any]) -> None:
+        self._model, self._piece = model, piece
+        replica = model.replica
+        placed = place(stream_placement, replica.schedule, read_batch(dict(piece), keep_labels=not model.moves_labels))
+        intervals = placed.placement.intervals(replica.rank)
+        self.held = Held(intervals, real_tokens(piece))
+        self._device = next(model.model.parameters()).device
+        shard = placed.shard(replica.rank)
+        if "labels" in shard:
+            shard["shift_labels"] = shard.pop("labels")
+        self._shard = {name: self._ready(name, entry) for name, entry in shard.items()}
+        self._shape = (placed.batch.batch_size, placed.batch.length)
+        self._own_shape = tuple(self._shard["position_ids"].shape[:2])
+        # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
+        self._gradient_scale = dist.get_world_size() / replica.num_replicas
+        accepts = inspect.signature(model.pretrained.forward).parameters
+        self._extra = {"use_cache": False} if "use_cache" in accepts else {}
+
+    def pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
+        """Run the piece whole and sharded, with embeddings changed alike by the seed if there is one."""
+        if seed is None:
+            return self.whole(None), self._sharded(None)
+        whole = self.whole(self.shake(seed, _TIE_BREAK, None))
+        return whole, self._sharded(self.shake(seed, _TIE_BREAK, self.held.intervals))
+
+    def whole(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
+        """Run the piece as one process would."""
+        inputs = {name: self._on_device(entry) for name, entry in self._piece.items()} | self._extra
+        with sharding(False):
+            return record_run(self._model.model, inputs, self._shape, lambda out: getattr(out, "loss", None), shake)
+
+    def shake(
+        self, seed: int, amplitude: float, intervals: tuple[tuple[int, int], ...] | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a change of embeddings by 1 +- amplitude, alike for a token wherever it is held.
+
+        Args:
+            seed: of the change.
+            amplitude: of the change, relative.
+            intervals: of the tokens that are held; None for all.
+        """
+
+        def shake(embeddings: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            factors = 1 + amplitude * (2 * torch.rand((*self._shape, *embeddings.shape[2:]), generator=generator) - 1)
+            if intervals is not None:
+                factors = torch.cat([factors[:, start:stop] for start, stop in intervals] or [factors[:, :1]], dim=1)
+            return embeddings * factors.to(embeddings)
+
+        return shake
+
+    def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
+        inputs = dict(self._shard) | self._extra
+        if "shift_labels" in inputs:
+            inputs["labels"] = inputs["shift_labels"]
+        with sharding(True):
+            run = record_run(self._model.model, inputs, self._own_shape, self._sharded_loss, shake)
+        gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
+        return replace(run, gradients=gradients)
+
+    def _sharded_loss(self, outputs: Any) -> Tensor | None:
+        mean = getattr(outputs, "loss", None)
+        if mean is None or "shift_labels" not in self._shard:
+            return None
+        num_labels = self._shard["shift_labels"].ne(IGNORE_INDEX).sum()
+        return sequence_parallel_loss(mean * num_labels, num_labels, self._model.replica)
+
+    def _ready(self, name: str, entry: Any) -> Any:
+        if isinstance(entry, Tensor) and entry.dim() > 1 and entry.shape[1] == 0:
+            entry = entry.new_full((entry.shape[0], 1, *entry.shape[2:]), _PLACEHOLDER.get(name, 0))
+        return self._on_device(entry)
+
+    def _on_device(self, entry: Any) -> Any:
+        return entry.to(self._device) if isinstance(entry, Tensor) else entry
+
+
+def _refusal(model: ShardedModel, piece: Mapping[str, Any], rank: int, difference: Difference) -> str:
+    tokens = real_tokens(piece).shape[1]
+    if difference.kind == LOSS:
+        what = "the loss differs"
+    elif difference.kind == GRADIENT:
+        what = f"the gradient at {difference.module} differs"
+    else:
+        what = f"the output of {difference.module} differs"
+    hint = (
+        " Where the outputs agree and the gradient differs from the top on, the labels are not those that the model "
+        "expects of a shard."
+        if difference.kind == GRADIENT
+        else ""
+    )
+    return (
+        f"{type(model.pretrained).__name__} computes something else when it is split over the sequence: on {tokens} "
+        f"tokens of the first batch, {what} by {difference.error:.2g} on rank {rank}, where rounding accounts for "
+        f"{difference.noise:.1g}.{hint} Training would go on without a sign, so it is refused. Train this model "
+        'without sequence parallelism ("sequence_parallel_size": 1), or, if you know better, set '
+        '"heterogeneity": {"verify": "off"}.'
+    )

@@ -1,0 +1,138 @@
+"""One run of a model: what every module made of every token, and the gradient of the loss at it.
+
+Equal outputs of all modules, and equal gradients at the outputs of modules that treat each token by itself, imply
+equal gradients of the parameters after the sum over the ranks. So parameters need not be looked at, which ZeRO-3 would
+have to gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Place", "RecordedRun", "record_run"]
+
+_MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
+
+
+class Place(NamedTuple):
+    """An output of a module.
+
+    Args:
+        module: its name in the model.
+        call: number of the call, where a module is called several times.
+        position: of the tensor in what it returned.
+    """
+
+    module: str
+    call: int
+    position: int
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run left.
+
+    Args:
+        outputs: [B, s, ...] by place, in the order in which the modules finished.
+        gradients: of the loss, by place; those of the outputs that it depends on.
+        loss: None if the run had none.
+    """
+
+    outputs: dict[Place, Tensor] = field(default_factory=dict)
+    gradients: dict[Place, Tensor] = field(default_factory=dict)
+    loss: float | None = None
+
+
+def record_run(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    shape: tuple[int, int],
+    loss_of: Callable[[Any], Tensor | None],
+    shake: Callable[[Tensor], Tensor] | None = None,
+) -> RecordedRun:
+    """Run a model once, and the backward of its loss.
+
+    Args:
+        model: called with ``inputs``.
+        inputs: of the model.
+        shape: (B, s) of the inputs; outputs that begin with it, or with B * s, are recorded.
+        loss_of: takes what the model returned.
+        shake: changes the output of the embedding modules, to see what rounding does or to move ties.
+    """
+    recorder = _Recorder(model, shape, shake)
+    with recorder.recording():
+        returned = model(**inputs)
+    return recorder.finish(loss_of(returned))
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module, shape: tuple[int, int], shake: Callable[[Tensor], Tensor] | None) -> None:
+        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self._shape, self._shake = shape, shake
+        self._num_calls: Counter[str] = Counter()
+        self._tensors: dict[Place, Tensor] = {}
+        self._copies: dict[Place, Tensor] = {}  # of outputs that a later module may change in place
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = [module.register_forward_hook(self._see) for module in self._names]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self, loss: Tensor | None) -> RecordedRun:
+        run = RecordedRun(outputs=self._copies, loss=None if loss is None else float(loss.detach()))
+        differentiable = {place: tensor for place, tensor in self._tensors.items() if tensor.requires_grad}
+        if loss is not None and loss.requires_grad and differentiable:
+            gradients = torch.autograd.grad(loss, list(differentiable.values()), allow_unused=True)
+            for place, gradient in zip(differentiable, gradients, strict=True):
+                if gradient is not None:
+                    run.gradients[place] = self._by_token(gradient)
+        self._tensors = {}
+        return run
+
+    def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(module, nn.Embedding) and isinstance(output, Tensor) and output.is_floating_point():
+            output = self._as_leaf(output)
+        name = self._names[module]
+        call = self._num_calls[name]
+        self._num_calls[name] += 1
+        for position, tensor in zip(range(_MOST_TENSORS), _tensors_in(output), strict=False):
+            if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
+                place = Place(name, call, position)
+                self._tensors[place], self._copies[place] = tensor, self._by_token(tensor.detach()).clone()
+        return output
+
+    def _as_leaf(self, output: Tensor) -> Tensor:
+        """Let gradients end here, as the parameters take none."""
+        if self._shake is not None and tuple(output.shape[:2]) == self._shape:
+            with torch.no_grad():
+                output = self._shake(output)
+        return output if output.requires_grad else output.detach().requires_grad_()
+
+    def _is_by_token(self, tensor: Tensor) -> bool:
+        return tuple(tensor.shape[:2]) == self._shape or tensor.shape[0] == self._shape[0] * self._shape[1]
+
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        rest = tensor.shape[2:] if tuple(tensor.shape[:2]) == self._shape else tensor.shape[1:]
+        return tensor.reshape(*self._shape, *rest)
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors_in(value)
