@@ -60,6 +60,7 @@ class HeterogeneitySection(BaseModel):
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
+    verify: Literal["first_batch", "always", "off"] = "first_batch"
 
     @field_validator("zero_partition")
     @classmethod
@@ -80,6 +81,7 @@ _ACCEPTED = {
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
+    "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
     "replan.enabled": "true or false",
     "replan.interval_steps": "a whole number >= 1",
     "replan.min_gain": "a share >= 0 and < 1",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.integrations.loader_names import KNOWN_LOADERS
+from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.shard_info import attach, shard_info
@@ -51,6 +52,7 @@ class ModelLoader(ShardedLoader):
             yield from WholeLoader(self.whole, self._target)
             return
         for shard in super().__iter__():
+            self._verify()
             if "labels" in shard:
                 shard["shift_labels"] = shard.pop("labels")  # of a model that predicts each token in its own place
             ready = {name: self._ready(name, entry) for name, entry in shard.items()}
@@ -58,6 +60,14 @@ class ModelLoader(ShardedLoader):
             assert info is not None
             attach(ready["position_ids"], replace(info, labels=ready.get("shift_labels")))
             yield ready
+
+    def _verify(self) -> None:
+        """Check the model with the batch that was read last, if it has yet to be checked; see `self_check`."""
+        batch = self._whole.take_kept()
+        if self._model.needs_check and check_first_batch(self._model, batch):
+            self._model.note_checked()
+        if self._model.needs_check:
+            self._whole.keep_next()
 
     def _ready(self, name: str, entry: Any) -> Any:
         if not isinstance(entry, Tensor):

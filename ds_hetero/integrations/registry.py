@@ -117,6 +117,7 @@ class Registry:
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
         known.model.record_batches(known.prediction_check.record_batch)
         known.model.declare_loss(start.section.loss)
+        known.model.verify(start.section.verify)
         if world.rank == 0:
             announce_start(start)
         return known

@@ -73,6 +73,8 @@ class ShardedModel:
         self.clock = StepClock(default_device())
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
+        self._verify = "first_batch"
+        self._is_checked = False
         self._has_scaled_loss = False  # since the engine's last step
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
@@ -120,6 +122,21 @@ class ShardedModel:
         """
         earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
         self.replica, self._earlier = replica, earlier
+        self._is_checked = False
+
+    def verify(self, when: str) -> None:
+        """Set when the engine checks itself with this model: ``"first_batch"``, ``"always"`` or ``"off"``."""
+        self._verify = when
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether the next batch is to be run whole and sharded before it is trained on, see `self_check`."""
+        is_due = self._verify == "always" or (self._verify == "first_batch" and not self._is_checked)
+        return is_due and self.replica.sp_size > 1
+
+    def note_checked(self) -> None:
+        """The model passed under the present schedule."""
+        self._is_checked = True
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ class WholeBatches:
         self._keep_labels = keep_labels
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
         self._num_dropped = 0  # batches that the next epoch reads and drops
+        self._keeps_next, self._kept = True, None  # the first batch is kept too, see `keep_next`
         self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
 
     @property
@@ -60,6 +61,8 @@ class WholeBatches:
             self._loaded_state = None
             if self.reader is not None:
                 self.reader.first_step = 0
+            if self._keeps_next:
+                self._kept, self._keeps_next = batch, False
             yield read_batch(batch, self._keep_labels)
         self._loaded_state = None
 
@@ -69,6 +72,15 @@ class WholeBatches:
         first = next(batches, None)
         self._begun = batches if first is None else chain([first], batches)
         return first
+
+    def keep_next(self) -> None:
+        """Keep the next batch that is read as the loader gives it, until `take_kept`."""
+        self._keeps_next = True
+
+    def take_kept(self) -> Any:
+        """Return the batch that was kept, once; None if there is none."""
+        kept, self._kept = self._kept, None
+        return kept
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its sampler and dataset, which epoch comes next."""

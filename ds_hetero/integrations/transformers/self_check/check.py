@@ -50,12 +50,15 @@ _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
 _PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 
 
-def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> bool:
     """Compare a piece of the batch, run whole and sharded, on every rank.
 
     Args:
         model: what is trained; nothing is left behind in it.
         batch: this rank's first batch, as the wrapped loader gave it; None if it has none.
+
+    Returns:
+        Whether there was a batch on any rank, and so a verdict.
 
     Caller: every rank of the world, between two forwards.
     Collectives: one `on_all_ranks` to agree on the piece and one after each pair of runs; those of the forwards.
@@ -63,26 +66,32 @@ def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> N
     Raises:
         ModelError: the sharded run computes something else; on every rank, naming the module.
     """
-    with sharding(False):
-        pieces = on_all_ranks(lambda: None if batch is None else piece_of(batch, model.replica.schedule))
-    piece = next((piece for piece in pieces if piece is not None), None)
+    piece = _first_piece(model, batch)
     if piece is None:
-        return
+        return False
     differences = _differences(model, piece)
     if not differences:
-        return
-    if has_restarts(piece):
-        inside = [None if batch is None else piece_of(batch, model.replica.schedule, inside_document=True)]
-        inside = on_all_ranks(lambda: inside[0])
-        if not _differences(model, next(piece for piece in inside if piece is not None)):
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "%s lets the documents of a packed batch see each other where one process runs it; here they do "
-                    "not, as their position_ids say.",
-                    type(model.pretrained).__name__,
-                )
-            return
+        return True
+    if has_restarts(piece) and not _differences(model, _first_piece(model, batch, inside_document=True) or {}):
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s lets the documents of a packed batch see each other where one process runs it; here they do not, "
+                "as their position_ids say.",
+                type(model.pretrained).__name__,
+            )
+        return True
     raise ModelError(_refusal(model, piece, *differences[0]))
+
+
+def _first_piece(
+    model: ShardedModel, batch: Mapping[str, Any] | None, *, inside_document: bool = False
+) -> dict[str, Any] | None:
+    """Return the piece of the first rank that has a batch; the same on every rank."""
+
+    def cut() -> dict[str, Any] | None:
+        return None if batch is None else piece_of(batch, model.replica.schedule, inside_document=inside_document)
+
+    return next((piece for piece in on_all_ranks(cut) if piece is not None), None)
 
 
 def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[int, Difference]]:
