@@ -63,6 +63,12 @@ SILENTLY_WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "output of esm.embeddings",
     ),
     "electra": ("ElectraConfig", "ElectraForPreTraining", {"embedding_size": 32}, "gradient at"),
+    "gpt2 double heads": (
+        "GPT2Config",
+        "GPT2DoubleHeadsModel",
+        {"attn_pdrop": 0.0, "n_embd": 32, "n_head": 4, "n_layer": 2},
+        "gradient at",
+    ),
     "mobilebert": (
         "MobileBertConfig",
         "MobileBertForMaskedLM",
