@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.errors import (
     BatchError,
     CheckpointError,
@@ -26,11 +27,8 @@ from ds_hetero.errors import (
     SyncError,
     VersionError,
 )
-from ds_hetero.extras import TRAINING, require
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import Group, Schedule
-
-del plan  # noqa: F821  the package ds_hetero.plan, which Python has bound here; the name is the function's, see _LAZY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_hetero.baselines import STRATEGIES
+from ds_hetero.common.text import nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
-from ds_hetero.text import nearest
 
 __all__ = [
     "SECTION",

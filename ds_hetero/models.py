@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.common.paths import config_dir
+from ds_hetero.common.text import nearest
 from ds_hetero.errors import ModelError
-from ds_hetero.paths import config_dir
-from ds_hetero.text import nearest
 
 __all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names"]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_hetero.baselines import UNIFORM
 from ds_hetero.placement import stream_placement
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch

@@ -37,9 +37,9 @@ from benchmarks.reproduce.hexiseq_show import show, summary
 from ds_hetero.baselines import ring, ulysses, usp_meshes
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.common.paths import config_dir
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.paths import config_dir
 from ds_hetero.planner import PlannedSchedule, plan
 
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")

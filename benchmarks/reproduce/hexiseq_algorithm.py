@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
 

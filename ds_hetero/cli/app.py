@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hetero.extras import require
+from ds_hetero.common.extras import require
 
 if TYPE_CHECKING:
     from ds_hetero.cost.workload import Workload

@@ -7,6 +7,7 @@ from typing import Any
 from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cli.printing import print_json
 from ds_hetero.cli.scenario import Scenario
+from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
@@ -14,7 +15,6 @@ from ds_hetero.planner.hetero_ring import fit_formula, profile_table
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.text import time_text
 
 __all__ = ["run"]
 

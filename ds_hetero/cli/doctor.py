@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_hetero.baselines import FROM_DEVICES
+from ds_hetero.common.extras import TRAINING
 from ds_hetero.config import SECTION
 from ds_hetero.errors import HeteroError
-from ds_hetero.extras import TRAINING
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts

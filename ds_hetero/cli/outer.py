@@ -12,21 +12,21 @@ from typing import Any
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import read_file
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stage import StageCosts
 from ds_hetero.cost.stage_models import make_stage_costs
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.plan import Plan, read_plan
 from ds_hetero.planner.outer.evaluate import Candidate
 from ds_hetero.planner.outer.explain import reasons_of, shape_text
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.planned import PlannedPipelines
 from ds_hetero.planner.outer.planning import plan_pipelines
-from ds_hetero.reading import read_file
-from ds_hetero.text import bytes_text, time_text
+from ds_hetero.plans import Plan, read_plan
 
 __all__ = ["Task", "costs_for", "plan", "read_plan_file", "replan", "simulate"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from ds_hetero.cli.outer import Task
 from ds_hetero.cli.printing import print_json
+from ds_hetero.common.text import time_text
 from ds_hetero.planner.outer.columns import Columns, balance_bound_s
 from ds_hetero.planner.outer.planning import plan_pipelines
-from ds_hetero.text import time_text
 
 __all__ = ["run"]
 

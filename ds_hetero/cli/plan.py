@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ds_hetero.cli.printing import check_out, print_json, terms_text
 from ds_hetero.cli.scenario import Scenario
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.planner import PlannedSchedule, plan
-from ds_hetero.text import bytes_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cli.scenario import Scenario
-from ds_hetero.plan import Plan
+from ds_hetero.common.text import time_text
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
-from ds_hetero.text import time_text
+from ds_hetero.plans import Plan
 
 __all__ = ["run"]
 

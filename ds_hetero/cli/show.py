@@ -19,13 +19,13 @@ from matplotlib.patches import Patch
 
 from ds_hetero.cli.printing import check_out, print_json, terms_text
 from ds_hetero.cli.scenario import Scenario, read_schedule
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction, Span
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
 from ds_hetero.schedule import Schedule
-from ds_hetero.text import time_text
-from ds_hetero.units import GIB
 
 __all__ = ["run"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ds_hetero.cli.printing import print_json, terms_text
 from ds_hetero.cli.scenario import Scenario, read_schedule
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.planner.explain import describe
-from ds_hetero.text import bytes_text, time_text
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
-from ds_hetero.units import GB, GIB, TERA
+from ds_hetero.common.units import GB, GIB, TERA
 
 __all__ = ["CATALOGUE", "CatalogueEntry", "catalogue_name"]
 

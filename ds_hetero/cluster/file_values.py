@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
+from ds_hetero.common.text import nearest
+from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
-from ds_hetero.text import nearest
-from ds_hetero.units import GB, GIB, TERA
 
 __all__ = ["DEVICE_KEYS", "MAY_BE_ZERO", "did_you_mean", "expect_keys", "number", "whole_number"]
 

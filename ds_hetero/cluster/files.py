@@ -39,9 +39,9 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.file_values import DEVICE_KEYS, MAY_BE_ZERO, did_you_mean, expect_keys, number, whole_number
 from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.common.paths import config_dir
+from ds_hetero.common.units import GB, MICRO
 from ds_hetero.errors import ClusterError
-from ds_hetero.paths import config_dir
-from ds_hetero.units import GB, MICRO
 
 __all__ = ["cluster_from_dict", "cluster_names", "load_cluster"]
 

@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.arrays import Floats, Ints
 
 __all__ = ["Cluster", "Link", "Node"]
 

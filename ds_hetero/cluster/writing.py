@@ -8,7 +8,7 @@ from typing import Any
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.file_values import DEVICE_KEYS
 from ds_hetero.cluster.topology import Cluster, Link
-from ds_hetero.units import GB, MICRO
+from ds_hetero.common.units import GB, MICRO
 
 __all__ = ["cluster_to_dict"]
 

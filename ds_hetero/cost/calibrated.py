@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost import explain
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.passes import BlockPasses

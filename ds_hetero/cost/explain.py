@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.terms.heads import ring_edges

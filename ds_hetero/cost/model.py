@@ -12,15 +12,15 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
-from ds_hetero.units import GIB
 
 __all__ = ["CostModel"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
 from ds_hetero.cost.terms.grouping import Grouping

@@ -98,7 +98,7 @@ class Block(NamedTuple):
         kind: index into `StageCosts.kinds`.
         node: index into `Cluster.nodes`.
         size: devices.
-        inner: how they share the work, one of `ds_hetero.plan.INNER`.
+        inner: how they share the work, one of `ds_hetero.plans.INNER`.
     """
 
     kind: int

@@ -16,7 +16,7 @@ from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.registry import PreparedModel, Registry
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.replanning import ScheduleChange
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss

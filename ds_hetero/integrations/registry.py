@@ -19,7 +19,7 @@ from ds_hetero.job.monitor import EventWriter, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import Replanning, wants_replanning
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 
 __all__ = ["PreparedModel", "Registry"]

@@ -17,8 +17,8 @@ from ds_hetero.job.forecast import Forecast, Searcher, forecast
 from ds_hetero.job.resolve import clusters_of_replicas, needs_measuring, needs_planner, resolve, sp_size_of
 from ds_hetero.job.workload import workload_of
 from ds_hetero.models import ModelSpec
-from ds_hetero.plan import Plan
 from ds_hetero.planner import PlannedSchedule
+from ds_hetero.plans import Plan
 from ds_hetero.zero.memory import weights_by_memory
 
 __all__ = ["Decision", "decide", "depends_on_measuring"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ds_hetero.job.rank_times import RankTimes, observation_of
 from ds_hetero.job.report import announce
 from ds_hetero.job.start import JobStart, World
-from ds_hetero.plan import Plan
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.planner.replan.policy import Decision
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Replanning", "ScheduleChange", "wants_replanning"]

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_hetero.cluster import Cluster
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.config import HeterogeneitySection
 from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import Forecast
-from ds_hetero.plan import Plan
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.explain import describe
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import Schedule
-from ds_hetero.text import time_text
-from ds_hetero.units import GIB
 
 __all__ = ["announce", "forecast_text", "plan_text"]
 

@@ -22,7 +22,7 @@ from ds_hetero.config import (
     did_you_mean,
 )
 from ds_hetero.errors import ConfigError, PlanError, ScheduleError
-from ds_hetero.plan import Plan, read_plan
+from ds_hetero.plans import Plan, read_plan
 from ds_hetero.schedule import Schedule, schedules_for_world
 
 __all__ = [

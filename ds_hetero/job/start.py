@@ -25,7 +25,7 @@ from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.report import announce, forecast_text, plan_text
 from ds_hetero.job.resolve import check_plan_fits, needs_measuring, needs_planner, plan_in_file
-from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import cache_folder
 from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
 from ds_hetero.runtime.collectives import on_all_ranks

@@ -17,7 +17,7 @@ from math import comb
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.search.partitions import distinct_partitions
 from ds_hetero.planner.search.problem import Assignment, Problem

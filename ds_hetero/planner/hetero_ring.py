@@ -19,10 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_hetero.arrays import Floats
 from ds_hetero.baselines import even
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.common.arrays import Floats
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.fit import (
     AttentionSample,
@@ -25,7 +26,6 @@ from ds_hetero.profiler.fit import (
     fit_transfer,
 )
 from ds_hetero.profiler.link_rounds import rounds_between
-from ds_hetero.units import GB, GIB, MICRO, TERA
 
 __all__ = ["VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hetero.arrays import Floats
 from ds_hetero.cluster.device import Efficiency
+from ds_hetero.common.arrays import Floats
 
 __all__ = [
     "AttentionSample",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
-from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.schedule import Group, Schedule
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.terms.memory import partitioned_bytes
 from ds_hetero.errors import PlanError
-from ds_hetero.units import GIB
 
 __all__ = ["weights_by_memory", "weights_by_room"]
 

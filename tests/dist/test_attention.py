@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hetero.baselines import ring, usp
 from ds_hetero.errors import PeerError
 from ds_hetero.placement import stream_placement
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch

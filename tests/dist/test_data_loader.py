@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ds_hetero.errors import BatchError, PeerError
 from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.placement import stream_placement
-from ds_hetero.plan import BatchSplit, Plan
+from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import make_replica

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.placement import stream_placement
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.head_exchange import (
     gather_output_heads,
     gather_sequence,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.placement import stream_placement
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica

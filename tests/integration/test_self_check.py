@@ -110,7 +110,7 @@ def _verdict(model: Any, batch: Any, schedule: dict[str, Any], spoil: Callable[[
     from ds_hetero.errors import ModelError
     from ds_hetero.integrations.transformers.self_check import check_first_batch
     from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-    from ds_hetero.plan import Plan
+    from ds_hetero.plans import Plan
     from ds_hetero.runtime.replica import make_replica
     from ds_hetero.schedule import Schedule
 

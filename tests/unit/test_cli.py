@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from ds_hetero.paths import config_dir
-from ds_hetero.plan import read_plan
+from ds_hetero.common.paths import config_dir
+from ds_hetero.plans import read_plan
 from tests.unit.without import run_without
 
 

@@ -7,7 +7,7 @@ import pytest
 from ds_hetero.baselines import ring, ulysses
 from ds_hetero.config import HeterogeneitySection
 from ds_hetero.job.report import plan_text
-from ds_hetero.plan import Plan
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import Group, Schedule
 
 UNEVEN = Schedule(

@@ -15,8 +15,8 @@ from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
-from ds_hetero.plan import BatchSplit, Plan, read_plan
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
+from ds_hetero.plans import BatchSplit, Plan, read_plan
 from ds_hetero.runtime.data.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
 
 SPLIT = BatchSplit(micro_batch_sizes=(2, 1), micro_batches=(3, 2))

@@ -14,11 +14,11 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model
-from ds_hetero.plan import read_plan
 from ds_hetero.planner.outer.columns import Columns, balance_bound_s
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
+from ds_hetero.plans import read_plan
 
 MODEL = load_model("llama-2-7b")
 WORK = Workload(seq_len=4096)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hetero.baselines import ring
 from ds_hetero.errors import PlanError, ScheduleError
-from ds_hetero.plan import BatchSplit, Pipeline, Plan, PlannedModel, Stage, read_plan
+from ds_hetero.plans import BatchSplit, Pipeline, Plan, PlannedModel, Stage, read_plan
 
 MODEL = {"num_layers": 40, "num_heads": 40, "num_kv_heads": 8}
 FILE: dict[str, Any] = {

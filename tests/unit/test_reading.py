@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hetero.common.reading import MAX_DEPTH, check_content, parse, read_file, shortened
 from ds_hetero.errors import ClusterError, ScheduleError
-from ds_hetero.reading import MAX_DEPTH, check_content, parse, read_file, shortened
 
 plain = st.recursive(
     st.none()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats
+from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.terms.grouping import Grouping
 
 __all__ = ["exchange_latency_s", "exchange_s"]

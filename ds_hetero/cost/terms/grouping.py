@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_hetero.arrays import Ints
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Ints
 from ds_hetero.schedule import Schedule
 
 __all__ = ["GroupBy", "Grouping"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 
 __all__ = ["Edges", "kv_heads_of_ranks", "ring_edges"]

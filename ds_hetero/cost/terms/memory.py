@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.workload import Workload

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ds_hetero.arrays import Floats
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
 
 __all__ = ["AchievedRates"]
 

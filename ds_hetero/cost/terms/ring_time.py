@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_hetero.arrays import Bools, Floats, Ints
+from ds_hetero.common.arrays import Bools, Floats, Ints
 
 __all__ = ["RingCoefficients", "ring_finish_s", "ring_schedule"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import Edges, ring_edges
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.protocols import Engine
-from ds_hetero.plan import BatchSplit
+from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["plain_configuration", "report_batches_of_replicas"]

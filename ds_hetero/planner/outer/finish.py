@@ -9,10 +9,10 @@ from itertools import accumulate
 from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
 from ds_hetero.cost.pipeline_time import default_in_flight, run_pipeline
 from ds_hetero.cost.stage import Block, StageCosts
-from ds_hetero.plan import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.planner.outer.blocks import ranks_of_blocks
 from ds_hetero.planner.outer.cuts import Cut, stage_options
 from ds_hetero.planner.outer.evaluate import Candidate, Shape
+from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Finished", "finish", "memory_bytes", "to_plan"]

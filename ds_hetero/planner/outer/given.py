@@ -8,9 +8,9 @@ from ds_hetero.cost.pipeline_time import run_pipeline
 from ds_hetero.cost.stage import Block, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.plan import Plan, Stage
 from ds_hetero.planner.outer.evaluate import judge_layers
 from ds_hetero.planner.outer.finish import Finished
+from ds_hetero.plans import Plan, Stage
 
 __all__ = ["check_plan_fits", "judge_plan", "placed_of"]
 

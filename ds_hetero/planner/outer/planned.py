@@ -7,8 +7,8 @@ from typing import Any
 
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stage import StageCosts
-from ds_hetero.plan import Plan
 from ds_hetero.planner.outer.finish import Finished
+from ds_hetero.plans import Plan
 
 __all__ = ["PlannedPipelines", "Rival"]
 

@@ -12,7 +12,6 @@ from ds_hetero.cost.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
-from ds_hetero.plan import BatchSplit, Plan, PlannedModel
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.candidates import Candidate as ScheduleCandidate
 from ds_hetero.planner.explain import describe
@@ -21,6 +20,7 @@ from ds_hetero.planner.outer.planned import Rival
 from ds_hetero.planner.outer.starts import uniform_grids
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
+from ds_hetero.plans import BatchSplit, Plan, PlannedModel
 
 __all__ = ["best_grid", "best_sequence"]
 

@@ -16,6 +16,7 @@ from statistics import fmean
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
@@ -23,7 +24,6 @@ from ds_hetero.planner.replan.measured_shares import ProportionalEstimate
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.policy import Decision, GainEstimate, Policy
 from ds_hetero.schedule import Schedule
-from ds_hetero.text import time_text
 
 __all__ = ["PlannedEstimate", "PlannedEstimates", "Replanner"]
 

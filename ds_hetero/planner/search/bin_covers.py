@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 
 __all__ = ["best_levels", "cover"]
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from ds_hetero.arrays import Ints
 from ds_hetero.cluster.topology import Cluster, Node
+from ds_hetero.common.arrays import Ints
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload

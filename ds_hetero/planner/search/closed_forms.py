@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from ds_hetero.arrays import Bools, Floats, Ints
+from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory

@@ -16,7 +16,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from ds_hetero.arrays import Bools, Floats, Ints
+from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import Assignment, Problem

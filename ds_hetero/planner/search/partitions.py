@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds_hetero.arrays import Bools, Ints
+from ds_hetero.common.arrays import Bools, Ints
 from ds_hetero.planner.search.bin_covers import best_levels
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS
 from ds_hetero.planner.search.problem import Problem

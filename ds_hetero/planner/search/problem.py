@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_hetero.arrays import Bools, Floats, Ints
+from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares

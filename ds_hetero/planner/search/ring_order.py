@@ -12,7 +12,7 @@ from itertools import permutations
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["ring_orders"]

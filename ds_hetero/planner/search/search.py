@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, THOROUGH_RANKS, EvaluationBudget
 from ds_hetero.planner.search.closed_forms import best_assignment, best_order, starts
 from ds_hetero.planner.search.descent import STEPS, descend, round_to_units

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_hetero.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints
 
 __all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "triangle_fill", "two_speed_fill", "whole_shares"]
 

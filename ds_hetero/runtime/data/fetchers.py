@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError, HeteroError, PeerError
 from ds_hetero.placement import Placer
-from ds_hetero.plan import BatchSplit
+from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.batch_mode import (
     DIVIDED,

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
-from ds_hetero.plan import BatchSplit
+from ds_hetero.plans import BatchSplit
 
 __all__ = ["ReplicaSampler", "ReplicaStream", "all_samples", "reader_of", "replica_samples", "steps_in_epoch"]
 

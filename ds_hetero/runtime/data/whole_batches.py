@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from ds_hetero.plan import BatchSplit
+from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.data.loader_names import LoaderNames
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, all_samples, reader_of, replica_samples
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch

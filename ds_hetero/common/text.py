@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from ds_hetero.units import GIB
+from ds_hetero.common.units import GIB
 
 __all__ = ["bytes_text", "nearest", "time_text"]
 

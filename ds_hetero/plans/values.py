@@ -14,7 +14,7 @@ A *pipeline* is stages in order that hold every layer once; pipelines share the 
 parallelism). A *replica* is a pipeline of one stage. A step uses the next G samples of the order in which one process
 would read them; they are cut into one run of samples per pipeline, in order, and each run into micro-batches.
 
-Files of version 1, a schedule or a list of replicas, are plans of one-stage pipelines (`ds_hetero.plan.read_plan`).
+Files of version 1, a schedule or a list of replicas, are plans of one-stage pipelines (`ds_hetero.plans.read_plan`).
 
 Plain data; nothing here imports torch.
 """
@@ -29,8 +29,8 @@ from functools import cached_property
 from typing import Any
 
 from ds_hetero.errors import PlanError
-from ds_hetero.plan.batches import BatchSplit
-from ds_hetero.plan.checks import INNER, check_plan
+from ds_hetero.plans.batches import BatchSplit
+from ds_hetero.plans.checks import INNER, check_plan
 from ds_hetero.schedule import Schedule
 
 __all__ = ["INNER", "Pipeline", "Plan", "PlannedModel", "Stage", "ZeroOwners"]

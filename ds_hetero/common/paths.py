@@ -12,4 +12,4 @@ def config_dir() -> Path:
 
     A clone has it as the link ds_hetero/configs, an installed wheel as a folder in the same place.
     """
-    return Path(__file__).parent / "configs"
+    return Path(__file__).parents[1] / "configs"

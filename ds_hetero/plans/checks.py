@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:
-    from ds_hetero.plan.values import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
+    from ds_hetero.plans.values import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 
 __all__ = ["INNER", "check_plan"]
 

@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from ds_hetero.errors import PlanError, ScheduleError
-from ds_hetero.plan.batches import BatchSplit
-from ds_hetero.plan.values import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
+from ds_hetero.plans.batches import BatchSplit
+from ds_hetero.plans.values import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.schedule import Schedule, schedules_for_world
 
 __all__ = ["read_plan"]
