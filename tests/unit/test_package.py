@@ -21,20 +21,16 @@ MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 FRAMEWORKS = {"torch", "deepspeed", "transformers", "accelerate"}
 # Plans on a laptop without any of them; the contract "planning" in pyproject.toml says so of every import statement.
 PLANNING = (
-    "common",
     "baselines",
     "cluster",
+    "common",
     "cost",
     "errors",
-    "common",
     "models",
-    "common",
-    "plan",
     "planner",
+    "plans",
     "schedule",
     "splits",
-    "common",
-    "common",
     "zero",
 )
 ARITHMETIC = (
