@@ -63,11 +63,11 @@ class ModelLoader(ShardedLoader):
 
     def _verify(self) -> None:
         """Check the model with the batch that was read last, if it has yet to be checked; see `self_check`."""
-        batch = self._whole.take_kept()
+        batch = self._batches.take_kept()
         if self._model.needs_check and check_first_batch(self._model, batch):
             self._model.note_checked()
         if self._model.needs_check:
-            self._whole.keep_next()
+            self._batches.keep_next()
 
     def _ready(self, name: str, entry: Any) -> Any:
         if not isinstance(entry, Tensor):

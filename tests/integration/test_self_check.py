@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB
-from tests.support import run_ranks
+from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, adam, batches, ds_config
+from tests.support import run_deepspeed, run_ranks
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -241,3 +241,57 @@ def test_a_planted_fault_is_found_by_its_module(kind: str) -> None:
 
 def _check_planted(rank: int, kind: str) -> str:
     return _verdict(_make(EXACT["llama"]), _batch(), UNEVEN_2, _plant(kind))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_after_the_check_are_those_without_it_to_the_bit(stage: int) -> None:
+    first, second = run_deepspeed(_train_twice, 2, stage)
+    assert first[0] == first[1] and second[0] == second[1]
+    assert len(first[0]) == 3
+
+
+def _train_twice(rank: int, stage: int) -> list[list[tuple[float, Any]]]:
+    """Return losses and gradient norms of a mixture of experts, with the check and without it."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    results = []
+    for verify in ("first_batch", "off"):
+        model = _make(EXACT["mixtral"])
+        config = ds_config(stage, UNEVEN_2)
+        config["heterogeneity"]["verify"] = verify
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+        steps = []
+        for batch in handle.dataloader(batches(3), batches="same"):
+            loss = handle.loss(engine(**batch), batch)
+            engine.backward(loss)
+            engine.step()
+            steps.append((float(loss.detach()), engine.get_global_grad_norm()))
+        results.append(steps)
+    return results
+
+
+def test_a_refusal_reaches_the_loop_of_every_rank() -> None:
+    texts = run_deepspeed(_train_opt, 2)
+    assert texts[0] == texts[1]
+    assert "OPTForCausalLM computes something else" in texts[0] and '"verify": "off"' in texts[0]
+
+
+def _train_opt(rank: int) -> str:
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ModelError
+
+    handle = ds_hetero.register()
+    model = _make(SILENTLY_WRONG["opt"])
+    config = ds_config(1, {**UNEVEN_2, "num_kv_heads": 4})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    try:
+        for batch in handle.dataloader(batches(1), batches="same"):
+            engine(**batch)
+    except ModelError as error:
+        return str(error)
+    return "trained"
