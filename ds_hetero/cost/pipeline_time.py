@@ -117,40 +117,71 @@ def run_pipeline(
             f"in_flight {tuple(in_flight)} must not rise from stage to stage and be at least 1: a stage that runs more "
             "forwards ahead than the one before it waits for inputs that never come."
         )
-    actions = [one_f_one_b(number, micro_batches) for number in in_flight]
-    forward_end: list[list[float]] = [[] for _ in actions]
-    backward_end: list[list[float]] = [[] for _ in actions]
-    arrived: list[list[float]] = [[0.0] * micro_batches] + [[] for _ in actions[1:]]  # inputs of forwards
-    returned: list[list[float]] = [[] for _ in actions[1:]] + [[0.0] * micro_batches]  # inputs of backwards
-    position, now = [0] * stages, [0.0] * stages
-    remaining = stages
+    warm_up = [min(number - 1, micro_batches) for number in in_flight]
+    forward_end: list[list[float]] = [[] for _ in range(stages)]
+    backward_end: list[list[float]] = [[] for _ in range(stages)]
+    arrived: list[list[float]] = [[0.0] * micro_batches] + [[] for _ in range(stages - 1)]  # inputs of forwards
+    returned: list[list[float]] = [[] for _ in range(stages - 1)] + [[0.0] * micro_batches]  # inputs of backwards
+    now = [0.0] * stages
+    remaining = set(range(stages))
     while remaining:
-        for j in range(stages):
-            todo, at, clock = actions[j], position[j], now[j]
-            inputs, gradients = arrived[j], returned[j]
-            while at < len(todo):
-                kind, k = todo[at]
-                ready = inputs if kind == "F" else gradients
-                if k >= len(ready):
-                    break
-                clock = max(clock, ready[k])
-                if kind == "F":
-                    clock += forward_s[j]
-                    forward_end[j].append(clock)
-                    if j + 1 < stages:
-                        _send(arrived[j + 1], clock, hop_s[j])
-                else:
-                    clock += backward_s[j]
-                    backward_end[j].append(clock)
-                    if j:
-                        _send(returned[j - 1], clock, hop_s[j - 1])
-                at += 1
-            if at == len(todo) and position[j] < at:
-                remaining -= 1
-            position[j], now[j] = at, clock
+        for j in sorted(remaining):
+            now[j] = _advance(
+                now[j],
+                warm_up[j],
+                micro_batches,
+                (forward_s[j], forward_end[j], arrived[j]),
+                (backward_s[j], backward_end[j], returned[j]),
+                (arrived[j + 1], hop_s[j]) if j + 1 < stages else None,
+                (returned[j - 1], hop_s[j - 1]) if j else None,
+            )
+            if len(backward_end[j]) == micro_batches:
+                remaining.discard(j)
     return PipelineRun(tuple(map(tuple, forward_end)), tuple(map(tuple, backward_end)))
 
 
-def _send(arrivals: list[float], ready_s: float, hop_s: float) -> None:
-    """A transfer begins when its data is there and the one before it has left the wire."""
-    arrivals.append(max(ready_s, arrivals[-1] if arrivals else 0.0) + hop_s)
+Pass = tuple[float, list[float], list[float]]
+"""Seconds of a pass, when it has ended by micro-batch, and when its inputs have arrived."""
+
+Wire = tuple[list[float], float]
+"""When transfers have arrived, and the seconds of each."""
+
+
+def _advance(
+    clock: float,
+    warm_up: int,
+    micro_batches: int,
+    forward: Pass,
+    backward: Pass,
+    onward: Wire | None,
+    back: Wire | None,
+) -> float:
+    """Run the actions of one stage, in the order of `one_f_one_b`, as far as their inputs are known; when it is free.
+
+    A transfer begins when its data is there and the one before it has left the wire.
+    """
+    forward_s, forward_end, inputs = forward
+    backward_s, backward_end, gradients = backward
+    sent, sent_s = onward or ([0.0], 0.0)
+    given_back, given_back_s = back or ([0.0], 0.0)
+    done_f, done_b, known_f, known_b = len(forward_end), len(backward_end), len(inputs), len(gradients)
+    while done_b < micro_batches:
+        if done_f < micro_batches and done_f - done_b <= warm_up:
+            if done_f == known_f:
+                break
+            ready = inputs[done_f]
+            clock = (ready if ready > clock else clock) + forward_s
+            forward_end.append(clock)
+            wire_free = sent[-1] if sent else 0.0
+            sent.append((clock if clock > wire_free else wire_free) + sent_s)
+            done_f += 1
+        else:
+            if done_b == known_b:
+                break
+            ready = gradients[done_b]
+            clock = (ready if ready > clock else clock) + backward_s
+            backward_end.append(clock)
+            wire_free = given_back[-1] if given_back else 0.0
+            given_back.append((clock if clock > wire_free else wire_free) + given_back_s)
+            done_b += 1
+    return clock

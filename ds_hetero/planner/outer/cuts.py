@@ -93,6 +93,20 @@ class LayerCuts:
             cuts = self._by_blocks[key] = self.of_links(blocks, links, micro_batch_size, pipelines)
         return cuts
 
+    def keep(self, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int, layers: tuple[int, ...]) -> bool:
+        """Take given layers as the only cut of these blocks; False if they do not fit.
+
+        Args:
+            blocks: of the stages.
+            micro_batch_size: samples.
+            pipelines: of the plan.
+            layers: of every stage.
+        """
+        cut = make_cut(self.costs, blocks, layers, micro_batch_size, pipelines)
+        if cut is not None:
+            self._by_blocks[blocks, micro_batch_size, pipelines] = (cut,)
+        return cut is not None
+
     def of_links(
         self, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int, pipelines: int
     ) -> tuple[Cut, ...]:

@@ -16,9 +16,10 @@ __all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layer
 
 BOUND_S = 2e-5  # what a look at the bound of a candidate takes
 BOUND_PIPELINE_S = 2e-6
-FULL_S = 4e-4  # what the rest of an evaluation takes
+FULL_S = 2e-4  # what the rest of an evaluation takes
 FULL_PIPELINE_S = 2e-5
-SOLVE_S = 6e-4  # what the cuts of one pipeline take
+SOLVE_S = 4e-4  # what the cuts of one pipeline take
+SOLVE_STAGE_S = 3e-5
 
 
 class Shape(NamedTuple):
@@ -102,7 +103,10 @@ class Evaluator:
             if cut is None:
                 break
             cuts.append(cut)
-        self.spent_s += BOUND_S + BOUND_PIPELINE_S * count + SOLVE_S * (self.cuts.num_solved - solved)
+        self.spent_s += BOUND_S + BOUND_PIPELINE_S * count
+        if self.cuts.num_solved > solved:
+            stages = max(len(shape.blocks) for shape in shapes)
+            self.spent_s += (SOLVE_S + SOLVE_STAGE_S * stages) * (self.cuts.num_solved - solved)
         if len(cuts) < count or micro_batches < 1:
             return None
         sizes = [shape.micro_batch_size for shape in shapes]

@@ -17,7 +17,7 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["Finished", "finish", "memory_bytes", "to_plan"]
 
-MORE_IN_FLIGHT = (1, 2, 4)  # beyond 1F1B's own
+MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
 
 

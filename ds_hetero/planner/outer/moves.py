@@ -123,7 +123,7 @@ def _exchanges(shapes: Shapes, i: int, rng: np.random.Generator) -> Iterator[Sha
 
 
 def _take_idle(shapes: Shapes, i: int, pools: Pools, inners: Sequence[str]) -> Iterator[Shapes]:
-    """Give idle devices to a pipeline, as a block of their own or beside equal ones."""
+    """Give idle devices to a pipeline: as a block of their own, beside equal ones, or instead of others."""
     blocks = shapes[i].blocks
     for pool, idle in zip(pools.pools, idle_devices(pools, [shape.blocks for shape in shapes]), strict=True):
         size = min(1 << (idle.bit_length() - 1), MAX_SIZE) if idle else 0
@@ -135,5 +135,7 @@ def _take_idle(shapes: Shapes, i: int, pools: Pools, inners: Sequence[str]) -> I
                 for a, block in enumerate(blocks):
                     if block == new and 2 * size <= MAX_SIZE:
                         yield _with(shapes, {i: blocks[:a] + (_resized(block, 2 * size),) + blocks[a + 1 :]})
+                    elif block != new:
+                        yield _with(shapes, {i: blocks[:a] + (new,) + blocks[a + 1 :]})
             yield (*shapes, Shape((block_of(pool, size, inners[0]),), shapes[i].micro_batch_size))
             size //= 2

@@ -27,6 +27,7 @@ from ds_hetero.planner.outer.search import Progress, Search, SearchResult, defau
 __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines"]
 
 MICRO_BATCH_SIZES = (1, 2, 4)
+FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
 
 
@@ -161,11 +162,12 @@ def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[
 
 def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
     plans = [result.best, *result.others]
-    finished = [finish(costs, plan) for plan in plans]
-    values = [value_of(objective, one.candidate, one.step_s) for one in finished]
-    order = sorted(range(len(plans)), key=lambda i: values[i])
-    ranked = [plans[i] for i in order]
-    return [_Finalist(costs, finished[i], values[i], tuple(ranked[at + 1 :])) for at, i in enumerate(order)]
+    finalists = []
+    for i, plan in enumerate(plans[:FINISHED]):
+        finished = finish(costs, plan)
+        others = tuple(plans[:i] + plans[i + 1 :])
+        finalists.append(_Finalist(costs, finished, value_of(objective, plan, finished.step_s), others))
+    return finalists
 
 
 def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> Rival:

@@ -9,17 +9,19 @@ Ranks of the new plan are those of the devices that are left, in their old order
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stage import Block, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import cut_pool
+from ds_hetero.planner.outer.cuts import LayerCuts
 from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape, value_of
 from ds_hetero.planner.outer.explain import nothing_fits
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
@@ -30,7 +32,10 @@ from ds_hetero.plans import Plan
 
 __all__ = ["Replanned", "replan"]
 
-EFFORT_S = 0.6
+EFFORT_S = 0.35
+EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`
+MANY_RANKS = 512
+NOTHING = 1e-12  # of a layer
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
 
 
@@ -78,7 +83,7 @@ def replan(
     lost: Sequence[int] = (),
     added: Cluster | None = None,
     objective: str = "time",
-    effort_s: float = EFFORT_S,
+    effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> Replanned:
     """Plan again for the devices that are left.
@@ -100,19 +105,23 @@ def replan(
     survivors = _survivors(cluster, lost)
     models = make_costs(_joined(cluster.without(lost), added))
     check_plan_fits(plan, cluster, models[0].model)
-    shapes, samples = _old_shapes(plan, models[0].pools, survivors)
+    old, samples = _old_shapes(plan, models[0].pools, survivors)
+    shapes = tuple(pipeline.shape for pipeline in old)
     goal = Objective.of(objective, [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
     first: tuple[float, float] | None = None
     finalists: list[tuple[StageCosts, Finished]] = []
+    if effort_s is None:
+        effort_s = EFFORT_OF_MANY_S if len(survivors) > MANY_RANKS else EFFORT_S
     for costs in models:
         evaluate = Evaluator(costs, samples, goal)
-        warm = next((found for found in map(evaluate, _shrunken(shapes)) if found is not None), None)
+        quick = Evaluator(costs, samples, goal, _old_layers(costs, old))
+        warm = next((found for found in map(quick, _shrunken(shapes)) if found is not None), None)
         if warm is not None and first is None:
             first = warm.step_s, time.perf_counter() - started
         result = _search(evaluate, shapes, warm, effort_s / len(models), progress)
         if result is not None:
             first = first or (result.first.step_s, time.perf_counter() - started)
-            finalists += [(costs, finish(costs, found)) for found in (result.best, *result.others)]
+            finalists += [(costs, finish(costs, found)) for found in (result.best, *result.others[:1])]
     if first is None:
         raise PlanError(nothing_fits(models[0], None))
     costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))
@@ -135,7 +144,7 @@ def _search(
     used = {block.inner for shape in shapes for block in shape.blocks if block.size > 1}
     inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
     sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
-    return Search(evaluate, sizes, inners, effort_s, progress).run([] if warm is None else [warm.shapes])
+    return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run([] if warm is None else [warm.shapes])
 
 
 def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
@@ -156,8 +165,11 @@ def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
     return Cluster(nodes=(*cluster.nodes, *added.nodes), network=cluster.network, links=links)
 
 
-def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[Shapes, int]:
-    """The old pipelines in blocks of the devices that are left; stages that span kinds or nodes are dissolved."""
+def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_Old], int]:
+    """The old pipelines in blocks of the devices that are left, and the global batch.
+
+    Stages that span kinds or nodes are dissolved.
+    """
     new_rank = {old: new for new, old in enumerate(survivors)}
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
     shapes, samples = [], 0
@@ -172,8 +184,31 @@ def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[Sha
             for pool, devices in left.items():
                 blocks += cut_pool(pool, devices, devices if devices == len(stage.ranks) else _power(devices), inner)
         if blocks:
-            shapes.append(Shape(tuple(blocks), pipeline.micro_batch_size))
-    return tuple(shapes), samples
+            same = sum(block.size for block in blocks) == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
+            layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if same else ()
+            shapes.append(_Old(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
+    return shapes, samples
+
+
+class _Old(NamedTuple):
+    """What is left of an old pipeline.
+
+    Args:
+        shape: its blocks.
+        layers: of every stage; empty where it lost devices.
+    """
+
+    shape: Shape
+    layers: tuple[int, ...]
+
+
+def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:
+    """Cuts that keep the layers of pipelines which lost nothing, so that the first plan is there at once."""
+    cuts = LayerCuts(costs)
+    for shape, layers in pipelines:
+        if layers and all(layers):
+            cuts.keep(shape.blocks, shape.micro_batch_size, len(pipelines), layers)
+    return cuts
 
 
 def _power(devices: int) -> int:
@@ -209,29 +244,24 @@ def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: 
     A rank of a tensor-parallel stage holds its n-th part of a layer. What several ranks can send comes from one on the
     same node if there is one.
     """
-    holders = _holders(old, costs.model.num_layers)
     new_rank = {before: rank for rank, before in enumerate(rank_before) if before is not None}
-    copies = max(1, len(new.pipelines))
-    layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / copies)
+    layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / len(new.pipelines))
     cluster, moved = costs.cluster, defaultdict[str, float](float)
-    for layer, needed in enumerate(_holders(new, costs.model.num_layers)):
+    node = cluster.node_of_rank.tolist()
+    layers = zip(_holders(old, costs.model.num_layers), _holders(new, costs.model.num_layers), strict=True)
+    for held, needed in layers:
+        left = {new_rank[before]: part for before, part in held.items() if before in new_rank}
+        on_node: dict[int, list[int]] = {}
+        for rank in left:
+            on_node.setdefault(node[rank], []).append(rank)
         for rank, part in needed.items():
-            before = rank_before[rank]
-            own = holders[layer].get(before) if before is not None else None
-            missing = _length(part) - (_overlap(part, own) if own else 0.0)
-            if missing <= 1e-12:
+            missing = _length(part) - (_overlap(part, left[rank]) if rank in left else 0.0)
+            if missing <= NOTHING:
                 continue
-            senders = [
-                new_rank[old_rank]
-                for old_rank, held in holders[layer].items()
-                if old_rank in new_rank and _overlap(part, held) > 0
-            ]
-            if not senders:
-                moved["checkpoint"] += missing * layer_bytes
-                continue
-            node = cluster.node_of_rank
-            nearest = next((sender for sender in senders if node[sender] == node[rank]), senders[0])
-            moved[cluster.link(nearest, rank).name] += missing * layer_bytes
+            near_first = itertools.chain(on_node.get(node[rank], ()), left)
+            sender = next((other for other in near_first if _overlap(part, left[other]) > NOTHING), None)
+            link = "checkpoint" if sender is None else cluster.link(sender, rank).name
+            moved[link] += missing * layer_bytes
     return dict(moved)
 
 

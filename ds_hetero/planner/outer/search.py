@@ -22,18 +22,24 @@ __all__ = ["Progress", "Search", "SearchResult", "default_effort_s"]
 Progress = Callable[[Candidate, float], None]
 """Called with every better plan and the share of the effort that is spent."""
 
-KEPT = 6  # starts that are refined
+FEW_RANKS = 8  # devices up to which a wide search is cheap
+KEPT = 8  # starts that are refined
+START_BLOCK_S = 4e-7  # what it takes to make a start, per block
 STARTS_SHARE = 0.25  # of the effort
+STARTS_SHARE_OF_MANY = 0.6  # with more devices than `MANY_RANKS`, where moves of single blocks gain little
+MANY_RANKS = 128
 KICK_MOVES = 3  # random moves of a restart, at most
 KICK_TRIES = 10  # neighbours that are looked at for one of them
 KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
-LAST_WORD = 8  # plans that are compared by the recurrence in the end
+LAST_WORD = 5
 LEAST_GAIN = 1e-9
 
 
 def default_effort_s(num_ranks: int) -> float:
-    """Return the effort of a search: 0.5 s for 8 devices, 1 s for 16, 3 s for 64 and above, by `Evaluator.spent_s`."""
-    return min(3.0, max(0.5, num_ranks / 16))
+    """Return the effort of a search as `Evaluator.spent_s` counts: 1.7 s from 55 devices on, about twice the CPU's."""
+    if num_ranks <= FEW_RANKS:
+        return 1.2
+    return min(1.7, max(0.6, num_ranks / 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class SearchResult:
         best: by the last word of the cost model.
         first: the best start.
         others: plans of other shapes that came close, best first, by the last word.
+        closed_form_value: the least value by the closed form, which the search makes small.
         num_evaluated: plans looked at.
         interrupted: it was stopped before its effort was spent.
     """
@@ -51,6 +58,7 @@ class SearchResult:
     best: Candidate
     first: Candidate
     others: tuple[Candidate, ...]
+    closed_form_value: float
     num_evaluated: int
     interrupted: bool
 
@@ -64,6 +72,7 @@ class Search:
         inners: ways in which blocks of several devices may share their work.
         effort_s: what may be spent, by `Evaluator.spent_s`.
         progress: see `Progress`.
+        last_word: plans that are compared by the recurrence in the end.
         seed: of the restarts.
     """
 
@@ -74,6 +83,7 @@ class Search:
         inners: Sequence[str] = ("tensor",),
         effort_s: float = 1.0,
         progress: Progress | None = None,
+        last_word: int = LAST_WORD,
         seed: int = 0,
     ) -> None:
         self._evaluate = evaluate
@@ -81,6 +91,7 @@ class Search:
         self._sizes, self._inners = tuple(sizes), tuple(inners)
         self._effort_s = effort_s
         self._progress = progress
+        self._last_word = last_word
         self._rng = np.random.default_rng(seed)
         self._start_s = evaluate.spent_s
         self._best: Candidate | None = None
@@ -103,12 +114,13 @@ class Search:
             interrupted = True
         if self._best is None:
             return None
-        finalists = sorted(self._close.values(), key=lambda plan: plan.value)[:LAST_WORD]
+        finalists = sorted(self._close.values(), key=lambda plan: plan.value)[: self._last_word]
         ranked = sorted((self._evaluate.exact(plan) for plan in finalists), key=lambda plan: plan.value)
         return SearchResult(
             best=ranked[0],
             first=kept[0] if kept else self._best,
             others=tuple(ranked[1:]),
+            closed_form_value=self._best.value,
             num_evaluated=self._evaluate.num_evaluated,
             interrupted=interrupted,
         )
@@ -119,13 +131,15 @@ class Search:
         """The best few starts, each of another time or number of pipelines."""
         tops: list[Candidate] = []
         sources = itertools.chain(warm, self._grids(), self._families())
-        limit_s = self._effort_s * STARTS_SHARE
+        many = self._evaluate.costs.cluster.num_ranks > MANY_RANKS
+        limit_s = self._effort_s * (STARTS_SHARE_OF_MANY if many else STARTS_SHARE)
         for shapes in sources:
+            self._evaluate.spent_s += START_BLOCK_S * sum(len(shape.blocks) for shape in shapes)
             plan = self._evaluate(shapes, tops[-1].value if len(tops) == KEPT else float("inf"))
             if plan is not None and all(_differs(plan, top) for top in tops):
                 tops = sorted([*tops, plan], key=lambda top: top.value)[:KEPT]
                 self._note(plan)
-            if tops and self._spent_s > limit_s:
+            if self._spent_s > (limit_s if tops else self._effort_s):
                 break
         return tops
 

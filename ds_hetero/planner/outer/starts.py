@@ -8,8 +8,11 @@ groups   whole nodes shared by d pipelines, longest processing time first, so th
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache
 
 from ds_hetero.cost.stage import Block, PlacedPipeline, Pool, Pools, StageCosts
 from ds_hetero.planner.outer.blocks import block_of, cut_pool, sizes_up_to
@@ -19,35 +22,70 @@ __all__ = ["starts", "uniform_grids"]
 MAX_SIZES = 256  # combinations of block sizes by kind
 ALL_COUNTS = 16  # pipelines up to which every number is tried; powers of two above
 LANES = (1, 2, 4, 8)
+MAX_KINDS = 4  # of devices up to which every choice of them is tried
+FEW_DEVICES = 64  # up to which blocks are dealt out one by one
 MAX_GROUPS = 8  # of nodes, of which each has its own lanes
 
 Pipelines = list[tuple[Block, ...]]
 
 
 def starts(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
-    """Yield pipelines over all devices.
+    """Yield pipelines over all devices, and then over those of some kinds only.
 
     Args:
         pools: the devices.
         inner: how blocks of several devices share their work.
     """
-    for sizes in _sizes_by_kind(pools):
-        for count in _counts(len(pools.pools)):
-            groups = _balanced(pools, count)
-            if groups is not None:
-                yield [_pipeline(group, sizes, inner) for group in groups]
-        for lanes in LANES[1:]:
-            if any(len(pool.ranks) % lanes for pool in pools.pools):
-                continue
-            for count in range(1, min(len(pools.pools), MAX_GROUPS) + 1):
-                groups = _balanced(pools, count)
-                if groups is not None:
-                    yield [_pipeline(group, sizes, inner, lanes) for group in groups for _ in range(lanes)]
+    kinds = range(len(pools.kinds))
+    subsets = (
+        [kinds]
+        if len(kinds) > MAX_KINDS
+        else [chosen for size in range(len(kinds), 0, -1) for chosen in itertools.combinations(kinds, size)]
+    )
+    for chosen in subsets:
+        yield from _over(pools, [pool for pool in pools.pools if pool.kind in chosen], inner)
 
 
-def _sizes_by_kind(pools: Pools) -> Iterator[tuple[int, ...]]:
-    """Sizes of blocks by kind; the same size for all kinds comes first."""
-    choices = [sizes_up_to(len(pool.ranks)) for pool in pools.largest]
+def _over(pools: Pools, used: Sequence[Pool], inner: str) -> Iterator[Pipelines]:
+    """Groups and lanes of some pools."""
+    speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in used}
+    balanced = cache(lambda count: _balanced(speed, count))
+    blocks = cache(lambda pool, devices, size: tuple(cut_pool(pool, devices, size, inner)))
+    lanes_of = [lanes for lanes in LANES if all(len(pool.ranks) % lanes == 0 for pool in used)]
+    for sizes in _sizes_by_kind(pools, {pool.kind for pool in used}):
+        for count in _counts(len(used)):
+            for lanes in lanes_of:
+                if count > MAX_GROUPS and lanes > 1:
+                    continue
+                pipelines = [
+                    tuple(
+                        block
+                        for pool in group
+                        for block in blocks(
+                            pool, len(pool.ranks) // lanes, min(sizes[pool.kind], len(pool.ranks) // lanes)
+                        )
+                    )
+                    for group in balanced(count)
+                ]
+                if all(pipelines):
+                    yield [pipeline for pipeline in pipelines for _ in range(lanes)]
+        if sum(len(pool.ranks) for pool in used) <= FEW_DEVICES:
+            yield from _dealt(
+                pools, [block for pool in used for block in blocks(pool, len(pool.ranks), sizes[pool.kind])]
+            )
+
+
+def _dealt(pools: Pools, blocks: Sequence[Block]) -> Iterator[Pipelines]:
+    """Blocks dealt out to every number of pipelines, whatever their nodes."""
+    speed = [pools.kinds[block.kind].device.peak_flops_per_s * block.size for block in blocks]
+    for count in _counts(len(blocks)):
+        groups = _lightest_first(speed, count)
+        yield [tuple(sorted(blocks[i] for i in group)) for group in groups]
+
+
+def _sizes_by_kind(pools: Pools, used: AbstractSet[int]) -> Iterator[tuple[int, ...]]:
+    """Sizes of blocks by kind, 1 where a kind is not used; sizes that are alike for all kinds come first."""
+    choices = [sizes_up_to(len(pool.ranks)) if kind in used else (1,) for kind, pool in enumerate(pools.largest)]
     ordered = sorted(itertools.islice(itertools.product(*choices), 4096), key=lambda sizes: max(sizes) / min(sizes))
     return iter(ordered[:MAX_SIZES])
 
@@ -56,27 +94,22 @@ def _counts(most: int) -> list[int]:
     return [count for count in range(1, most + 1) if count <= ALL_COUNTS or count & (count - 1) == 0]
 
 
-def _pipeline(group: Sequence[Pool], sizes: tuple[int, ...], inner: str, lanes: int = 1) -> tuple[Block, ...]:
-    """One of ``lanes`` equal pipelines through the pools of a group."""
-    blocks = []
-    for pool in group:
-        devices = len(pool.ranks) // lanes
-        blocks += cut_pool(pool, devices, min(sizes[pool.kind], devices), inner)
-    return tuple(blocks)
+def _balanced(speed: Mapping[Pool, float], count: int) -> list[list[Pool]]:
+    """Pools in ``count`` groups of about equal speed; kinds stay together within a group."""
+    pools = sorted(speed, key=lambda pool: (pool.node, pool.kind))
+    groups = _lightest_first([speed[pool] for pool in pools], count)
+    return [sorted((pools[i] for i in group), key=lambda pool: (pool.kind, pool.node)) for group in groups]
 
 
-def _balanced(pools: Pools, count: int) -> list[list[Pool]] | None:
-    """Pools in ``count`` groups of about equal speed; kinds stay together within a group. None if one were empty."""
-    speed = [pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in pools.pools]
-    load = [0.0] * count
-    groups: list[list[Pool]] = [[] for _ in range(count)]
-    for index in sorted(range(len(pools.pools)), key=lambda index: (-speed[index], index)):
-        lightest = min(range(count), key=lambda group: load[group])
-        load[lightest] += speed[index]
-        groups[lightest].append(pools.pools[index])
-    if not all(groups):
-        return None
-    return [sorted(group, key=lambda pool: (pool.kind, pool.node)) for group in groups]
+def _lightest_first(loads: Sequence[float], count: int) -> list[list[int]]:
+    """Indices in ``count`` groups of about equal sums: the largest first, each to the group with the least."""
+    heap = [(0.0, group) for group in range(count)]
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
+        least, group = heap[0]
+        heapq.heapreplace(heap, (least + loads[index], group))
+        groups[group].append(index)
+    return groups
 
 
 def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iterator[tuple[str, list[PlacedPipeline]]]:

@@ -1,0 +1,137 @@
+"""How good and how fast the search for pipelines is.
+
+    python benchmarks/outer.py exact [--clusters 200]     against the exact optimum on random clusters of 3 to 6 devices
+    python benchmarks/outer.py growth [--devices 64 320 1024 4096]    CPU seconds, gap to the bound, re-planning
+
+Times are CPU seconds of one thread, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from statistics import mean
+
+from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models import load_model
+from ds_hetero.planner.outer.columns import balance_bound_s
+from ds_hetero.planner.outer.evaluate import Evaluator
+from ds_hetero.planner.outer.exact import solve_exact
+from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.replan import replan
+from ds_hetero.planner.outer.search import Search, default_effort_s
+
+WORK = Workload(seq_len=4096)
+DEVICES = ("A800-SXM-80GB", "RTX-4090", "RTX-3090")
+
+
+def random_cluster(rng: random.Random) -> Cluster:
+    """3 to 6 devices on nodes of 1 to 3, over 0.7, 3 or 10 GB/s."""
+    left, nodes = rng.randint(3, 6), []
+    while left:
+        count = min(left, rng.randint(1, 3))
+        nodes.append({"name": f"n{len(nodes)}", "device": rng.choice(DEVICES), "count": count})
+        left -= count
+    network = {"bandwidth_gb_per_s": rng.choice((0.7, 3, 10)), "latency_us": 10}
+    return cluster_from_dict({"nodes": nodes, "network": network})
+
+
+def exact(clusters: int, seconds: float) -> dict[str, object]:
+    """Value of the search over the exact optimum's, under the calibrated model."""
+    rng, ratios, search_s = random.Random(0), [], []
+    started = time.process_time()
+    tried = 0
+    while tried < clusters and time.process_time() - started < seconds:
+        cluster, model = random_cluster(rng), load_model(rng.choice(("llama-3.2-3b", "llama-2-7b", "llama-2-13b")))
+        samples = rng.choice((8, 16, 32, 64))
+        costs = CalibratedStageCosts(cluster, model, WORK)
+        goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * WORK.seq_len)
+        optimum = solve_exact(Evaluator(costs, samples, goal))
+        tried += 1
+        before = time.process_time()
+        found = Search(Evaluator(costs, samples, goal), (1, 2), effort_s=default_effort_s(cluster.num_ranks)).run()
+        search_s.append(time.process_time() - before)
+        if optimum is None:
+            assert found is None, "the search found a plan where there is none"
+            continue
+        assert found is not None, "the search found no plan where there is one"
+        ratios.append(found.closed_form_value / optimum.value)  # both by the closed form
+    return {
+        "clusters": len(ratios),
+        "within_0.1_percent": mean(ratio < 1.001 for ratio in ratios),
+        "within_1_percent": mean(ratio < 1.01 for ratio in ratios),
+        "worst": max(ratios) - 1,
+        "search_cpu_s": mean(search_s),
+    }
+
+
+def fleet(devices: int) -> Cluster:
+    """Nodes of 8: two of 3090, five of 4090 and one of A800 in every 64."""
+    nodes = []
+    for i in range(devices // 64):
+        nodes += [
+            {"name": f"a{i}", "device": "RTX-3090", "count": 8, "repeat": 2},
+            {"name": f"b{i}", "device": "RTX-4090", "count": 8, "repeat": 5},
+            {"name": f"c{i}", "device": "A800-SXM-80GB", "count": 8},
+        ]
+    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+
+
+def growth(devices: int) -> dict[str, object]:
+    """First and final plan of a fleet, and re-planning after losses."""
+    cluster, model, samples = fleet(devices), load_model("llama-30b"), 8 * devices
+    firsts: list[float] = []
+    started = time.process_time()
+    found = plan_pipelines(
+        cluster, model, WORK, samples, progress=lambda *_: firsts.append(time.process_time() - started)
+    )
+    searched = time.process_time() - started
+    row: dict[str, object] = {
+        "devices": devices,
+        "first_cpu_s": firsts[0],
+        "final_cpu_s": searched,
+        "step_s": found.step_s,
+        "over_balance_bound": found.step_s / balance_bound_s(found.costs, samples) - 1,
+        "plans": found.num_evaluated,
+    }
+    lost = {64: [60], 320: list(range(0, 320, 40)), 1024: list(range(16, 24))}.get(devices, list(range(8)))
+
+    def make_costs(left: Cluster) -> list[CalibratedStageCosts]:
+        return [CalibratedStageCosts(left, model, found.costs.workload)]  # type: ignore[attr-defined]
+
+    started = time.process_time()
+    again = replan(found.plan, cluster, make_costs, lost=lost)
+    row["replan_cpu_s"] = time.process_time() - started
+    row["replan_first_wall_s"] = again.first_after_s
+    scratch = plan_pipelines(cluster.without(lost), model, WORK, samples, costs=make_costs(cluster.without(lost))[0])
+    row["replan_over_scratch"] = again.finished.step_s / scratch.step_s - 1
+    return row
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("exact", "growth"))
+    parser.add_argument("--clusters", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3600, help="of CPU, for exact")
+    parser.add_argument("--devices", type=int, nargs="+", default=[64, 320, 1024])
+    options = parser.parse_args(arguments)
+    if options.what == "exact":
+        print(json.dumps(exact(options.clusters, options.seconds)))
+        return
+    for devices in options.devices:
+        print(json.dumps(growth(devices)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
