@@ -110,6 +110,8 @@ def plan(
     """Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if _is_full(parallel, global_batch):
+        if (micro_batch, micro_batches, layout, token_unit) != (1, 1, None, 1):
+            raise typer.BadParameter("--parallel full chooses micro-batches, layouts and tokens itself.")
         from ds_hetero.cli import outer
 
         task = outer.Task.read(cluster, model, cost_model, workload)

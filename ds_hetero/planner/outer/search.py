@@ -28,6 +28,7 @@ START_BLOCK_S = 4e-7  # what it takes to make a start, per block
 STARTS_SHARE = 0.25  # of the effort
 STARTS_SHARE_OF_MANY = 0.6  # with more devices than `MANY_RANKS`, where moves of single blocks gain little
 MANY_RANKS = 128
+KICK_BEST = 0.5  # share of the restarts that begin at the best plan, others at one of another shape
 KICK_MOVES = 3  # random moves of a restart, at most
 KICK_TRIES = 10  # neighbours that are looked at for one of them
 KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
@@ -160,7 +161,9 @@ class Search:
                 return
         while tops and not self._is_spent():
             assert self._best is not None
-            self._descend(self._kicked(self._best))
+            known = list(self._close.values())
+            other = known[int(self._rng.integers(len(known)))]
+            self._descend(self._kicked(self._best if self._rng.random() < KICK_BEST else other))
 
     def _descend(self, plan: Candidate) -> Candidate:
         """Take the first move that helps, until none does."""
