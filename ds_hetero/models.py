@@ -6,14 +6,15 @@ ds_configs/models, which are such files too.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.common.limits import is_whole, whole_rule
 from ds_hetero.common.paths import config_dir
-from ds_hetero.common.text import nearest
+from ds_hetero.common.reading import check_content, read_file, shortened
+from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
 
 __all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names"]
@@ -133,25 +134,39 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
         ModelError: no such file or preset, not JSON, or anything that `model_from_config` refuses.
     """
     if isinstance(source, Mapping):
-        return model_from_config(source, str(source.get("model_type", "model")))
-    path = Path(source)
-    if path.is_dir():
-        path, name = path / "config.json", path.resolve().name
-    elif path.is_file():
-        name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    else:
-        path, name = config_dir() / "models" / f"{source}.json", str(source)
+        name = source.get("model_type")
+        return model_from_config(source, name if isinstance(name, str) and name else "model")
+    path, name = _config_file(source)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}.") from error
-    except (OSError, UnicodeDecodeError) as error:
+        config = read_file(path, "model", ModelError)
+    except ModelError as error:
+        if path.name == "config.json" or str(source) in model_names() or _is_kind(path, Path.is_file):
+            raise
         close = nearest(str(source), model_names(), cutoff=0.4)
         raise ModelError(
-            f"cannot read model {str(source)!r}: it is neither a Hugging Face config.json, a folder with one, nor a "
-            f"preset{f'; did you mean {close!r}?' if close else '.'} Presets: {', '.join(model_names())}."
+            f"cannot read model {shortened(str(source))}: it is neither a Hugging Face config.json, a folder with one, "
+            f"nor a preset{f'; did you mean {close!r}?' if close else '.'} Presets: {', '.join(model_names())}."
         ) from error
     return model_from_config(config, name)
+
+
+def _config_file(source: str | Path) -> tuple[Path, str]:
+    """The file that a source stands for, and the model's name."""
+    path = Path(source)
+    if _is_kind(path, Path.is_dir):
+        return path / "config.json", path.resolve().name
+    if _is_kind(path, Path.is_file):
+        return path, path.resolve().parent.name if path.name == "config.json" else path.stem
+    if str(source) in model_names():
+        return config_dir() / "models" / f"{source}.json", str(source)
+    return path, str(source)
+
+
+def _is_kind(path: Path, test: Callable[[Path], bool]) -> bool:
+    try:
+        return test(path)
+    except (OSError, ValueError):  # a name that is too long, or holds NUL
+        return False
 
 
 def model_names() -> tuple[str, ...]:
@@ -167,8 +182,12 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
             over the whole sequence; the message names the key.
     """
     if not isinstance(config, Mapping):
-        raise ModelError(f"{name}: a model config is a JSON object, got {config!r}.")
-    config = config.get("text_config", config)  # multimodal models keep the decoder's shape in here
+        raise ModelError(f"{name}: a model config is a JSON object, got {shortened(config)}.")
+    check_content(config, name, ModelError)
+    if config.get("text_config") is not None:  # multimodal models keep the decoder's shape in here
+        config = config["text_config"]
+        if not isinstance(config, Mapping):
+            raise ModelError(f"{name}: text_config must be an object, got {shortened(config)}.")
     _refuse_other_attention(config, name)
     gpt2 = "n_embd" in config
     layers, hidden, heads = ("n_layer", "n_embd", "n_head") if gpt2 else _NAMES
@@ -180,17 +199,15 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     if experts_key and "num_experts_per_tok" not in config:
         missing.append("num_experts_per_tok")
     if missing:
-        raise ModelError(
-            f"{name}: the model config lacks {', '.join(missing)}; it has {', '.join(sorted(map(str, config)))}."
-        )
+        raise ModelError(f"{name}: the model config lacks {', '.join(missing)}; it has {listed(sorted(config))}.")
     hidden_size = _whole(config, hidden, name)
     num_heads, num_kv_heads, head_dim = _head_sizes(config, heads, hidden, name)
     if gpt2:
         mlp_size = _whole(config, "n_inner", name) if config.get("n_inner") else 4 * hidden_size
     else:
         mlp_size = _whole(config, mlp_key, name)
-    activation = str(config.get("hidden_act", config.get("activation_function", ""))).lower()
-    ungated = gpt2 or config.get("model_type") in _UNGATED
+    activation = _text(config, "activation_function" if "hidden_act" not in config else "hidden_act", name).lower()
+    ungated = gpt2 or _text(config, "model_type", name) in _UNGATED
     return ModelSpec(
         name=name,
         num_layers=_whole(config, layers, name),
@@ -201,12 +218,24 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         mlp_size=mlp_size,
         vocab_size=_whole(config, "vocab_size", name),
         gated_mlp=not ungated and activation != "relu",
-        tied_embeddings=bool(config.get("tie_word_embeddings", gpt2)),
+        tied_embeddings=_flag(config, "tie_word_embeddings", gpt2, name),
         num_experts=_whole(config, experts_key, name) if experts_key else 0,
         experts_per_token=_whole(config, "num_experts_per_tok", name) if experts_key else 0,
     )
 
 
+# Heads are searched over one by one; of the other sizes only products are taken.
+_LARGEST = {
+    "num_attention_heads": 4096,
+    "n_head": 4096,
+    "num_key_value_heads": 4096,
+    "num_hidden_layers": 100_000,
+    "n_layer": 100_000,
+    "num_local_experts": 100_000,
+    "num_experts": 100_000,
+    "num_experts_per_tok": 100_000,
+    "vocab_size": 2**30,
+}
 _NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 _UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
 
@@ -233,19 +262,41 @@ def _refuse_other_attention(config: Mapping[str, Any], name: str) -> None:
             raise ModelError(f"{name}: {key} names a kind of layer that this planner has no cost model for.")
     for key in ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers"):
         if config.get(key):
-            raise ModelError(f"{name}: {key}={config[key]!r}: shared experts and mixed layers have no cost model yet.")
-    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+            given = f"{key}={shortened(config[key])}"
+            raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not (_is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
+        raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
+    other = sorted(set(layer_types or []) - {"full_attention"})
     if other:
-        raise ModelError(f"{name}: layer_types has {', '.join(other)}; only full_attention can be planned.")
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ModelError(f"{name}: layer_types has {listed(other, 8)}; only full_attention can be planned.")
+    if config.get("sliding_window") and _flag(config, "use_sliding_window", True, name):
         raise ModelError(
-            f"{name}: sliding_window={config['sliding_window']}: attention over a window cannot be planned. "
+            f"{name}: sliding_window={shortened(config['sliding_window'])}: attention over a window cannot be planned. "
             "Set it to null for full attention."
         )
 
 
 def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{name}: {key} must be a whole number >= 1, got {value!r}.")
-    return value
+    value, most = config[key], _LARGEST.get(key, 2**24)
+    if not is_whole(value, 1, most):
+        raise ModelError(f"{name}: {key} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
+    return int(value)
+
+
+def _text(config: Mapping[str, Any], key: str, name: str) -> str:
+    value = config.get(key)
+    if not (value is None or isinstance(value, str)):
+        raise ModelError(f"{name}: {key} must be text, got {shortened(value)}.")
+    return value or ""
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool, name: str) -> bool:
+    value = config.get(key)
+    if not (value is None or isinstance(value, bool)):
+        raise ModelError(f"{name}: {key} must be true or false, got {shortened(value)}.")
+    return default if value is None else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isfinite
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
+from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
 
-__all__ = ["DEVICE_KEYS", "MAY_BE_ZERO", "did_you_mean", "expect_keys", "number", "whole_number"]
+__all__ = [
+    "DEVICE_KEYS",
+    "DURATION_US",
+    "LINK_RATIO",
+    "OVERHEAD_S",
+    "POSITIVE",
+    "SHARE",
+    "SIZE",
+    "Bounds",
+    "did_you_mean",
+    "expect_keys",
+    "number",
+    "whole_number",
+]
 
-# Keys of the file, the unit behind each, and the field it fills.
+
+class Bounds(NamedTuple):
+    """What a number in a cluster file may be, both ends included."""
+
+    least: float
+    most: float
+
+
+POSITIVE = Bounds(1e-6, 1e6)  # GB/s, GiB, TFLOPS, W: from a thousand bytes or a million operations a second upwards
+_NOT_NEGATIVE = Bounds(0, 1e6)
+SHARE = Bounds(1e-6, 1)  # of a peak
+LINK_RATIO = Bounds(1e-6, 100)  # measured on one link against another, which may be the slower one
+SIZE = Bounds(0, 1e9)  # tokens, rows or keys
+DURATION_US = Bounds(0, 1e9)
+OVERHEAD_S = Bounds(0, 1e3)
+
+# Keys of the file, the field that each fills, the unit behind it, and what it may be.
 DEVICE_KEYS = {
-    "peak_tflops": ("peak_flops_per_s", TERA),
-    "memory_gib": ("memory_bytes", GIB),
-    "memory_bandwidth_gb_per_s": ("memory_bytes_per_s", GB),
-    "reserved_gib": ("reserved_bytes", GIB),
-    "watts": ("watts", 1.0),
-    "idle_watts": ("idle_watts", 1.0),
-    "price_per_hour": ("price_per_hour", 1.0),
+    "peak_tflops": ("peak_flops_per_s", TERA, POSITIVE),
+    "memory_gib": ("memory_bytes", GIB, POSITIVE),
+    "memory_bandwidth_gb_per_s": ("memory_bytes_per_s", GB, POSITIVE),
+    "reserved_gib": ("reserved_bytes", GIB, _NOT_NEGATIVE),
+    "watts": ("watts", 1.0, POSITIVE),
+    "idle_watts": ("idle_watts", 1.0, _NOT_NEGATIVE),
+    "price_per_hour": ("price_per_hour", 1.0, _NOT_NEGATIVE),
 }
-MAY_BE_ZERO = {"reserved_gib", "idle_watts", "price_per_hour"}
 _UNIT_OF = {
     "bandwidth": "bandwidth_gb_per_s, in GB/s (10^9 bytes per second, one direction)",
     "memory_bandwidth": "memory_bandwidth_gb_per_s, in GB/s (10^9 bytes per second)",
@@ -36,35 +66,39 @@ _UNIT_OF = {
 def expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
     """Refuse what is no mapping, lacks a required key or has one that is not allowed; ``where`` is its place."""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{where} must be a mapping with the keys {', '.join(sorted(allowed))}, got {data!r}.")
+        keys = ", ".join(sorted(allowed))
+        raise ClusterError(f"{where} must be a mapping with the keys {keys}, got {shortened(data)}.")
     for key in data:
         if key in allowed:
             continue
         stem = next((s for s in sorted(_UNIT_OF, key=len, reverse=True) if str(key).startswith(s)), None)
         if stem and any(name.startswith(stem) for name in allowed):
-            raise ClusterError(f"{where}.{key}: this file has one unit per quantity. Give {_UNIT_OF[stem]}.")
-        raise ClusterError(
-            f"{where}: unknown key {key!r}{did_you_mean(str(key), allowed)} It takes {', '.join(sorted(allowed))}."
-        )
+            place = f"{where}.{shortened(key)[1:-1]}"
+            raise ClusterError(f"{place}: this file has one unit per quantity. Give {_UNIT_OF[stem]}.")
+        hint, keys = did_you_mean(str(key), allowed), ", ".join(sorted(allowed))
+        raise ClusterError(f"{where}: unknown key {shortened(key)}{hint} It takes {keys}.")
     missing = sorted(required - set(data))
     if missing:
         raise ClusterError(f"{where}: missing {', '.join(missing)}. It takes {', '.join(sorted(allowed))}.")
 
 
-def number(where: str, value: Any, *, zero_ok: bool = False) -> float:
-    """A positive number, or one that is not negative; ``where`` is its place in the file."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise ClusterError(f"{where} must be a number without a unit, got {value!r}; the unit is in the key.")
-    if value < 0 or (value == 0 and not zero_ok):
-        raise ClusterError(f"{where} must be {'at least' if zero_ok else 'greater than'} 0, got {value!r}.")
+def number(where: str, value: Any, bounds: Bounds = POSITIVE) -> float:
+    """A number within its bounds; ``where`` is its place in the file."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < inf:
+        raise ClusterError(f"{where} must be a number without a unit, got {shortened(value)}; the unit is in the key.")
+    if value < 0 or (value == 0 < bounds.least):
+        rule = "at least" if bounds.least == 0 else "greater than"
+        raise ClusterError(f"{where} must be {rule} 0, got {shortened(value)}.")
+    if not bounds.least <= value <= bounds.most:
+        raise ClusterError(f"{where} must be between {bounds.least:g} and {bounds.most:g}, got {shortened(value)}.")
     return float(value)
 
 
 def whole_number(where: str, value: Any) -> int:
-    """A whole number of at least 1; ``where`` is its place in the file."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ClusterError(f"{where} must be a whole number >= 1, got {value!r}.")
-    return value
+    """A whole number from 1 to `MAX_RANKS`; ``where`` is its place in the file."""
+    if not is_whole(value, 1, MAX_RANKS):
+        raise ClusterError(f"{where} must be {whole_rule(value, 1, MAX_RANKS)}, got {shortened(value)}.")
+    return int(value)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

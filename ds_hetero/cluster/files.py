@@ -29,7 +29,7 @@ its units once.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,14 +37,31 @@ from typing import Any
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
-from ds_hetero.cluster.file_values import DEVICE_KEYS, MAY_BE_ZERO, did_you_mean, expect_keys, number, whole_number
+from ds_hetero.cluster.file_values import (
+    DEVICE_KEYS,
+    DURATION_US,
+    LINK_RATIO,
+    OVERHEAD_S,
+    SHARE,
+    SIZE,
+    Bounds,
+    did_you_mean,
+    expect_keys,
+    number,
+    whole_number,
+)
 from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.common.limits import MAX_RANKS
 from ds_hetero.common.paths import config_dir
-from ds_hetero.common.units import GB, MICRO
+from ds_hetero.common.reading import check_content, read_file, shortened
+from ds_hetero.common.text import listed
+from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
 
 __all__ = ["cluster_from_dict", "cluster_names", "load_cluster"]
 
+MAX_NAME = 200
+MAX_OVERRIDES = 1_000_000  # pairs of nodes
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 
 _LINK_KEYS = {
@@ -54,7 +71,15 @@ _LINK_KEYS = {
     "all_to_all_efficiency",
     "all_to_all_latency_us",
 }
-_EFFICIENCY_KEYS = {field.name for field in fields(Efficiency)}
+
+
+def _efficiency_bounds(name: str) -> Bounds:
+    if name.endswith("_s"):
+        return OVERHEAD_S
+    return SHARE if name in ("matmul", "attention_forward", "attention_backward", "memory") else SIZE
+
+
+_EFFICIENCY_KEYS = {field.name: _efficiency_bounds(field.name) for field in fields(Efficiency)}
 
 
 def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
@@ -65,18 +90,27 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
     """
     if isinstance(source, Mapping):
         return cluster_from_dict(source)
+    ready = next((name for name in cluster_names() if name == str(source)), None)
     path = Path(source)
-    ready = config_dir() / "clusters" / f"{source}.yaml"
-    if not path.is_file() and ready.is_file():
-        path = ready
+    if ready is not None and not _is_file(path):
+        path = config_dir() / "clusters" / f"{ready}.yaml"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_file(path, "cluster", ClusterError, yaml=path.suffix != ".json")
+    except ClusterError as error:
+        if _is_file(path):
+            raise
         raise ClusterError(
-            f"cannot read cluster {str(source)!r}: it is neither a readable file nor a known name"
+            f"cannot read cluster {shortened(str(source))}: it is neither a readable file nor a known name"
             f"{did_you_mean(str(source), cluster_names())} Known names: {', '.join(cluster_names())}."
         ) from error
-    return cluster_from_dict(_parse(path, text))
+    return cluster_from_dict(content)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds NUL
+        return False
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -91,6 +125,7 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
         ClusterError: unknown device, key or node; a number that is missing, not positive or not a number; the message
             names the place in the file and what would be accepted.
     """
+    check_content(data, "cluster", ClusterError)
     expect_keys(
         "cluster",
         data,
@@ -100,12 +135,16 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
     catalogue = _devices(data.get("devices") or {})
     entries = data["nodes"]
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise ClusterError(f"nodes must be a list with at least one node, got {entries!r}.")
-    nodes = tuple(node for i, entry in enumerate(entries) for node in _nodes(i, entry, catalogue))
-    names = [node.name for node in nodes]
-    for name in names:
-        if names.count(name) > 1:
-            raise ClusterError(f"two nodes are named {name!r}. Give every node a name of its own.")
+        raise ClusterError(f"nodes must be a list with at least one node, got {shortened(entries)}.")
+    nodes: list[Node] = []
+    num_ranks = 0
+    for i, entry in enumerate(entries):
+        copies = _nodes(i, entry, catalogue, MAX_RANKS - num_ranks)
+        nodes += copies
+        num_ranks += sum(len(node.devices) for node in copies)
+    name, times = Counter(node.name for node in nodes).most_common(1)[0]
+    if times > 1:
+        raise ClusterError(f"two nodes are named {shortened(name)}. Give every node a name of its own.")
     if "network" in data:
         network = _link("network", "network", data["network"])
     elif len(nodes) == 1:
@@ -115,35 +154,21 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
             f"network is missing, but there are {len(nodes)} nodes. "
             "Add network: {bandwidth_gb_per_s: ..., latency_us: ...}, the link between two ranks of different nodes."
         )
-    return Cluster(nodes=nodes, network=network, links=_overrides(data.get("links") or [], nodes))
-
-
-def _parse(path: Path, text: str) -> Any:
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ClusterError(f"{path} is not JSON: {error}.") from error
-    import yaml  # 20 ms, and JSON files do without
-
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ClusterError(f"{path} is not YAML: {error}.") from error
+    return Cluster(nodes=tuple(nodes), network=network, links=_overrides(data.get("links") or [], nodes))
 
 
 def _devices(data: Mapping[str, Any]) -> dict[str, DeviceSpec]:
     if not isinstance(data, Mapping):
-        raise ClusterError(f"devices must map names to their numbers, got {data!r}.")
+        raise ClusterError(f"devices must map names to their numbers, got {shortened(data)}.")
     catalogue = {name: entry.device for name, entry in CATALOGUE.items()}
     for name, entry in data.items():
-        where = f"devices.{name}"
+        where = f"devices.{shortened(name)[1:-1]}"
         known = catalogue.get(name)
         required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
         expect_keys(where, entry, required=required, allowed={*DEVICE_KEYS, "efficiency", "source"})
         values: dict[str, Any] = {
-            field: number(f"{where}.{key}", entry[key], zero_ok=key in MAY_BE_ZERO) * unit
-            for key, (field, unit) in DEVICE_KEYS.items()
+            field: number(f"{where}.{key}", entry[key], bounds) * unit
+            for key, (field, unit, bounds) in DEVICE_KEYS.items()
             if key in entry
         }
         for field in ("memory_bytes", "reserved_bytes"):
@@ -154,17 +179,23 @@ def _devices(data: Mapping[str, Any]) -> dict[str, DeviceSpec]:
         if "efficiency" in entry:
             base = known.efficiency if known else Efficiency()
             values["efficiency"] = _efficiency(f"{where}.efficiency", entry["efficiency"], base)
-        catalogue[name] = replace(known, **values) if known else DeviceSpec(name=name, **values)
+        device = replace(known, **values) if known else DeviceSpec(name=name, **values)
+        if device.reserved_bytes >= device.memory_bytes:
+            raise ClusterError(
+                f"{where}.reserved_gib is {device.reserved_bytes / GIB:g}, but memory_gib is "
+                f"{device.memory_bytes / GIB:g}; something must be left for tensors."
+            )
+        catalogue[name] = device
     return catalogue
 
 
 def _efficiency(where: str, data: Any, base: Efficiency) -> Efficiency:
-    expect_keys(where, data, required=set(), allowed=_EFFICIENCY_KEYS)
-    shares = {"matmul", "attention_forward", "attention_backward", "memory"}
-    return replace(base, **{key: number(f"{where}.{key}", data[key], zero_ok=key not in shares) for key in data})
+    expect_keys(where, data, required=set(), allowed=set(_EFFICIENCY_KEYS))
+    return replace(base, **{key: number(f"{where}.{key}", data[key], _EFFICIENCY_KEYS[key]) for key in data})
 
 
-def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec]) -> list[Node]:
+def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int) -> list[Node]:
+    """The nodes of one entry, which together may have ``room`` devices."""
     where = f"nodes[{index}]"
     expect_keys(
         where,
@@ -173,24 +204,13 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec]) -> list[N
         allowed={"name", "device", "count", "devices", "link", "nics", "repeat"},
     )
     name = data["name"]
-    if not isinstance(name, str) or not name:
-        raise ClusterError(f"{where}.name must be a word, got {name!r}.")
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
+        raise ClusterError(
+            f"{where}.name must be a word of at most {MAX_NAME} printable characters, got {shortened(name)}."
+        )
     where = f"{where} ({name})"
-    if ("device" in data) == ("devices" in data) or ("devices" in data and "count" in data):
-        raise ClusterError(f"{where} takes either device and count, or devices with one name per rank.")
-    if "device" in data:
-        names: Any = [data["device"]] * whole_number(f"{where}.count", data.get("count", 1))
-    else:
-        names = data["devices"]
-        if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-            raise ClusterError(f"{where}.devices must be a list of device names, one per rank, got {names!r}.")
-    for device in names:
-        if not isinstance(device, str) or device not in catalogue:
-            raise ClusterError(
-                f"{where}: device {device!r} is not known{did_you_mean(str(device), catalogue)} "
-                f"Use one of {', '.join(catalogue)}, or describe it under devices."
-            )
-    devices = tuple(catalogue[device] for device in names)
+    repeat = whole_number(f"{where}.repeat", data.get("repeat", 1))
+    devices = _devices_of_node(where, data, catalogue, room // repeat)
     link = data.get("link")
     switch = None
     if link is None:
@@ -207,12 +227,35 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec]) -> list[N
         )
         one_nic = number(f"{where}.nics.bandwidth_gb_per_s", data["nics"]["bandwidth_gb_per_s"]) * GB
         nic = whole_number(f"{where}.nics.count", data["nics"].get("count", 1)) * one_nic
-    repeat = whole_number(f"{where}.repeat", data.get("repeat", 1))
     copies = [name] if repeat == 1 else [f"{name}-{i}" for i in range(repeat)]
     return [
         Node(name=copy, devices=devices, link=inside, nic_bytes_per_s=nic, switch_bytes_per_s=switch, group=name)
         for copy in copies
     ]
+
+
+def _devices_of_node(
+    where: str, data: Mapping[str, Any], catalogue: Mapping[str, DeviceSpec], room: int
+) -> tuple[DeviceSpec, ...]:
+    """The devices of one node, of which there may be ``room``."""
+    if ("device" in data) == ("devices" in data) or ("devices" in data and "count" in data):
+        raise ClusterError(f"{where} takes either device and count, or devices with one name per rank.")
+    if "device" in data:
+        names: Any = [data["device"]]
+        count = whole_number(f"{where}.count", data.get("count", 1))
+    else:
+        names, count = data["devices"], 1
+        if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+            raise ClusterError(f"{where}.devices must be a list of device names, one per rank, got {shortened(names)}.")
+    if len(names) * count > room:
+        raise ClusterError(f"{where}: count and repeat bring the cluster to more than {MAX_RANKS:,} devices.")
+    for device in names:
+        if not isinstance(device, str) or device not in catalogue:
+            raise ClusterError(
+                f"{where}: device {shortened(device)} is not known{did_you_mean(str(device), catalogue)} "
+                f"Use one of {listed(catalogue)}, or describe it under devices."
+            )
+    return tuple(catalogue[device] for device in names) * count
 
 
 def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Link:
@@ -229,10 +272,12 @@ def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Lin
 def _link(where: str, name: str, data: Any) -> Link:
     expect_keys(where, data, required={"bandwidth_gb_per_s"}, allowed=_LINK_KEYS)
     shares = {
-        key: number(f"{where}.{key}", data[key]) for key in ("p2p_efficiency", "all_to_all_efficiency") if key in data
+        key: number(f"{where}.{key}", data[key], LINK_RATIO)
+        for key in ("p2p_efficiency", "all_to_all_efficiency")
+        if key in data
     }
     latencies = {
-        key: number(f"{where}.{key}", data[key], zero_ok=True) * MICRO
+        key: number(f"{where}.{key}", data[key], DURATION_US) * MICRO
         for key in ("latency_us", "all_to_all_latency_us")
         if key in data
     }
@@ -247,15 +292,23 @@ def _link(where: str, name: str, data: Any) -> Link:
 
 def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int], Link], ...]:
     if not isinstance(data, Sequence) or isinstance(data, str):
-        raise ClusterError(f"links must be a list of {{between: [node, node], ...}}, got {data!r}.")
+        raise ClusterError(f"links must be a list of {{between: [node, node], ...}}, got {shortened(data)}.")
+    indices: dict[str, list[int]] = {}  # by the names of nodes, and of entries that stand for several
+    for i, node in enumerate(nodes):
+        for name in {node.group, node.name}:
+            indices.setdefault(name, []).append(i)
     table: dict[tuple[int, int], Link] = {}
+    num_pairs = 0
     for i, entry in enumerate(data):
         where = f"links[{i}]"
         expect_keys(where, entry, required={"between", "bandwidth_gb_per_s"}, allowed={"between", *_LINK_KEYS})
         between = entry["between"]
         if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
-            raise ClusterError(f"{where}.between must name two nodes, got {between!r}.")
-        ends = [_nodes_named(f"{where}.between", name, nodes) for name in between]
+            raise ClusterError(f"{where}.between must name two nodes, got {shortened(between)}.")
+        ends = [_nodes_named(f"{where}.between", name, indices) for name in between]
+        num_pairs += len(ends[0]) * len(ends[1])
+        if num_pairs > MAX_OVERRIDES:
+            raise ClusterError(f"{where}.between: links name more than {MAX_OVERRIDES:,} pairs of nodes. Use network.")
         pairs = {(min(a, b), max(a, b)) for a in ends[0] for b in ends[1] if a != b}
         if not pairs:
             raise ClusterError(
@@ -267,12 +320,11 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
     return tuple(sorted(table.items(), key=lambda item: item[0]))
 
 
-def _nodes_named(where: str, name: Any, nodes: Sequence[Node]) -> list[int]:
+def _nodes_named(where: str, name: Any, indices: Mapping[str, list[int]]) -> list[int]:
     """Indices of the node ``name``, or of all copies of the entry ``name``."""
-    indices = [i for i, node in enumerate(nodes) if name in (node.name, node.group)]
-    if not indices:
-        known = list(dict.fromkeys([node.group for node in nodes] + [node.name for node in nodes]))
+    if not isinstance(name, str) or name not in indices:
         raise ClusterError(
-            f"{where}: there is no node {name!r}{did_you_mean(str(name), known)} The nodes are {', '.join(known)}."
+            f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices)} "
+            f"The nodes are {listed(indices)}."
         )
-    return indices
+    return indices[name]

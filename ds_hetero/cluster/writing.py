@@ -44,7 +44,7 @@ def _link_to_dict(link: Link) -> dict[str, float]:
 
 
 def _device_to_dict(device: DeviceSpec) -> dict[str, Any]:
-    values = {key: (getattr(device, field), unit) for key, (field, unit) in DEVICE_KEYS.items()}
+    values = {key: (getattr(device, field), unit) for key, (field, unit, _) in DEVICE_KEYS.items()}
     numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
     efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
     return {**numbers, "source": device.source, "efficiency": efficiency}

@@ -41,14 +41,22 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def read_file(path: str | Path, what: str, error: type[HeteroError], *, max_bytes: int = MAX_BYTES) -> Any:
-    """Read a JSON or YAML file; YAML if its name ends in .yaml or .yml.
+def read_file(
+    path: str | Path,
+    what: str,
+    error: type[HeteroError],
+    *,
+    yaml: bool | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Any:
+    """Read a JSON or YAML file.
 
     Args:
         path: the file.
         what: what it should be, for messages: ``"schedule"``.
         error: class of the errors that are raised.
-        max_bytes: size above which the file is not opened.
+        yaml: whether it is YAML; left out, if its name ends in .yaml or .yml.
+        max_bytes: size above which the file is refused.
 
     Raises:
         HeteroError: of class ``error``; the file cannot be read, is no JSON or YAML, or holds what the module's
@@ -56,15 +64,17 @@ def read_file(path: str | Path, what: str, error: type[HeteroError], *, max_byte
     """
     try:
         size = Path(path).stat().st_size
-        if size > max_bytes:
-            raise error(f"{what} file {shortened(str(path))} has {size:,} bytes; at most {max_bytes:,} are read.")
-        text = Path(path).read_text(encoding="utf-8")
+        if size <= max_bytes:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(max_bytes + 1)  # of a pipe or a device, whose size is 0, no more either
     except (OSError, ValueError) as cause:
-        if isinstance(cause, HeteroError):
-            raise
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise error(f"cannot read the {what} file {shortened(str(path))}: {reason}.") from None
-    return parse(text, f"{what} file {shortened(str(path))}", error, yaml=Path(path).suffix in (".yaml", ".yml"))
+    if size > max_bytes or len(text) > max_bytes:
+        raise error(f"{what} file {shortened(str(path))} has {size:,} bytes; at most {max_bytes:,} are read.")
+    if yaml is None:
+        yaml = Path(path).suffix in (".yaml", ".yml")
+    return parse(text, f"{what} file {shortened(str(path))}", error, yaml=yaml)
 
 
 def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False) -> Any:
@@ -101,6 +111,8 @@ def check_content(content: Any, where: str, error: type[HeteroError]) -> None:
             for key, inner in value.items():
                 if not isinstance(key, str):
                     raise error(f"{_at(where, place)}: the key {shortened(key)} must be text.")
+                if not _is_text(key):
+                    raise error(f"{_at(where, place)}: the key {shortened(key)!a} has half a surrogate pair.")
                 pending.append(((*place, key), inner))
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             pending.extend(((*place, str(i)), inner) for i, inner in enumerate(value))
@@ -113,11 +125,22 @@ def _check_scalar(value: Any, where: str, place: Iterable[str], error: type[Hete
         raise error(f"{_at(where, place)} is {value}; numbers must be finite.")
     if isinstance(value, int) and abs(value) > _LARGEST_WHOLE:
         raise error(f"{_at(where, place)} is {shortened(value)}; whole numbers must fit into 64 bits.")
+    if isinstance(value, str) and not _is_text(value):
+        raise error(f"{_at(where, place)} is {shortened(value)!a}, which has half a surrogate pair.")
     if not (value is None or isinstance(value, (str, bool, int, float))):
         raise error(
             f"{_at(where, place)} is a {type(value).__name__}; only objects, lists, text, numbers, true, false and "
             "null are read."
         )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be written; JSON's escapes can name half of a surrogate pair, which cannot."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _at(where: str, place: Iterable[str]) -> str:
@@ -133,9 +156,8 @@ def _parse_json(text: str, where: str, error: type[HeteroError]) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-            raise error(f"{where}: the key {shortened(twice)} is given twice in one object.")
+            repeated = _first_repeated(key for key, _ in pairs)
+            raise error(f"{where}: the key {shortened(repeated)} is given twice in one object.")
         return content
 
     def refuse(number: str) -> NoReturn:
@@ -161,9 +183,9 @@ def _parse_yaml(text: str, where: str, error: type[HeteroError]) -> Any:
     try:
         _check_events(yaml.parse(text, Loader=loader), where, error)
         return yaml.load(text, Loader=loader)  # a safe loader
-    except (yaml.YAMLError, ValueError) as cause:
-        if isinstance(cause, HeteroError):
-            raise
+    except HeteroError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as cause:  # "!!bool x" is a KeyError
         if isinstance(cause, _DuplicateKey):
             raise error(f"{where}: the key {shortened(cause.key)} is given twice in one object.") from None
         raise error(f"{where} is not YAML: {_one_line(cause)}.") from None
@@ -182,9 +204,8 @@ def _yaml_loader() -> Any:
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-            for i, key in enumerate(keys):
-                if key in keys[:i]:
-                    raise _DuplicateKey(key)
+            if len(set(keys)) < len(keys):
+                raise _DuplicateKey(_first_repeated(keys))
             return super().construct_mapping(node, deep)
 
     Loader.yaml_implicit_resolvers = {
@@ -220,6 +241,11 @@ def _check_events(events: Iterable[Any], where: str, error: type[HeteroError]) -
         open_sizes[-1] = (anchor, so_far + size)
         if len(open_sizes) > MAX_DEPTH or so_far + size > MAX_VALUES:
             raise error(_too_large(where))
+
+
+def _first_repeated(keys: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
 def _one_line(cause: Exception) -> str:

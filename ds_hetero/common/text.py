@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 
 from ds_hetero.common.units import GIB
 
-__all__ = ["bytes_text", "nearest", "time_text"]
+__all__ = ["bytes_text", "listed", "nearest", "time_text"]
 
 
 def time_text(seconds: float) -> str:
@@ -32,6 +33,14 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
         known: words that would be accepted.
         cutoff: least similarity, from 0 (anything) to 1 (equal).
     """
-    by_lower = {name.lower(): name for name in known}
+    if len(word) > 100:  # no misspelling, and the comparison takes quadratic time
+        return None
+    by_lower = {name.lower(): name for name in islice(known, 1000) if len(name) <= 100}
     close = get_close_matches(word.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
+
+
+def listed(names: Iterable[str], most: int = 50) -> str:
+    """The names with commas between them; of very many, the first ``most``."""
+    shown = list(islice(names, most + 1))
+    return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.device import Efficiency
+from ds_hetero.cluster.file_values import LINK_RATIO, POSITIVE, Bounds
 from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.fit import (
@@ -138,6 +140,7 @@ def _devices(
                 for over_ranks in zip(*(samples[r]["attention"] for r in kind), strict=True)
             ],
         )
+        peak, memory, efficiency = _with_peaks_reached(peak, memory, efficiency)
         entries[name] = {
             "peak_tflops": peak / TERA,
             "memory_gib": ranks[kind[0]].memory_bytes / GIB,
@@ -150,6 +153,17 @@ def _devices(
         for rank in kind:
             names[rank] = name
     return names, entries, errors
+
+
+def _with_peaks_reached(
+    flops_per_s: float, bytes_per_s: float, efficiency: Efficiency
+) -> tuple[float, float, Efficiency]:
+    """Raise peaks that fits exceed, caches or an extrapolation to large sizes, until no share is above 1."""
+    names = ("matmul", "attention_forward", "attention_backward")
+    exceeded = max(1.0, *(getattr(efficiency, name) for name in names))
+    shares = {name: min(getattr(efficiency, name) / exceeded, 1.0) for name in names}
+    peaks = flops_per_s * exceeded, bytes_per_s * max(1.0, efficiency.memory)
+    return *peaks, replace(efficiency, **shares, memory=min(1.0, efficiency.memory))
 
 
 def _best_rate(sample: Mapping[str, Any]) -> float:
@@ -185,14 +199,14 @@ def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[s
     if len(members) < 2:
         return {"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0}, {}  # a file needs a link, and nobody uses this one
     alone = _fit(samples[members[0]]["links"]["inside"])
-    entry = {"bandwidth_gb_per_s": alone.bytes_per_s / GB, "latency_us": alone.latency_s / MICRO}
+    entry = {"bandwidth_gb_per_s": _bandwidth(alone), "latency_us": alone.latency_s / MICRO}
     crowd = [samples[rank]["links"].get("inside, all at once") for rank in members]
     pairs = [_fit(of_rank).bytes_per_s for of_rank in crowd if of_rank]
     if pairs and sum(pairs) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
         entry["total_gb_per_s"] = sum(pairs) / GB
     ports = [([rank], [other for other in members if other != rank], 1.0) for rank in members]
     exchange = _all_to_all(f"all-to-all inside {node}", members, samples, ports)
-    entry["all_to_all_efficiency"] = exchange.bytes_per_s / alone.bytes_per_s
+    entry["all_to_all_efficiency"] = _within(exchange.bytes_per_s / alone.bytes_per_s, LINK_RATIO)
     entry["all_to_all_latency_us"] = exchange.latency_s / MICRO
     return entry, {f"inside {node}": alone.error, f"all-to-all inside {node}": exchange.error}
 
@@ -215,13 +229,13 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dic
             ports.append((list(members), others, usual / nic))
     exchange = _all_to_all("all-to-all of all", list(node_of), samples, ports)
     entry = {
-        "bandwidth_gb_per_s": usual / GB,
+        "bandwidth_gb_per_s": _within(usual / GB, POSITIVE),
         "latency_us": latency_s / MICRO,
-        "all_to_all_efficiency": exchange.bytes_per_s / usual,
+        "all_to_all_efficiency": _within(exchange.bytes_per_s / usual, LINK_RATIO),
         "all_to_all_latency_us": exchange.latency_s / MICRO,
     }
     overrides = [
-        {"between": list(ends), "bandwidth_gb_per_s": fit.bytes_per_s / GB, "latency_us": fit.latency_s / MICRO}
+        {"between": list(ends), "bandwidth_gb_per_s": _bandwidth(fit), "latency_us": fit.latency_s / MICRO}
         for ends, fit in fits.items()
         if not 0.8 < fit.bytes_per_s / usual < 1.25
     ]
@@ -256,6 +270,15 @@ def _all_to_all(
         )
         times.append(TransferSample(busiest, max(seconds for _, (_, seconds) in step)))
     return fit_transfer(times)
+
+
+def _bandwidth(fit: TransferFit) -> float:
+    """In GB/s; timings that hardly grow with the size would give any number."""
+    return _within(fit.bytes_per_s / GB, POSITIVE)
+
+
+def _within(value: float, bounds: Bounds) -> float:
+    return min(max(value, bounds.least), bounds.most)
 
 
 def _fit(samples: Sequence[Sequence[float]]) -> TransferFit:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from ds_hetero.cluster import CATALOGUE, cluster_from_dict, cluster_names, cluster_to_dict, load_cluster
-from ds_hetero.errors import ClusterError
+from ds_hetero.errors import ClusterError, ModelError
+from ds_hetero.models import load_model
 
 CONTRACT = """
 nodes:
@@ -172,7 +174,10 @@ def test_catalogue_has_what_people_own_with_sources():
             {"network": {"bandwidth_gb_per_s": "25 GB/s"}},
             "must be a number without a unit, got '25 GB/s'; the unit is in the key",
         ),
-        ({"network": {"bandwidth_gb_per_s": float("inf")}}, "must be a number"),
+        (
+            {"network": {"bandwidth_gb_per_s": float("inf")}},
+            "network.bandwidth_gb_per_s is inf; numbers must be finite",
+        ),
         ({"network": {"bandwidth_gbit_per_s": 100}}, r"gbit_per_s: this file has one unit per quantity"),
         ({"network": {"bandwidth_gb_per_s": 1, "latency_ms": 1}}, "Give latency_us, in microseconds"),
         ({"network": {}}, "network: missing bandwidth_gb_per_s"),
@@ -210,10 +215,10 @@ def test_files_that_are_missing_or_no_mapping_are_refused_by_name(tmp_path):
     with pytest.raises(ClusterError, match="did you mean 'hexiseq-setting-1'"):
         load_cluster("hexiseq-seting-1")
     (tmp_path / "c.yaml").write_text("nodes: [")
-    with pytest.raises(ClusterError, match=r"c\.yaml is not YAML"):
+    with pytest.raises(ClusterError, match=r"c\.yaml' is not YAML"):
         load_cluster(tmp_path / "c.yaml")
     (tmp_path / "c.json").write_text("{")
-    with pytest.raises(ClusterError, match=r"c\.json is not JSON"):
+    with pytest.raises(ClusterError, match=r"c\.json' is not JSON"):
         load_cluster(tmp_path / "c.json")
     (tmp_path / "list.yaml").write_text("[1, 2]")
     with pytest.raises(ClusterError, match="cluster must be a mapping"):
@@ -246,3 +251,82 @@ def test_a_part_keeps_the_devices_links_and_shares_of_its_ranks():
         for b in range(4):
             assert part.link(a, b) == whole.link(3 + a, 3 + b)
     assert whole.part(4, 8).links == (((0, 1), whole.links[1][1]),)
+
+
+LINK = {"bandwidth_gb_per_s": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": {"T4": {"memory_gib": 10**400}}}, "devices.T4.memory_gib is a int of thousands|fit into 64 bits"),
+        ({"devices": {"T4": {"memory_gib": 1e300}}}, "devices.T4.memory_gib must be between"),
+        ({"devices": {"T4": {"peak_tflops": 1e308}}}, "devices.T4.peak_tflops must be between"),
+        ({"devices": {"T4": {"memory_gib": 4, "reserved_gib": 24}}}, "T4.reserved_gib is 24, but memory_gib is 4"),
+        ({"devices": {"T4": {"efficiency": {"matmul": 50}}}}, "efficiency.matmul must be between 1e-06 and 1, got 50"),
+        ({"devices": {"T4": {"efficiency": {"memory": 1.01}}}}, "efficiency.memory must be between"),
+        ({"network": {**LINK, "p2p_efficiency": 1000}}, "network.p2p_efficiency must be between"),
+        ({"network": {"bandwidth_gb_per_s": 1e300}}, "network.bandwidth_gb_per_s must be between"),
+        ({"network": {"bandwidth_gb_per_s": 1e-300}}, "network.bandwidth_gb_per_s must be between"),
+        ({"network": {**LINK, "latency_us": 1e300}}, "network.latency_us must be between"),
+        ({"nodes": [{"name": "a", "device": "T4", "count": 10**30}]}, "count is 1000.*64 bits"),
+        ({"nodes": [{"name": "a", "device": "T4", "count": 2**31}]}, "count must be a whole number <= 1,000,000"),
+        ({"nodes": [{"name": "a", "device": "T4", "count": 10**5, "repeat": 11}]}, "more than 1,000,000 devices"),
+        ({"nodes": [{"name": f"{i}", "device": "T4", "count": 10**6} for i in "ab"]}, "more than 1,000,000 devices"),
+        ({"nodes": [{"name": "a", "device": 7}]}, "device 7 is not known"),
+        ({"nodes": [{"name": 7, "device": "T4"}]}, "name must be a word"),
+        ({"devices": {7: {"peak_tflops": 1}}}, "the key 7 must be text"),
+        ({"nodes": "T4" * 10**6}, "nodes must be a list"),
+    ],
+)
+def test_what_no_cluster_can_be_is_refused_by_its_key(changes, message):
+    with pytest.raises(ClusterError, match=message) as raised:
+        cluster_from_dict(small(**changes))
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: [" * 100_000, "nested more than 64 deep"),
+        ("description: 2020-99-99\nnodes: []\n", "nodes must be a list with at least one node"),
+        ("nodes: [{name: a, device: T4, count: 2, count: 8}]", "'count' is given twice"),
+        ("nodes: [{name: a, device: T4, count: " + "9" * 5_000 + "}]", "is not YAML: Exceeds the limit"),
+        ("x: !!bool maybe", "is not YAML"),
+    ],
+)
+def test_yaml_that_used_to_end_in_a_traceback_is_refused(text, message, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "\ud800"])
+def test_names_that_no_file_can_have_are_unknown_clusters_and_models(name):
+    with pytest.raises(ClusterError, match="neither a readable file nor a known name"):
+        load_cluster(name)
+    with pytest.raises(ModelError, match="nor a preset"):
+        load_model(name)
+
+
+def test_an_alias_bomb_is_refused_at_once(tmp_path):
+    lines = ["x0: &x0 [0, 0, 0, 0, 0, 0, 0, 0, 0]"]
+    lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 9)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("description:\n  " + "\n  ".join(lines) + "\nnodes: {a: *x8}\n")
+    start = time.process_time()
+    with pytest.raises(ClusterError, match="more than 2,000,000 values"):
+        load_cluster(path)
+    assert time.process_time() - start < 1.0
+
+
+def test_twenty_thousand_nodes_are_read_in_a_second():
+    nodes = [{"name": "a", "device": "T4", "repeat": 20_000}]
+    links = [{"between": [f"a-{i}", f"a-{i + 1}"], "bandwidth_gb_per_s": 2} for i in range(1_000)]
+    start = time.process_time()
+    cluster = cluster_from_dict(small(nodes=nodes, links=links))
+    assert time.process_time() - start < 1.0
+    assert len(cluster.nodes) == 20_000 and len(cluster.links) == 1_000
+    with pytest.raises(ClusterError, match="more than 1,000,000 pairs"):
+        cluster_from_dict(small(nodes=nodes, links=[{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]))

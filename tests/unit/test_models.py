@@ -96,3 +96,36 @@ def test_missing_keys_are_named(tmp_path):
     (tmp_path / "m.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         load_model(tmp_path / "m.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": [1, 2]}, r"layer_types must be a list of names, got \[1, 2\]"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list"),
+        ({"model_type": []}, r"model_type must be text, got \[\]"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"hidden_size": 10**400}, "fit into 64 bits"),
+        ({"hidden_size": 2**60}, "hidden_size must be a whole number <= 16,777,216"),
+        ({"num_attention_heads": 100_003}, "num_attention_heads must be a whole number <= 4,096"),
+        ({"text_config": 3}, "text_config must be an object, got 3"),
+        ({"hidden_act": 3}, "hidden_act must be text, got 3"),
+        ({7: 3}, "the key 7 must be text"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_its_key(changes, message):
+    with pytest.raises(ModelError, match=message):
+        model_from_config(LLAMA | changes, "m")
+
+
+def test_null_stands_for_a_key_that_is_left_out(tmp_path):
+    empty = {"text_config": None, "layer_types": None, "model_type": None, "tie_word_embeddings": None}
+    assert model_from_config(LLAMA | empty, "m") == model_from_config(LLAMA, "m")
+
+
+def test_nested_and_doubled_keys_of_a_model_file_are_refused(tmp_path):
+    path = tmp_path / "model.json"
+    for text, message in (("[" * 100_000, "nested"), ('{"n_head": 1, "n_head": 2}', "twice"), ("9" * 5000, "64 bits")):
+        path.write_text(text)
+        with pytest.raises(ModelError, match=message):
+            load_model(path)
