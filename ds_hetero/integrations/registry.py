@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -45,28 +46,39 @@ class PreparedModel:
 class Registry:
     """The state behind one `Handle`, which the integrations share.
 
+    It keeps no model alive: what was prepared for a model lives as long as the model.
+
     Args:
         ds_config: the configuration given to `register`, if any.
 
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
         patches: what has been replaced in the frameworks.
-        unsplit_model: the model prepared last without a section, if any.
     """
 
     def __init__(self, ds_config: Mapping[str, object] | None) -> None:
         self.ds_config = ds_config
         self.patches = Patches()
-        self.unsplit_model: nn.Module | None = None
-        self._prepared: list[PreparedModel] = []
+        self._unsplit_model: weakref.ref[nn.Module] | None = None
+        self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
         self._groups = ProcessGroups()
         self._clusters = MeasuredClusters()
 
     @property
     def latest(self) -> PreparedModel | None:
-        """The model prepared last with a section."""
-        return self._prepared[-1] if self._prepared else None
+        """The model prepared last with a section, of those that still exist."""
+        prepared = self._prepared
+        return prepared[-1] if prepared else None
+
+    @property
+    def unsplit_model(self) -> nn.Module | None:
+        """The model prepared last without a section, if it still exists."""
+        return None if self._unsplit_model is None else self._unsplit_model()
+
+    def note_unsplit(self, model: nn.Module | None) -> None:
+        """``model`` was prepared without a section."""
+        self._unsplit_model = None if model is None else weakref.ref(model)
 
     def find(self, model: nn.Module) -> PreparedModel | None:
         """What was prepared for ``model``, if it was."""
@@ -104,8 +116,7 @@ class Registry:
         start = start_job(world, facts, self._clusters, None if known is None else known.start)
         replica = self._replica_of(start.plan)
         if known is not None and (known.model.replica is not replica or known.model.kernel != start.section.attention):
-            known.model.restore()
-            self._prepared.remove(known)
+            self._forget(known)
             known = None
         if known is not None and known.start.plan is start.plan:
             known.start = start
@@ -113,7 +124,8 @@ class Registry:
         if known is None:
             sharded = ShardedModel(model, replica, start.section.attention)
             known = PreparedModel(sharded, start, PredictionCheck(()))
-            self._prepared.append(known)
+            sharded.keep_alive(known)
+            self._known.append(weakref.ref(known))
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
         known.model.record_batches(known.prediction_check.record_batch)
         known.model.declare_loss(start.section.loss)
@@ -132,10 +144,13 @@ class Registry:
 
         Caller: every rank of the world, when the engine has been built.
         """
+        weak = weakref.ref(prepared)  # the monitor reports when the process exits, and would keep the model until then
 
         def change_plan(plan: Plan) -> None:
-            prepared.model.change_replica(self._replica_of(plan))
-            prepared.start = replace(prepared.start, plan=plan)
+            changed = weak()
+            assert changed is not None
+            changed.model.change_replica(self._replica_of(plan))
+            changed.start = replace(changed.start, plan=plan)
 
         start = prepared.start
         replanning = Replanning(start, change_plan) if wants_replanning(start) else None
@@ -149,9 +164,19 @@ class Registry:
             prepared.prediction_check.report()
             if prepared.monitor is not None:
                 prepared.monitor.report()
-            prepared.model.restore()
-        self._prepared.clear()
+            self._forget(prepared)
         self.patches.undo()
+
+    @property
+    def _prepared(self) -> list[PreparedModel]:
+        """What was prepared for models that still exist, oldest first."""
+        self._known = [weak for weak in self._known if weak() is not None]
+        return [prepared for weak in self._known if (prepared := weak()) is not None]
+
+    def _forget(self, prepared: PreparedModel) -> None:
+        """Switch a model back."""
+        prepared.model.restore()
+        self._known = [weak for weak in self._known if weak() is not prepared]
 
     def _replica_of(self, plan: Plan) -> Replica:
         """This rank's replica under ``plan``, made when it is first needed; every rank of the world."""

@@ -233,3 +233,38 @@ def _wrap_early(rank: int) -> None:
         assert batch["input_ids"].shape == (2, [28, 9][rank])
         engine.backward(handle.loss(engine(**batch), batch))
         engine.step()
+
+
+def test_models_are_freed_with_their_engines() -> None:
+    run_deepspeed(_train_one_after_another, 2)
+
+
+def _train_one_after_another(rank: int) -> None:
+    import gc
+    import weakref
+
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.integrations.transformers.attention import _former
+
+    handle = ds_hetero.register()
+    models, replicas = [], []
+    for _ in range(3):
+        model = llama()
+        config = ds_config(1, UNEVEN_2)  # of ZeRO-3, DeepSpeed itself keeps every model
+        config["heterogeneity"]["replan"] = {"enabled": True}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+        for batch in handle.dataloader(batches(1)):
+            engine.backward(handle.loss(engine(**batch), batch))
+            engine.step()
+        models.append(weakref.ref(model))
+        replicas.append(handle.replica)
+        engine.destroy()
+        del engine, model, batch, _
+        gc.collect()
+    assert [model() for model in models] == [None] * 3
+    assert replicas[0] is replicas[1] is replicas[2]  # with its process groups
+    assert not _former
+    with pytest.raises(ds_hetero.ConfigError, match="no model has been prepared"):
+        _ = handle.replica

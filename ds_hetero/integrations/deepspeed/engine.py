@@ -106,7 +106,7 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
         if ds_config is None or not enabled(ds_config):
             if pending is not None and pending.error is not None:
                 raise pending.error
-            registry.unsplit_model = given["model"]
+            registry.note_unsplit(given["model"])
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields
@@ -88,7 +89,7 @@ class ShardedMask:
 
 
 _forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
-_former: dict[int, tuple[ModelConfig, str | None]] = {}  # by id of a switched config: it, and its implementation before
+_former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
 _select = functools.lru_cache(select)
 
 
@@ -125,17 +126,18 @@ def end_sharded_forward(token: Token[ShardedForward | None]) -> None:
 
 def remember_implementation(config: ModelConfig) -> None:
     """Remember which attention a config names, before its model is switched to ours."""
-    _former[id(config)] = (config, config._attn_implementation)
+    _former[id(config)] = config._attn_implementation
+    weakref.finalize(config, _former.pop, id(config), None).atexit = False
 
 
 def restore_implementation(config: ModelConfig) -> None:
     """Give a switched config the attention that it named before."""
-    config._attn_implementation_internal = _former.pop(id(config))[1]
+    config._attn_implementation_internal = _former.pop(id(config))
 
 
 def _former_implementation(config: ModelConfig) -> str:
     """What ``config`` named before the switch; eager, which is always exact, for a copy of a switched config."""
-    return _former.get(id(config), (None, "eager"))[1] or "eager"
+    return _former.get(id(config), "eager") or "eager"
 
 
 @contextlib.contextmanager

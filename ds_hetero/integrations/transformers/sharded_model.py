@@ -79,6 +79,7 @@ class ShardedModel:
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._token: Token[ShardedForward | None] | None = None
+        self._kept_alive: object = None
         self._decoder = decoder_of(self.pretrained)
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         configs: list[ModelConfig] = [m.config for m in self.pretrained.modules() if hasattr(m, "config")]  # type: ignore[misc]
@@ -92,6 +93,10 @@ class ShardedModel:
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
         ]
+
+    def keep_alive(self, record: object) -> None:
+        """Have ``record`` live as long as the model, whose hooks hold this object."""
+        self._kept_alive = record
 
     def restore(self) -> None:
         """Give the model the implementation it had, and forget it."""
