@@ -30,7 +30,11 @@ CheckpointOption = Annotated[
 ]
 TiledOption = Annotated[bool, typer.Option("--tiled-loss/--whole-loss", help="Compute the loss in tiles of tokens.")]
 CostModelOption = Annotated[
-    str, typer.Option("--cost-model", help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter.")
+    str,
+    typer.Option(
+        "--cost-model",
+        help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale.",
+    ),
 ]
 ParallelOption = Annotated[
     str,

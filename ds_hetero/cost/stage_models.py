@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -11,15 +12,24 @@ from ds_hetero.models import ModelSpec
 
 __all__ = ["STAGE_COSTS", "make_stage_costs"]
 
-STAGE_COSTS = {"calibrated": CalibratedStageCosts}
+STAGE_COSTS = ("calibrated", "hexiscale")
 
 
 def make_stage_costs(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> StageCosts:
     """Return the cost model ``name`` for one cluster, model and workload.
 
+    Args:
+        name: one of `STAGE_COSTS`; ``hexiscale`` with the constants of its public code.
+        cluster: all devices.
+        model: what is trained.
+        workload: ``hexiscale`` takes its length and whether activations are computed again.
+
     Raises:
         PlanError: the name is unknown.
     """
-    if name not in STAGE_COSTS:
-        raise PlanError(f"cost model {name!r} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")
-    return STAGE_COSTS[name](cluster, model, workload)
+    if name == "calibrated":
+        return CalibratedStageCosts(cluster, model, workload)
+    if name == "hexiscale":
+        recomputation = workload.activation_checkpointing
+        return HexiScaleStageCosts(cluster, model, workload.seq_len, recomputation=recomputation)
+    raise PlanError(f"cost model {name!r} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")

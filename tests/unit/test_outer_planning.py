@@ -230,6 +230,16 @@ def test_the_command_line_plans_predicts_draws_and_plans_again(tmp_path, capsys)
     assert read_plan(again["plan"]).ranks[-1] <= 6
 
 
+def test_the_command_line_plans_under_the_published_model(capsys):
+    assert (
+        run(["plan", *OPTIONS, "--parallel", "full", "--global-batch", "24", "--cost-model", "hexiscale", "--json"])
+        == 0
+    )
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["predicted"]["cost_model"] == "hexiscale"
+    assert planned["predicted"]["step_s"] < 16.5
+
+
 def test_the_command_line_compares_planners(capsys):
     assert run(["compare", *OPTIONS, "--parallel", "full", "--global-batch", "24"]) == 0
     out = capsys.readouterr().out
@@ -244,6 +254,7 @@ def test_the_command_line_compares_planners(capsys):
         (["plan", *OPTIONS, "--parallel", "odd"], "'odd' is unknown"),
         (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "8", "--objective", "cost"], "price_per_hour"),
         (["simulate", *OPTIONS, "--plan", "nowhere.json"], "nowhere.json"),
+        (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "8", "--cost-model", "x"], "calibrated, hexiscale"),
     ],
 )
 def test_bad_input_is_one_message(arguments, message, capsys):

@@ -173,14 +173,29 @@ def hops_s(costs: StageCosts, blocks: tuple[Block, ...], links: tuple[int, ...],
 
 
 def make_cut(
-    costs: StageCosts, blocks: tuple[Block, ...], layers: tuple[int, ...], micro_batch_size: int, pipelines: int
+    costs: StageCosts,
+    blocks: tuple[Block, ...],
+    layers: tuple[int, ...],
+    micro_batch_size: int,
+    pipelines: int,
+    *,
+    fits: bool = True,
 ) -> Cut | None:
-    """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage."""
+    """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage.
+
+    Args:
+        costs: the cost model.
+        blocks: of the stages.
+        layers: of every stage.
+        micro_batch_size: samples.
+        pipelines: of the plan.
+        fits: refuse what does not fit into memory.
+    """
     options, stages = stage_options(costs, blocks, micro_batch_size, pipelines), len(blocks)
     if options is None:
         return None
     for j, (option, number) in enumerate(zip(options, layers, strict=True)):
-        if number > option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)):
+        if fits and number > option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)):
             return None
     law = _Law(costs, options, hops_s(costs, blocks, links_between(costs, blocks), micro_batch_size))
     layers_CS = np.array([layers])

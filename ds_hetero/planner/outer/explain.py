@@ -53,10 +53,11 @@ def reasons_of(
     fill = (cut.fill_s - cut.period_s) / finished.pipelines_s
     reasons.append(f"filling and draining {name} takes {100 * fill:.0f} % of its {number} micro-batches' time")
     if len(candidate.cuts) > 1:
-        shown = finished.step_s - costs.step_s(finished.pipelines_s, 0.0, 0.0)
+        shown = max(0.0, finished.step_s - costs.step_s(finished.pipelines_s, 0.0, 0.0))
+        whole = max(shown, candidate.gradients_s)  # a published model may count them more than once
         reasons.append(
-            f"gradients and parameters of {len(candidate.cuts)} pipelines take {time_text(candidate.gradients_s)}, of "
-            f"which {time_text(max(shown, 0.0))} ({100 * max(shown, 0.0) / finished.step_s:.0f} % of the step) show"
+            f"gradients and parameters of {len(candidate.cuts)} pipelines take {time_text(whole)}, of which "
+            f"{time_text(shown)} ({100 * shown / finished.step_s:.0f} % of the step) show"
         )
     reasons.append(_memory_text(costs, finished))
     idle = costs.cluster.num_ranks - candidate.num_devices

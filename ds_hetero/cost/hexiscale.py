@@ -1,0 +1,191 @@
+"""HexiScale's cost model of pipelines (arXiv:2409.01143, appendix A, Eqs. 3-11), to the letter.
+
+    layer       96 b S H^2 (1 + S / 6H) / (c n)  +  12 max_d sum_{d' != d} (alpha + b S H P / (n B))  72 and 8 where
+                activations are kept instead of computed again
+    hop         2 (alpha + b S H P / B  +  (n - 1) (alpha + b S H P / (n B_in)))             to the leader, broadcast
+    pipeline    sum of layers and hops  +  (m - 1) max_j (stage_j + hop_j)                                      Eq. 9
+    gradients   max_d sum over its layers and peers  2 (alpha + 12 H^2 P / (n R B))
+    memory      48 H^2 P / n per layer, of which 8 bytes a parameter are meant, and the input of a layer
+
+Its public code computes something else in places, and only with that do the printed figures come out
+(``code_constants``): peaks in 2^40 and links in 2^30; no latency; a barrier per step of the pipeline in place of Eq. 9;
+a vocabulary term in the layer; 1.8 x the slowest pipeline + 1.65 x the gradients.
+
+Dimension key: C candidates, S stages, P pipelines, L layers, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.stage import Block, PlacedPipeline, Pools, StageOption
+from ds_hetero.models import ModelSpec
+
+__all__ = ["HexiScaleStageCosts"]
+
+Floats = npt.NDArray[np.float64]
+
+CODE_PEAK_TFLOPS = {"RTX-3090": 80.0, "RTX-3080Ti": 56.9}  # where the code's table differs from the datasheet
+TFLOPS_OF_CODE = 2**40 / 1e12
+GB_OF_CODE = 2**30 / 1e9
+PIPELINE_SCALE = 1.8
+GRADIENT_SCALE = 1.1 * 1.5  # the second where parameters are partitioned, too
+ELEMENT_BYTES = 2
+
+
+class HexiScaleStageCosts:
+    """`ds_hetero.cost.stage.StageCosts` as published.
+
+    Args:
+        cluster: all devices.
+        model: its layers count as 12 H^2 parameters, as the paper's do.
+        seq_len: tokens of a sequence.
+        code_constants: those of the public code; False for the paper's text alone.
+        recomputation: activations are computed again in the backward.
+        parameter_bytes: model states per parameter; the code's 8 leave no room for Adam's, which takes 16.
+        stash: inputs of all micro-batches in flight count in memory, which the paper leaves out.
+    """
+
+    name = "hexiscale"
+    hop_in_step = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        seq_len: int,
+        *,
+        code_constants: bool = True,
+        recomputation: bool = True,
+        parameter_bytes: float = 8,
+        stash: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.model = model
+        self.seq_len = seq_len
+        self.pools = Pools(cluster)
+        self._code, self._recomputation, self._stash = code_constants, recomputation, stash
+        self._parameter_bytes = parameter_bytes
+        scale = GB_OF_CODE if code_constants else 1.0
+        self._s_per_byte = [1 / (link.bytes_per_s * scale) for link in cluster.link_classes]
+        self._latency_s = [0.0 if code_constants else link.latency_s for link in cluster.link_classes]
+        self._inner = [cluster.link_classes.index(kind.link) for kind in self.pools.kinds]
+        self._flops_per_s = [self._peak(kind.device.name, kind.device.peak_flops_per_s) for kind in self.pools.kinds]
+
+    def _peak(self, name: str, datasheet: float) -> float:
+        if not self._code:
+            return datasheet
+        return CODE_PEAK_TFLOPS.get(name, datasheet / 1e12) * 1e12 * TFLOPS_OF_CODE
+
+    def _layer_flops(self, samples: int) -> float:
+        """Operations of one layer for ``samples`` sequences, forward and backward."""
+        hidden, seq_len, model = self.model.hidden_size, self.seq_len, self.model
+        per_token = 96 if self._recomputation else 72
+        vocabulary = model.vocab_size / (16 * model.num_layers * hidden) if self._code else 0.0
+        return per_token * samples * seq_len * hidden**2 * (1 + seq_len / (6 * hidden) + vocabulary)
+
+    def _activation_bytes(self, samples: int) -> float:
+        return float(samples * self.seq_len * self.model.hidden_size * ELEMENT_BYTES)
+
+    def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """Tensor parallelism only; see `StageCosts.stage`."""
+        if inner == "sequence" or self.model.num_heads % size:
+            return None
+        device, hidden, vocab = self.pools.kinds[kind].device, self.model.hidden_size, self.model.vocab_size
+        volume, link = self._activation_bytes(micro_batch_size), self._inner[kind]
+        all_reduce_s = (size - 1) * (self._latency_s[link] + volume / size * self._s_per_byte[link])
+        layer_s = self._layer_flops(micro_batch_size) / (self._flops_per_s[kind] * size)
+        layer_s += (12 if self._recomputation else 8) * all_reduce_s
+        return StageOption(
+            forward_s=layer_s / 4,
+            backward_s=layer_s * 3 / 4,
+            capacity_bytes=device.memory_bytes,
+            layer_bytes=12 * hidden**2 / size * self._parameter_bytes,
+            kept_bytes=volume / size,
+            fixed_bytes=2 * volume,
+            first_bytes=hidden * (vocab + self.seq_len) * self._parameter_bytes,
+            last_bytes=hidden * (vocab + 1) * self._parameter_bytes,
+        )
+
+    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+        """Both directions of a hop: leader to leader, then a broadcast among the target's devices."""
+        volume, inside = self._activation_bytes(micro_batch_size), self._inner[target.kind]
+        broadcast_s = (target.size - 1) * (self._latency_s[inside] + volume / target.size * self._s_per_byte[inside])
+        return 2 * (self._latency_s[link] + volume * self._s_per_byte[link] + broadcast_s)
+
+    def kept_in_flight(self, stage: int, stages: int) -> int:
+        """One, as printed; with ``stash``, those of 1F1B."""
+        return stages - stage if self._stash else 1
+
+    # --- pipelines
+
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
+        """Eq. 9, or with the code's barrier the sum over its steps; see `StageCosts.pipeline_times`."""
+        step_CS = _steps(forward_s, backward_s, hop_s)
+        period_C = step_CS.max(axis=1)
+        if not self._code:
+            return step_CS.sum(axis=1), period_C
+        filling_C = np.maximum.accumulate(step_CS[:, :-1], axis=1).sum(axis=1)
+        draining_C = np.maximum.accumulate(step_CS[:, :0:-1], axis=1).sum(axis=1)
+        return filling_C + draining_C - (step_CS.shape[1] - 2) * period_C, period_C
+
+    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
+        """The same without the assumption that there are as many micro-batches as stages."""
+        step_S = _steps(forward_s[None], backward_s[None], hop_s)[0]
+        stages = len(step_S)
+        if not self._code:
+            return float(step_S.sum() + (micro_batches - 1) * step_S.max())
+        if micro_batches >= stages:
+            fill, period = self.pipeline_times(forward_s[None], backward_s[None], hop_s)
+            return float(fill[0] + (micro_batches - 1) * period[0])
+        windows = range(micro_batches + stages - 1)
+        return float(sum(step_S[max(0, j - micro_batches + 1) : j + 1].max() for j in windows))
+
+    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+        """Eqs. 4 and 7: every device exchanges its part of a layer with one device of every other pipeline."""
+        count, num_layers = len(pipelines), self.model.num_layers
+        if count == 1:
+            return 0.0
+        link_class = self.cluster.link_class
+        s_per_byte_NN = np.array(self._s_per_byte)[link_class]
+        latency_NN = np.array(self._latency_s)[link_class]
+        node_PL = np.stack([np.repeat([b.node for b in p.blocks], p.layers) for p in pipelines])
+        size_PL = np.stack([np.repeat([b.size for b in p.blocks], p.layers) for p in pipelines])
+        count_NL = np.zeros((len(link_class), num_layers))
+        layer_PL = np.broadcast_to(np.arange(num_layers), node_PL.shape)
+        np.add.at(count_NL, (node_PL, layer_PL), 1)
+        part_PL = 12 * self.model.hidden_size**2 * ELEMENT_BYTES / size_PL / count
+
+        def over_peers(per_pair_NN: Floats) -> Floats:
+            everywhere_NL = np.einsum("pq,ql->pl", per_pair_NN, count_NL)
+            return np.asarray(everywhere_NL[node_PL, layer_PL] - per_pair_NN.diagonal()[node_PL])
+
+        seconds_PL = 2 * (over_peers(latency_NN) + part_PL * over_peers(s_per_byte_NN))
+        starts = [np.concatenate([[0], np.cumsum(pipeline.layers)[:-1]]) for pipeline in pipelines]
+        return max(float(np.add.reduceat(row, at).max()) for row, at in zip(seconds_PL, starts, strict=True))
+
+    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
+        """The slowest pipeline and then the gradients."""
+        if not self._code:
+            return pipelines_s + gradients_s
+        return PIPELINE_SCALE * pipelines_s + GRADIENT_SCALE * gradients_s
+
+    def utilization(self, step_s: float, global_batch: int) -> float:
+        """Return what the paper's tables call MFU, in which recomputation counts as work."""
+        return (
+            self._layer_flops(global_batch)
+            * self.model.num_layers
+            / step_s
+            / sum(self._flops_per_s[pool.kind] * len(pool.ranks) for pool in self.pools.pools)
+        )
+
+
+def _steps(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> Floats:
+    """Every stage with the hop behind it, ``[C, S]``."""
+    step_CS = forward_s + backward_s
+    step_CS[:, : len(hop_s)] += hop_s
+    return step_CS
