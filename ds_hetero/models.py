@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_hetero.common.limits import is_whole, whole_rule
 from ds_hetero.common.paths import config_dir
-from ds_hetero.common.reading import check_content, read_file, shortened
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
 
@@ -183,7 +183,6 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"{name}: a model config is a JSON object, got {shortened(config)}.")
-    check_content(config, name, ModelError)
     if config.get("text_config") is not None:  # multimodal models keep the decoder's shape in here
         config = config["text_config"]
         if not isinstance(config, Mapping):
@@ -199,7 +198,9 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     if experts_key and "num_experts_per_tok" not in config:
         missing.append("num_experts_per_tok")
     if missing:
-        raise ModelError(f"{name}: the model config lacks {', '.join(missing)}; it has {listed(sorted(config))}.")
+        raise ModelError(
+            f"{name}: the model config lacks {', '.join(missing)}; it has {listed(sorted(map(str, config)))}."
+        )
     hidden_size = _whole(config, hidden, name)
     num_heads, num_kv_heads, head_dim = _head_sizes(config, heads, hidden, name)
     if gpt2:
