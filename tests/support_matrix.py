@@ -203,9 +203,11 @@ _LOOP_ROWS = (
         "a Trainer subclass that adds a term of its own to the loss", "the term is weighted by ranks, not by tokens"
     ),
     _wrong("NEFTune", "noise depends on a rank's share of tokens"),
-    _wrong(
-        "a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
-        "takes a shard for a whole sequence",
+    Row(
+        what="a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
+        status="refused",
+        tests=("tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence",),
+        note="run them on whole batches, or the trained model in `handle.sharded()`",
     ),
     Row(
         what="label smoothing, `compute_loss_func`",

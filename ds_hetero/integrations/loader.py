@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
@@ -48,6 +49,7 @@ class ModelLoader(ShardedLoader):
         return self._model.replica
 
     def __iter__(self) -> Iterator[Any]:
+        self._expect_split_model()
         if not self._model.takes_shards:
             yield from WholeLoader(self.whole, self._target)
             return
@@ -60,6 +62,16 @@ class ModelLoader(ShardedLoader):
             assert info is not None
             attach(ready["position_ids"], replace(info, labels=ready.get("shift_labels")))
             yield ready
+            self._expect_split_model()
+
+    def _expect_split_model(self) -> None:
+        """Refuse to give shards to a model that takes whole sequences by now."""
+        if self._model.is_restored:
+            raise ConfigError(
+                "this loader cuts batches for a model that is not split any more: its handle was undone, or the model "
+                "was prepared again under another configuration. Wrap the loader again, with handle.dataloader of the "
+                "handle that trains the model now."
+            )
 
     def _verify(self) -> None:
         """Check the model with the batch that was read last, if it has yet to be checked; see `self_check`."""

@@ -30,6 +30,12 @@ class Patches:
         setattr(owner, name, make(original))
         self._undo.append(lambda: setattr(owner, name, original))
 
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name``, which ``owner`` itself does not have; `undo` deletes it."""
+        assert name not in vars(owner), (owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: delattr(owner, name))
+
     def on_undo(self, action: Callable[[], None]) -> None:
         """Have `undo` call ``action`` as well."""
         self._undo.append(action)

@@ -14,7 +14,7 @@ from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers import attention, trainer
+from ds_hetero.integrations.transformers import attention, shard_guard, trainer
 
 __all__ = ["register"]
 
@@ -48,6 +48,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     registry = Registry(ds_config)
     registry.patches.on_undo(_forget)
     attention.install(registry.patches)
+    shard_guard.install(registry.patches)
     deepspeed_engine.install(registry)
     accelerate.install(registry)
     trainer.install(registry)

@@ -192,6 +192,46 @@ def _check_other_models(rank: int) -> None:
     assert engine.module.config._attn_implementation == "sdpa"
 
 
+def test_a_shard_is_never_taken_for_a_whole_sequence() -> None:
+    run_deepspeed(_give_shards, 2)
+
+
+def _give_shards(rank: int) -> None:
+    from ds_hetero.errors import BatchError, ConfigError, ModelError
+
+    reference, whole = llama().eval(), batches(3)
+    model = llama()
+    handle, engine = start(model, stage=1)
+    loader = iter(handle.dataloader(whole))
+    shard = next(loader)
+    with pytest.raises(BatchError, match=r"this LlamaForCausalLM is not trained by ds_hetero.*Give it whole batches"):
+        reference(**shard)
+    with handle.sharded(), pytest.raises(BatchError, match="this LlamaModel is not trained by ds_hetero"):
+        reference.model(shard["input_ids"], None, shard["position_ids"])
+    engine.eval()
+    with pytest.raises(BatchError, match=r"takes whole batches here.*with handle.sharded\(\):"):
+        engine(**shard)
+    with torch.no_grad(), handle.sharded():
+        logits = engine(**shard).logits
+        assert logits.shape[:2] == shard["input_ids"].shape
+    torch.testing.assert_close(engine(**whole[0]).loss, reference(**whole[0]).loss)
+    engine.train()
+    with handle.unsharded(), pytest.raises(BatchError, match="takes whole batches here"):
+        engine(**shard)
+    engine.backward(handle.loss(engine(**shard), shard))
+    engine.step()
+
+    # A decoder that is called past our hooks, as OPT's head does.
+    for hook in list(model.model._forward_pre_hooks):
+        del model.model._forward_pre_hooks[hook]
+    with pytest.raises(ModelError, match="LlamaModel was given a shard, but runs its attention past the module"):
+        engine(**shard)
+
+    handle.undo()
+    with pytest.raises(ConfigError, match="its handle was undone"):
+        next(loader)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoint_resumes_under_another_schedule(stage: int, tmp_path: Path) -> None:
     whole = batches(6)

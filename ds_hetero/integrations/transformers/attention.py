@@ -43,7 +43,9 @@ __all__ = [
     "ShardedForward",
     "ShardedMask",
     "begin_sharded_forward",
+    "comparing_forwards",
     "end_sharded_forward",
+    "expecting_sharded_forward",
     "install",
     "keep_attention_function",
     "remember_implementation",
@@ -89,6 +91,8 @@ class ShardedMask:
 
 
 _forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
+_given_shard: ContextVar[str | None] = ContextVar("_given_shard", default=None)  # the model whose call was given one
+_comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
 _former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
 _select = functools.lru_cache(select)
 
@@ -122,6 +126,36 @@ def begin_sharded_forward(forward: ShardedForward) -> Token[ShardedForward | Non
 def end_sharded_forward(token: Token[ShardedForward | None]) -> None:
     """The forward is over; ``token`` is from `begin_sharded_forward`."""
     _forward.reset(token)
+
+
+@contextlib.contextmanager
+def expecting_sharded_forward(model: str) -> Iterator[None]:
+    """Refuse attention inside that is not part of a sharded forward: ``model``, by its class, was given a shard."""
+    token = _given_shard.set(model)
+    try:
+        yield
+    finally:
+        _given_shard.reset(token)
+
+
+@contextlib.contextmanager
+def comparing_forwards() -> Iterator[None]:
+    """Let such attention pass inside: its result is compared with that of a whole forward, and names the module."""
+    token = _comparing.set(True)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
+
+
+def _expect_whole_batch() -> None:
+    """Outside of a sharded forward: refuse a shard that our hooks did not see."""
+    model = _given_shard.get()
+    if model is not None and not _comparing.get():
+        raise ModelError(
+            f"{model} was given a shard, but runs its attention past the module whose forwards ds_hetero splits, so "
+            "that each rank would attend to its own tokens only. This model cannot be split over the sequence."
+        )
 
 
 def remember_implementation(config: ModelConfig) -> None:
@@ -161,6 +195,7 @@ def _mask(
     forward = _forward.get()
     if forward is not None:
         return ShardedMask(forward, mask_kind(mask_function))
+    _expect_whole_batch()
     former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[_former_implementation(config)]
     with _naming_former(config):
         return former(*args, mask_function=mask_function, config=config, **kwargs)
@@ -178,6 +213,7 @@ def _attention(
             f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
             "the one that transformers made, so ds_hetero cannot split it over the sequence."
         )
+    _expect_whole_batch()
     config = module.config
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     with _naming_former(config):

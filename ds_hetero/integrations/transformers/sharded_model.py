@@ -24,7 +24,7 @@ from ds_hetero.integrations.transformers.attention import (
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, LocalBatch, agree_on_batch
-from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shard_info import is_part, shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
@@ -64,6 +64,7 @@ class ShardedModel:
         clock: times the phases of this model's steps.
         loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
             where the configuration does not name one.
+        is_restored: the model is not split any more.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -80,6 +81,7 @@ class ShardedModel:
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._token: Token[ShardedForward | None] | None = None
         self._kept_alive: object = None
+        self.is_restored = False
         self._decoder = decoder_of(self.pretrained)
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         configs: list[ModelConfig] = [m.config for m in self.pretrained.modules() if hasattr(m, "config")]  # type: ignore[misc]
@@ -100,6 +102,7 @@ class ShardedModel:
 
     def restore(self) -> None:
         """Give the model the implementation it had, and forget it."""
+        self.is_restored = True
         for hook in self._hooks:
             hook.remove()
         del self._decoder.train
@@ -185,6 +188,7 @@ class ShardedModel:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         is_forced = _sharding.get() is True
         if not self._takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not is_forced):
+            _expect_whole(kwargs.get("position_ids"), type(self.pretrained).__name__)
             return (), kwargs
         _check_shapes(kwargs.get("position_ids"), kwargs.get("attention_mask"))
         forward = self._agree_on_forward(kwargs)
@@ -241,6 +245,16 @@ def _local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
 def _is_placeholder(positions: Tensor) -> bool:
     """Whether the one column of a shard stands for none, on a rank without tokens."""
     return positions.shape[1] == 1 and bool(positions[0, 0] < 0)
+
+
+def _expect_whole(positions: Any, model: str) -> None:
+    if isinstance(positions, Tensor) and is_part(positions):
+        raise BatchError(
+            f"{model} takes whole batches here (in eval(), in handle.unsharded(), or with a cache of keys and values), "
+            "and was given a shard from handle.dataloader. Run the forward in `with handle.sharded():`, on every rank, "
+            "for the outputs of the shard; or in `with handle.unsharded():` or eval() on whole batches, from the "
+            "loader that handle.dataloader wraps."
+        )
 
 
 def _check_shapes(positions: Any, mask: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_hetero.placement import Placement
 
-__all__ = ["ShardInfo", "attach", "shard_info"]
+__all__ = ["ShardInfo", "attach", "is_part", "shard_info"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,3 +42,9 @@ def attach(tensor: Tensor, info: ShardInfo) -> Tensor:
 def shard_info(tensor: Tensor | None) -> ShardInfo | None:
     """What was attached to ``tensor``; None for a copy, for another's tensor and for None."""
     return getattr(tensor, "ds_hetero_shard", None)
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether ``tensor`` belongs to a shard of sequences that other ranks hold parts of, too."""
+    info = shard_info(tensor)
+    return info is not None and info.placement.schedule.sp_size > 1

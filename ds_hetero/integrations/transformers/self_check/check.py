@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.attention import comparing_forwards
 from ds_hetero.integrations.transformers.self_check.comparison import (
     GRADIENT,
     LOSS,
@@ -178,7 +179,7 @@ class _Runs:
         inputs = dict(self._shard) | self._extra
         if "shift_labels" in inputs:
             inputs["labels"] = inputs["shift_labels"]
-        with sharding(True):
+        with sharding(True), comparing_forwards():
             run = record_run(self._model.model, inputs, self._own_shape, self._sharded_loss, shake)
         gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
         return replace(run, gradients=gradients)

@@ -1,0 +1,46 @@
+"""A shard is never taken for a whole sequence: every call of a transformers model looks for a shard in its arguments.
+
+Shards come from our loader, which marks their ``position_ids``. A model that was never switched to our attention would
+compute on one as if it were a whole sequence, without an error; a switched one does, if its forward goes another way
+than through our hooks. Both are refused. Costs a look at the arguments per call of a `PreTrainedModel`, which is once
+or twice per forward. A call inside compiled code is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_hetero.errors import BatchError
+from ds_hetero.integrations.patching import Patches
+from ds_hetero.integrations.transformers.attention import NAME, expecting_sharded_forward
+from ds_hetero.runtime.data.shard_info import is_part
+
+__all__ = ["install"]
+
+
+def install(patches: Patches) -> None:
+    """Have every call of a `PreTrainedModel` look for shards."""
+    patches.add(PreTrainedModel, "__call__", _call)
+
+
+def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not (_holds_part(kwargs.values()) or _holds_part(args)):
+        return nn.Module.__call__(model, *args, **kwargs)
+    name = type(model).__name__
+    if model.config._attn_implementation != NAME:
+        raise BatchError(
+            f"this {name} is not trained by ds_hetero, and was given a batch of handle.dataloader, of which this rank "
+            "holds a part only. Give it whole batches, from the loader that handle.dataloader wraps: a reference model "
+            "runs on those, on every rank."
+        )
+    with expecting_sharded_forward(name):
+        return nn.Module.__call__(model, *args, **kwargs)
+
+
+def _holds_part(arguments: Iterable[Any]) -> bool:
+    return any(isinstance(argument, Tensor) and is_part(argument) for argument in arguments)
