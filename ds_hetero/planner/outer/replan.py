@@ -1,8 +1,8 @@
 """A new plan when devices are lost or added, from the parts of the old one, and what it takes to move to it.
 
-Blocks that lost devices shrink to powers of two; where that does not fit, the pipelines they are in give their devices
-to others. This plan is there in milliseconds, since only pipelines of a new makeup are cut again. From it the search
-goes on for the rest of its effort.
+Pipelines that lost nothing keep their layers and take over the batch: this plan is there in milliseconds. Blocks that
+lost devices shrink to powers of two, in pipelines of their own or at the end of another one, and the search goes on
+from these plans for the rest of its effort.
 
 Ranks of the new plan are those of the devices that are left, in their old order, with added ones behind.
 """
@@ -22,7 +22,7 @@ from ds_hetero.cost.stage import Block, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import cut_pool
 from ds_hetero.planner.outer.cuts import LayerCuts
-from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape, value_of
+from ds_hetero.planner.outer.evaluate import Evaluator, Shape, value_of
 from ds_hetero.planner.outer.explain import nothing_fits
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
 from ds_hetero.planner.outer.given import check_plan_fits
@@ -32,9 +32,10 @@ from ds_hetero.plans import Plan
 
 __all__ = ["Replanned", "replan"]
 
-EFFORT_S = 0.35
+EFFORT_S = 0.25
 EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`
 MANY_RANKS = 512
+FIRST_SHAPES = 3  # plans that the search begins at
 NOTHING = 1e-12  # of a layer
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
 
@@ -115,10 +116,11 @@ def replan(
     for costs in models:
         evaluate = Evaluator(costs, samples, goal)
         quick = Evaluator(costs, samples, goal, _old_layers(costs, old))
-        warm = next((found for found in map(quick, _shrunken(shapes)) if found is not None), None)
+        warm = next((found for found in map(quick, _shrunken(old)) if found is not None), None)
         if warm is not None and first is None:
             first = warm.step_s, time.perf_counter() - started
-        result = _search(evaluate, shapes, warm, effort_s / len(models), progress)
+        start = [] if warm is None else [warm.shapes, *itertools.islice(_shrunken(old), FIRST_SHAPES)]
+        result = _search(evaluate, shapes, start, effort_s / len(models), progress)
         if result is not None:
             first = first or (result.first.step_s, time.perf_counter() - started)
             finalists += [(costs, finish(costs, found)) for found in (result.best, *result.others[:1])]
@@ -139,12 +141,12 @@ def replan(
 
 
 def _search(
-    evaluate: Evaluator, shapes: Shapes, warm: Candidate | None, effort_s: float, progress: Progress | None
+    evaluate: Evaluator, shapes: Shapes, warm: Sequence[Shapes], effort_s: float, progress: Progress | None
 ) -> SearchResult | None:
     used = {block.inner for shape in shapes for block in shape.blocks if block.size > 1}
     inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
     sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
-    return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run([] if warm is None else [warm.shapes])
+    return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run(warm)
 
 
 def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
@@ -204,10 +206,10 @@ class _Old(NamedTuple):
 
 def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:
     """Cuts that keep the layers of pipelines which lost nothing, so that the first plan is there at once."""
-    cuts = LayerCuts(costs)
+    cuts, whole = LayerCuts(costs), sum(bool(layers) for _, layers in pipelines)
     for shape, layers in pipelines:
         if layers and all(layers):
-            cuts.keep(shape.blocks, shape.micro_batch_size, len(pipelines), layers)
+            cuts.keep(shape.blocks, shape.micro_batch_size, whole, layers)
     return cuts
 
 
@@ -216,23 +218,22 @@ def _power(devices: int) -> int:
     return 1 << (devices.bit_length() - 1)
 
 
-def _shrunken(shapes: Shapes) -> Iterator[Shapes]:
-    """The shrunken pipelines; then joined in pairs; then all in fewer and fewer pipelines."""
-    if not shapes:
-        return
-    yield shapes
-    yield tuple(shape._replace(micro_batch_size=1) for shape in shapes)
-    by_size = sorted(shapes, key=lambda shape: sum(block.size for block in shape.blocks))
-    for small, partner in ((i, j) for i in range(min(4, len(by_size))) for j in range(len(by_size) - 1, i, -1)):
-        joined = by_size[small].blocks + by_size[partner].blocks
-        rest = tuple(shape for k, shape in enumerate(by_size) if k not in (small, partner))
-        yield (*rest, Shape(joined, 1))
-        if partner < len(by_size) - 4:
-            break
-    count = len(by_size) // 2
+def _shrunken(pipelines: Sequence[_Old]) -> Iterator[Shapes]:
+    """Plans that may still fit: at once those that need no new cut, then others, then fewer and fewer pipelines."""
+    whole = [shape for shape, layers in pipelines if layers]
+    damaged = [shape for shape, layers in pipelines if not layers]
+    if whole:
+        yield tuple(whole)  # the devices of the others stay idle until the search finds them a place
+    if damaged:
+        yield (*whole, *damaged)
+        if whole:
+            spare = tuple(block for shape in damaged for block in shape.blocks)
+            yield (*whole[:-1], whole[-1]._replace(blocks=whole[-1].blocks + spare))
+    shapes = [*whole, *damaged]
+    count = len(shapes) // 2
     while count:
         groups: list[list[Block]] = [[] for _ in range(count)]
-        for k, shape in enumerate(by_size):
+        for k, shape in enumerate(shapes):
             groups[k % count] += shape.blocks
         yield tuple(Shape(tuple(group), 1) for group in groups)
         count //= 2
