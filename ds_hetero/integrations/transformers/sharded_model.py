@@ -138,9 +138,12 @@ class ShardedModel:
 
     @property
     def needs_check(self) -> bool:
-        """Whether the next batch is to be run whole and sharded before it is trained on, see `self_check`."""
+        """Whether the next batch is to be run whole and sharded before it is trained on, see `self_check`.
+
+        The same on every rank of the world, also where replicas are of different size.
+        """
         is_due = self._verify == "always" or (self._verify == "first_batch" and not self._is_checked)
-        return is_due and self.replica.sp_size > 1
+        return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
     def note_checked(self) -> None:
         """The model passed under the present schedule."""
