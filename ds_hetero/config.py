@@ -14,6 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ds_hetero.baselines import STRATEGIES
+from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
+from ds_hetero.common.reading import check_content, shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
@@ -42,7 +44,7 @@ class ReplanSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = False
-    interval_steps: int = Field(default=5, ge=1)
+    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     min_gain: float = Field(default=0.05, ge=0, lt=1)
 
 
@@ -54,7 +56,7 @@ class HeterogeneitySection(BaseModel):
     enabled: bool = True
     cluster: str | dict[str, Any] = "measure"
     schedule: str | dict[str, Any] = "plan"
-    seq_len: int | None = Field(default=None, ge=1)
+    seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     attention: KernelName | None = None
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
@@ -65,7 +67,7 @@ class HeterogeneitySection(BaseModel):
     @field_validator("zero_partition")
     @classmethod
     def _usable_weights(cls, value: str | list[float]) -> str | list[float]:
-        if isinstance(value, list) and (not any(value) or any(not 0 <= weight < float("inf") for weight in value)):
+        if isinstance(value, list) and not (any(value) and all(map(is_weight, value))):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
 
@@ -75,7 +77,7 @@ _ACCEPTED = {
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
     + ", ".join(STRATEGIES),
-    "seq_len": "a whole number >= 1, the tokens of a sequence that is planned for",
+    "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
     "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
@@ -83,7 +85,7 @@ _ACCEPTED = {
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
     "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
     "replan.enabled": "true or false",
-    "replan.interval_steps": "a whole number >= 1",
+    "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",
 }
 
@@ -99,7 +101,10 @@ def read_section(raw: Any) -> HeterogeneitySection | None:
             for all of them, with what would be accepted.
     """
     if not isinstance(raw, Mapping):
-        raise ConfigError(f'"{SECTION}" must be an object with keys {_keys(HeterogeneitySection)}; got {raw!r}.')
+        raise ConfigError(
+            f'"{SECTION}" must be an object with keys {_keys(HeterogeneitySection)}; got {shortened(raw)}.'
+        )
+    check_content(raw, f'"{SECTION}"', ConfigError)
     if path := next(_autos(raw), None):
         raise ConfigError(
             f'"{SECTION}.{path}" is "auto", which accelerate refuses anywhere in ds_config.json. '
@@ -151,7 +156,8 @@ def _value(raw: Mapping[str, Any], path: str) -> str:
     value: Any = raw
     for part in path.split("."):
         value = value[part]
-    return json.dumps(value, default=repr)
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _keys(model: type[BaseModel]) -> str:

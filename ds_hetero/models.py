@@ -6,13 +6,13 @@ ds_configs/models, which are such files too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.common.limits import is_whole, whole_rule
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.limits import MAX_HEADS, MAX_LAYERS, is_whole, whole_rule
+from ds_hetero.common.paths import config_dir, is_file, is_folder
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
@@ -140,7 +140,7 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     try:
         config = read_file(path, "model", ModelError)
     except ModelError as error:
-        if path.name == "config.json" or str(source) in model_names() or _is_kind(path, Path.is_file):
+        if path.name == "config.json" or str(source) in model_names() or is_file(path):
             raise
         close = nearest(str(source), model_names(), cutoff=0.4)
         raise ModelError(
@@ -153,20 +153,13 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
 def _config_file(source: str | Path) -> tuple[Path, str]:
     """The file that a source stands for, and the model's name."""
     path = Path(source)
-    if _is_kind(path, Path.is_dir):
+    if is_folder(path):
         return path / "config.json", path.resolve().name
-    if _is_kind(path, Path.is_file):
+    if is_file(path):
         return path, path.resolve().parent.name if path.name == "config.json" else path.stem
     if str(source) in model_names():
         return config_dir() / "models" / f"{source}.json", str(source)
     return path, str(source)
-
-
-def _is_kind(path: Path, test: Callable[[Path], bool]) -> bool:
-    try:
-        return test(path)
-    except (OSError, ValueError):  # a name that is too long, or holds NUL
-        return False
 
 
 def model_names() -> tuple[str, ...]:
@@ -225,13 +218,12 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     )
 
 
-# Heads are searched over one by one; of the other sizes only products are taken.
 _LARGEST = {
-    "num_attention_heads": 4096,
-    "n_head": 4096,
-    "num_key_value_heads": 4096,
-    "num_hidden_layers": 100_000,
-    "n_layer": 100_000,
+    "num_attention_heads": MAX_HEADS,
+    "n_head": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "num_hidden_layers": MAX_LAYERS,
+    "n_layer": MAX_LAYERS,
     "num_local_experts": 100_000,
     "num_experts": 100_000,
     "num_experts_per_tok": 100_000,

@@ -17,9 +17,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from sys import float_info
 from typing import Any
 
+from ds_hetero.common.limits import MAX_HEADS, MAX_RANKS, is_weight, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ScheduleError
 from ds_hetero.splits import Piece, Split, refine, share
 
@@ -200,21 +201,23 @@ class Schedule:
         """
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
         _expect_keys("schedule", data, required=known - {"layout", "ring"}, allowed=known)
-        if data["version"] != VERSION:
+        if not is_whole(data["version"], VERSION, VERSION):
             raise ScheduleError(
-                f"schedule version {data['version']!r} is unknown; this release reads version {VERSION}."
+                f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}."
             )
         if not _is_list(data["groups"]):
-            raise ScheduleError(f"groups must be a list, got {data['groups']!r}.")
+            raise ScheduleError(f"groups must be a list, got {shortened(data['groups'])}.")
         if not _is_list(data.get("ring", ())):
-            raise ScheduleError(f"ring must be a list of group indices, got {data['ring']!r}.")
+            raise ScheduleError(f"ring must be a list of group indices, got {shortened(data['ring'])}.")
         groups = []
         for i, group in enumerate(data["groups"]):
             keys = {"ranks", "tokens", "heads"}
             _expect_keys(f"groups[{i}]", group, required=keys, allowed=keys)
             for key in sorted(keys):
                 if not _is_list(group[key]):
-                    raise ScheduleError(f"groups[{i}].{key} must be a list, one entry per rank, got {group[key]!r}.")
+                    raise ScheduleError(
+                        f"groups[{i}].{key} must be a list, one entry per rank, got {shortened(group[key])}."
+                    )
             groups.append(Group(**{key: tuple(group[key]) for key in keys}))
         return cls(
             num_heads=data["num_heads"],
@@ -278,46 +281,41 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
 def _check(s: Schedule) -> None:
     for name in ("num_heads", "num_kv_heads"):
         value = getattr(s, name)
-        if not _is_whole(value) or value < 1:
-            raise ScheduleError(f"{name} must be a whole number >= 1, got {value!r}.")
+        if not is_whole(value, 1, MAX_HEADS):
+            raise ScheduleError(f"{name} must be {whole_rule(value, 1, MAX_HEADS)}, got {shortened(value)}.")
     if s.num_heads % s.num_kv_heads:
         raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
     if s.layout not in LAYOUTS:
-        raise ScheduleError(f"layout {s.layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
+        raise ScheduleError(f"layout {shortened(s.layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
     if not s.groups:
         raise ScheduleError("groups is empty; a schedule has at least one group.")
-    if not all(map(_is_whole, s.ring)) or sorted(s.ring) != list(range(len(s.groups))):
-        raise ScheduleError(f"ring {list(s.ring)} must name each of the {len(s.groups)} groups once, by index.")
+    if not all(is_whole(i, 0, len(s.groups) - 1) for i in s.ring) or sorted(s.ring) != list(range(len(s.groups))):
+        raise ScheduleError(
+            f"ring {shortened(list(s.ring))} must name each of the {len(s.groups)} groups once, by index."
+        )
     for i, group in enumerate(s.groups):
         if not group.ranks or not len(group.ranks) == len(group.tokens) == len(group.heads):
             raise ScheduleError(
                 f"groups[{i}] needs one entry of tokens and heads per rank, "
-                f"got ranks={list(group.ranks)}, tokens={list(group.tokens)}, heads={list(group.heads)}."
+                f"got ranks={shortened(list(group.ranks))}, tokens={shortened(list(group.tokens))}, "
+                f"heads={shortened(list(group.heads))}."
             )
-        if any(not _is_whole(rank) or rank < 0 for rank in group.ranks):
-            raise ScheduleError(f"groups[{i}].ranks must be whole numbers >= 0, got {list(group.ranks)}.")
-        if any(not _is_whole(heads) or heads < 0 for heads in group.heads):
-            raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {list(group.heads)}.")
-        if not all(map(_is_weight, group.tokens)):
-            raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {list(group.tokens)}.")
+        if not all(is_whole(rank, 0, MAX_RANKS) for rank in group.ranks):
+            raise ScheduleError(f"groups[{i}].ranks must be whole numbers >= 0, got {shortened(list(group.ranks))}.")
+        if not all(is_whole(heads, 0, MAX_HEADS) for heads in group.heads):
+            raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {shortened(list(group.heads))}.")
+        if not all(map(is_weight, group.tokens)):
+            raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {shortened(list(group.tokens))}.")
         if sum(group.heads) != s.num_heads:
             raise ScheduleError(
-                f"groups[{i}].heads {list(group.heads)} sum to {sum(group.heads)}, "
+                f"groups[{i}].heads {shortened(list(group.heads))} sum to {sum(group.heads)}, "
                 f"but the model has num_heads={s.num_heads}. Every group computes every head of its tokens."
             )
     ranks = [rank for group in s.groups for rank in group.ranks]
     if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
-        raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {sorted(ranks)}.")
+        raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
     if not any(group.weight for group in s.groups):
         raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_weight(value: Any) -> bool:
-    return (_is_whole(value) or isinstance(value, float)) and 0 <= value <= float_info.max
 
 
 def _is_list(value: Any) -> bool:
@@ -326,9 +324,10 @@ def _is_list(value: Any) -> bool:
 
 def _expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
     if not isinstance(data, Mapping):
-        raise ScheduleError(f"{where} must be an object, got {data!r}.")
+        raise ScheduleError(f"{where} must be an object, got {shortened(data)}.")
     unknown, missing = sorted(set(data) - allowed, key=str), sorted(required - set(data))
     if unknown or missing:
         raise ScheduleError(
-            f"{where}: unknown keys {unknown}, missing keys {missing}; it takes {', '.join(sorted(allowed))}."
+            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
+            f"it takes {', '.join(sorted(allowed))}."
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
 
@@ -20,7 +21,10 @@ def check_out(out: Path) -> None:
     Raises:
         PlanError: its folder does not exist or may not be written to, or it is a folder itself.
     """
-    folder = out.resolve().parent
+    try:
+        folder = out.resolve().parent
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that no file can have
+        raise PlanError(f"--out {shortened(str(out))} cannot be written: {error}.") from None
     if out.is_dir() or not os.access(folder, os.W_OK):
         reason = "it is a folder" if out.is_dir() else f"{folder} is no folder that may be written to"
         raise PlanError(f"--out {out} cannot be written: {reason}.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.paths import is_file, is_pipe
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
@@ -62,20 +62,18 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
         ScheduleError: no such file, not JSON, not a schedule, or several replicas.
         PlanError: the strategy has no schedule for this cluster.
     """
-    path = Path(source)
-    if not path.is_file() and source in STRATEGIES:
+    if not is_file(source) and source in STRATEGIES:
         return strategy(source, cost)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"{source} is not JSON: {error}.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    if not (is_file(source) or is_pipe(source)):
         raise ScheduleError(
-            f"cannot read schedule {source!r}: it is neither a readable file nor a strategy. "
+            f"cannot read schedule {shortened(source)}: it is neither a readable file nor a strategy. "
             f"Strategies: {', '.join(STRATEGIES)}."
-        ) from error
+        )
+    data = read_file(source, "schedule", ScheduleError)
     if isinstance(data, Mapping) and "schedule" in data:
         data = data["schedule"]
     if isinstance(data, Mapping) and "replicas" in data:
-        raise ScheduleError(f"{source} holds several replicas. Give the schedule of one, and the cluster it runs on.")
+        raise ScheduleError(
+            f"{shortened(source)} holds several replicas. Give the schedule of one, and the cluster it runs on."
+        )
     return Schedule.from_dict(data)

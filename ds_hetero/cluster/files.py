@@ -52,7 +52,7 @@ from ds_hetero.cluster.file_values import (
 )
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.common.limits import MAX_RANKS
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.paths import config_dir, is_file, is_pipe
 from ds_hetero.common.reading import check_content, read_file, shortened
 from ds_hetero.common.text import listed
 from ds_hetero.common.units import GB, GIB, MICRO
@@ -92,25 +92,18 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
         return cluster_from_dict(source)
     ready = next((name for name in cluster_names() if name == str(source)), None)
     path = Path(source)
-    if ready is not None and not _is_file(path):
+    if ready is not None and not is_file(path):
         path = config_dir() / "clusters" / f"{ready}.yaml"
     try:
         content = read_file(path, "cluster", ClusterError, yaml=path.suffix != ".json")
     except ClusterError as error:
-        if _is_file(path):
+        if is_file(path) or is_pipe(path):
             raise
         raise ClusterError(
             f"cannot read cluster {shortened(str(source))}: it is neither a readable file nor a known name"
             f"{did_you_mean(str(source), cluster_names())} Known names: {', '.join(cluster_names())}."
         ) from error
     return cluster_from_dict(content)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or holds NUL
-        return False
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -125,7 +118,8 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
         ClusterError: unknown device, key or node; a number that is missing, not positive or not a number; the message
             names the place in the file and what would be accepted.
     """
-    check_content(data, "cluster", ClusterError)
+    if isinstance(data, Mapping):  # of a profile only the profiler reads the timings
+        check_content({key: value for key, value in data.items() if key != "profile"}, "cluster", ClusterError)
     expect_keys(
         "cluster",
         data,

@@ -9,6 +9,8 @@ from typing import Any
 
 __all__ = [
     "MAX_BATCH",
+    "MAX_HEADS",
+    "MAX_LAYERS",
     "MAX_RANKS",
     "MAX_SEQ_LEN",
     "MAX_STEPS",
@@ -19,6 +21,8 @@ __all__ = [
 ]
 
 MAX_RANKS = 1_000_000
+MAX_HEADS = 4096  # they are searched over one by one
+MAX_LAYERS = 100_000
 MAX_SEQ_LEN = 2**40  # tokens
 MAX_BATCH = 2**20  # sequences of a micro-batch, and micro-batches of a step
 MAX_STEPS = 10**9

@@ -90,11 +90,11 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
         HeteroError: of class ``error``, as `read_file`.
     """
     content = _parse_yaml(text, where, error) if yaml else _parse_json(text, where, error)
-    check_content(content, where, error)
+    check_content(content, where, error, max_values=MAX_VALUES if yaml else len(text))  # JSON has no aliases
     return content
 
 
-def check_content(content: Any, where: str, error: type[HeteroError]) -> None:
+def check_content(content: Any, where: str, error: type[HeteroError], *, max_values: int = MAX_VALUES) -> None:
     """Refuse content that did not come from `parse`, such as a dict given to a function, where it is no plain data.
 
     Raises:
@@ -105,7 +105,7 @@ def check_content(content: Any, where: str, error: type[HeteroError]) -> None:
     while pending:
         place, value = pending.pop()
         num_values += 1
-        if num_values > MAX_VALUES or len(place) > MAX_DEPTH:
+        if num_values > max_values or len(place) > MAX_DEPTH:
             raise error(_too_large(where))
         if isinstance(value, Mapping):
             for key, inner in value.items():

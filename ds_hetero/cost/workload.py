@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
+from ds_hetero.errors import PlanError
 
 __all__ = ["Workload"]
 
@@ -29,6 +32,9 @@ class Workload:
         offload_parameters: the parameters are in the host's memory; time is counted as if they were not.
         data_parallel: replicas that share the ZeRO partition with this one.
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
+
+    Raises:
+        PlanError: a number that makes no sense; the message names the field and what would be accepted.
     """
 
     seq_len: int
@@ -46,3 +52,20 @@ class Workload:
     offload_parameters: bool = False
     data_parallel: int = 1
     zero_cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "seq_len": MAX_SEQ_LEN,
+            "micro_batch": MAX_BATCH,
+            "micro_batches": MAX_BATCH,
+            "data_parallel": MAX_RANKS,
+        }
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if not is_whole(value, 1, most):
+                raise PlanError(f"{name} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
+        if not is_whole(self.zero_stage, 0, 3):
+            raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {shortened(self.zero_stage)}.")
+        weights = self.zero_weights
+        if weights is not None and not (all(map(is_weight, weights)) and any(weights)):
+            raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ds_hetero.baselines import FROM_DEVICES, FROM_PLANNER, STRATEGIES, UNIFORM, proportional, ulysses
 from ds_hetero.cluster import Cluster
+from ds_hetero.common.paths import is_file
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.config import (
     SECTION,
     HeterogeneitySection,
@@ -32,6 +33,7 @@ __all__ = [
     "needs_measuring",
     "needs_planner",
     "plan_in_file",
+    "replica_size",
     "resolve",
     "sp_size_of",
 ]
@@ -63,11 +65,30 @@ def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
     given = {source: size for source, size in sp_sizes.items() if size is not None}
     for source, size in given.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"{source} is {size!r}; it must be a whole number >= 1.")
+            raise ConfigError(f"{source} is {shortened(size)}; it must be a whole number >= 1.")
     if len(set(given.values())) > 1:
         listed = ", ".join(f"{source}={size}" for source, size in given.items())
         raise ConfigError(f"the sequence-parallel size is given twice: {listed}. Give it once, or make them equal.")
     return next(iter(given.values()), None)
+
+
+def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
+    """Ranks of a replica where no file says so: the sequence-parallel size, or the whole world.
+
+    Args:
+        sp_sizes: see `sp_size_of`.
+        world_size: ranks of the job.
+
+    Raises:
+        ConfigError: see `sp_size_of`; or the world cannot be divided by it.
+    """
+    sp_size = sp_size_of(sp_sizes) or world_size
+    if world_size % sp_size:
+        raise ConfigError(
+            f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
+            f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
+        )
+    return sp_size
 
 
 def resolve(
@@ -100,12 +121,7 @@ def resolve(
     """
     plan = plan_in_file(section, world_size)
     if plan is None:
-        sp_size = sp_size_of(sp_sizes) or world_size
-        if world_size % sp_size:
-            raise ConfigError(
-                f"{world_size} processes cannot be divided into replicas of {sp_size} sequence-parallel ranks. "
-                f"Launch a multiple of {sp_size} processes or change the sequence-parallel size."
-            )
+        sp_size = replica_size(sp_sizes, world_size)
         if section.schedule in UNIFORM:
             uniform = UNIFORM[str(section.schedule)](sp_size, num_heads, num_kv_heads)
             schedules = schedules_for_world(uniform, world_size)
@@ -136,7 +152,7 @@ def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
     source = section.schedule
     if isinstance(source, str) and source in STRATEGIES:
         return None
-    name = source if isinstance(source, str) else "the inline schedule"
+    name = shortened(source)[1:-1] if isinstance(source, str) else "the inline schedule"
     content = _read_json(source) if isinstance(source, str) else source
     try:
         plan = read_plan(content, world_size)
@@ -145,20 +161,17 @@ def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
     _expect_runnable(plan, name)
     if plan.ranks != tuple(range(world_size)):
         raise ScheduleError(
-            f"the schedules of the replicas hold ranks {[list(pipeline.ranks) for pipeline in plan.pipelines]}, the "
+            f"the schedules of the replicas hold ranks {shortened([list(p.ranks) for p in plan.pipelines])}, the "
             f"job has {world_size} processes; each needs one place."
         )
     return plan
 
 
 def _read_json(path: str) -> Any:
-    if not Path(path).is_file():
+    if not is_file(path):
         hint = did_you_mean(path, STRATEGIES)
-        raise ConfigError(f'"{SECTION}.schedule": "{path}" is no file{hint}. {accepted("schedule")}')
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ScheduleError(f"{path} cannot be read as JSON: {error}") from None
+        raise ConfigError(f'"{SECTION}.schedule": "{shortened(path)[1:-1]}" is no file{hint}. {accepted("schedule")}')
+    return read_file(path, "schedule", ScheduleError)
 
 
 def _expect_runnable(plan: Plan, name: str) -> None:

@@ -109,7 +109,8 @@ class MeasuredClusters:
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
                 when = "measured now" if is_new else "as measured before"
-                announce(f"{world.size} ranks, {when}; profiles are kept in {cache_folder()}")
+                kept = f"profiles are kept in {folder}" if (folder := cache_folder()) else "profiles are not kept"
+                announce(f"{world.size} ranks, {when}; {kept}")
         return self._clusters[key]
 
 

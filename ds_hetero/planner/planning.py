@@ -81,12 +81,6 @@ def check_workload(cluster: Cluster, workload: Workload) -> None:
     Raises:
         PlanError: the field, its value and what would be accepted.
     """
-    for name in ("seq_len", "micro_batch", "micro_batches", "data_parallel"):
-        value = getattr(workload, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name} must be a whole number >= 1, got {value!r}.")
-    if workload.zero_stage not in (0, 1, 2, 3):
-        raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {workload.zero_stage!r}.")
     weights = workload.zero_weights
     if weights is not None and len(weights) != cluster.num_ranks:
         raise PlanError(f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks.")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ScheduleError
 from ds_hetero.splits import Split, share
 
@@ -41,8 +43,9 @@ class BatchSplit:
             ("micro_batches", self.micro_batches),
         ):
             for i, value in enumerate(values):
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ScheduleError(f"replicas[{i}].{name} must be a whole number >= 1, got {value!r}.")
+                if not is_whole(value, 1, MAX_BATCH):
+                    rule = whole_rule(value, 1, MAX_BATCH)
+                    raise ScheduleError(f"replicas[{i}].{name} must be {rule}, got {shortened(value)}.")
 
     @property
     def samples_of(self) -> tuple[int, ...]:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from ds_hetero.common.limits import (
+    MAX_BATCH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SEQ_LEN,
+    is_weight,
+    is_whole,
+    whole_rule,
+)
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,8 +37,8 @@ def check_plan(plan: Plan) -> None:
         raise PlanError("pipelines is empty; a plan has at least one pipeline.")
     if plan.model is not None:
         _check_model(plan.model)
-    if plan.seq_len is not None and not _is_whole(plan.seq_len, 1):
-        raise PlanError(f"seq_len must be a whole number >= 1, got {plan.seq_len!r}.")
+    if plan.seq_len is not None:
+        _expect_whole("seq_len", plan.seq_len, MAX_SEQ_LEN)
     for i, pipeline in enumerate(plan.pipelines):
         _check_pipeline(f"pipelines[{i}]", pipeline, plan.model)
     ranks = plan.ranks
@@ -47,9 +57,8 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_model(model: PlannedModel) -> None:
-    for name in ("num_layers", "num_heads", "num_kv_heads"):
-        if not _is_whole(getattr(model, name), 1):
-            raise PlanError(f"model.{name} must be a whole number >= 1, got {getattr(model, name)!r}.")
+    for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
+        _expect_whole(f"model.{name}", getattr(model, name), most)
     if model.num_heads % model.num_kv_heads:
         raise PlanError(f"model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads}.")
 
@@ -58,9 +67,8 @@ def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) 
     if not pipeline.stages:
         raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
     for key in ("micro_batch_size", "micro_batches"):
-        value = getattr(pipeline, key)
-        if value is not None and not _is_whole(value, 1):
-            raise PlanError(f"{where}.{key} must be a whole number >= 1, got {value!r}.")
+        if getattr(pipeline, key) is not None:
+            _expect_whole(f"{where}.{key}", getattr(pipeline, key), MAX_BATCH)
     for j, stage in enumerate(pipeline.stages):
         _check_stage(f"{where}.stages[{j}]", stage, model)
     _check_layers(where, pipeline, model)
@@ -68,20 +76,23 @@ def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) 
 
 def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
     if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
-        raise PlanError(f"{where}.ranks must name at least one rank, each once, got {list(stage.ranks)}.")
+        raise PlanError(f"{where}.ranks must name at least one rank, each once, got {shortened(list(stage.ranks))}.")
+    if not all(is_whole(rank, 0, MAX_RANKS) for rank in stage.ranks):
+        raise PlanError(f"{where}.ranks must be whole numbers >= 0, got {shortened(list(stage.ranks))}.")
     if stage.inner not in INNER:
-        raise PlanError(f"{where}.inner {stage.inner!r} is unknown; it is one of {', '.join(INNER)}.")
+        raise PlanError(f"{where}.inner {shortened(stage.inner)} is unknown; it is one of {', '.join(INNER)}.")
     if stage.inner == "one" and len(stage.ranks) > 1:
         raise PlanError(
-            f'{where} has {len(stage.ranks)} ranks {list(stage.ranks)}, but "inner" is "one". Say how they share the '
-            'work: "tensor", or "sequence" with a schedule.'
+            f'{where} has {len(stage.ranks)} ranks {shortened(list(stage.ranks))}, but "inner" is "one". Say how they '
+            'share the work: "tensor", or "sequence" with a schedule.'
         )
     if (stage.inner == "sequence") != (stage.schedule is not None):
         raise PlanError(f'{where}: a "sequence" stage has a schedule, and no other stage has one.')
     if stage.schedule is not None and sorted(stage.ranks) != list(stage.schedule.ranks):
-        raise PlanError(f"{where}.schedule is of ranks {list(stage.schedule.ranks)}, the stage of {list(stage.ranks)}.")
-    if stage.in_flight is not None and not _is_whole(stage.in_flight, 1):
-        raise PlanError(f"{where}.in_flight must be a whole number >= 1, got {stage.in_flight!r}.")
+        of_schedule, of_stage = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
+        raise PlanError(f"{where}.schedule is of ranks {of_schedule}, the stage of {of_stage}.")
+    if stage.in_flight is not None:
+        _expect_whole(f"{where}.in_flight", stage.in_flight, MAX_BATCH)
     if model is not None:
         _check_heads(where, stage, model)
 
@@ -113,29 +124,29 @@ def _check_layers(where: str, pipeline: Pipeline, model: PlannedModel | None) ->
     if layers != consecutive or cuts[-1] != model.num_layers or any(start >= stop for start, stop in consecutive):
         shown = [None if interval is None else list(interval) for interval in layers]
         raise PlanError(
-            f"{where}: the stages hold layers {shown}; they must be consecutive, of at least one layer each, and cover "
-            f"[0, {model.num_layers}) once."
+            f"{where}: the stages hold layers {shortened(shown)}; they must be consecutive, of at least one layer "
+            f"each, and cover [0, {model.num_layers}) once."
         )
 
 
 def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
-    if not _is_whole(zero.stage, 0) or zero.stage > 3:
-        raise PlanError(f"zero.stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
+    if not is_whole(zero.stage, 0, 3):
+        raise PlanError(f"zero.stage must be 0, 1, 2 or 3, got {shortened(zero.stage)}.")
     if zero.stage == 3 and has_stages:
         raise PlanError(
             "zero.stage 3 does not work with pipelines of several stages, whose ranks hold their layers whole. "
             "Use 1 or 2."
         )
     for rank, weight in zero.owner_weights:
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if rank not in ranks or not is_number or not isfinite(weight) or weight < 0:
+        if rank not in ranks or not is_weight(weight):
             raise PlanError(
-                f"zero.owner_weights gives rank {rank} the weight {weight!r}; it takes finite weights >= 0 of ranks "
-                "that have a place in the plan."
+                f"zero.owner_weights gives rank {rank} the weight {shortened(weight)}; it takes finite weights >= 0 of "
+                "ranks that have a place in the plan."
             )
     if zero.owner_weights and not any(weight for _, weight in zero.owner_weights):
         raise PlanError("zero.owner_weights are all zero; somebody must own the optimizer state.")
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _expect_whole(where: str, value: Any, most: int) -> None:
+    if not is_whole(value, 1, most):
+        raise PlanError(f"{where} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")

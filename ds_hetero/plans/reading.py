@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from ds_hetero.common.limits import MAX_LAYERS, MAX_RANKS, is_whole
+from ds_hetero.common.reading import check_content, shortened
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.plans.batches import BatchSplit
 from ds_hetero.plans.values import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
@@ -38,21 +40,24 @@ def read_plan(data: Any, world_size: int | None = None) -> Plan:
 
 def _read_replicas(data: Mapping[str, Any]) -> Plan:
     """Read ``{"version": 1, "replicas": [{"schedule", "micro_batch_size", "micro_batches"}, ...]}``."""
-    if set(data) != {"version", "replicas"} or not _is_one(data["version"]) or not _is_list(data["replicas"]):
+    if set(data) != {"version", "replicas"} or not is_whole(data["version"], 1, 1) or not _is_list(data["replicas"]):
         raise ScheduleError(
-            f'a file of several replicas takes "version": 1 and "replicas": [...], got {sorted(data, key=str)}.'
+            'a file of several replicas takes "version": 1 and "replicas": [...], '
+            f"got {shortened(sorted(data, key=str))}."
         )
     if not data["replicas"]:
         raise ScheduleError("replicas is empty; a job has at least one replica.")
     known = {"schedule", *_BATCH_KEYS}
     for i, replica in enumerate(data["replicas"]):
         if not isinstance(replica, Mapping) or "schedule" not in replica or set(replica) - known:
-            raise ScheduleError(f"replicas[{i}] takes schedule, micro_batch_size and micro_batches, got {replica!r}.")
+            raise ScheduleError(
+                f"replicas[{i}] takes schedule, micro_batch_size and micro_batches, got {shortened(replica)}."
+            )
     schedules = tuple(Schedule.from_dict(replica["schedule"]) for replica in data["replicas"])
     ranks = [rank for schedule in schedules for rank in schedule.ranks]
     if len(set(ranks)) < len(ranks):
         raise ScheduleError(
-            f"the schedules of the replicas hold ranks {[list(s.ranks) for s in schedules]}; each once."
+            f"the schedules of the replicas hold ranks {shortened([list(s.ranks) for s in schedules])}; each once."
         )
     given = [key in replica for replica in data["replicas"] for key in _BATCH_KEYS]
     if not any(given):
@@ -73,8 +78,9 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
     _expect_keys(
         "plan", data, {"version", "pipelines"}, {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
     )
-    if not _is_whole(data["version"], VERSION) or data["version"] != VERSION:
-        raise PlanError(f"plan version {data['version']!r} is unknown; this release reads versions 1 and {VERSION}.")
+    if not is_whole(data["version"], VERSION, VERSION):
+        version = shortened(data["version"])
+        raise PlanError(f"plan version {version} is unknown; this release reads versions 1 and {VERSION}.")
     model = None
     if "model" in data:
         names = {"num_layers", "num_heads", "num_kv_heads"}
@@ -87,9 +93,10 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
     predicted = data.get("predicted")
     if predicted is not None and not isinstance(predicted, Mapping):
         raise PlanError(f"predicted must be an object, got {type(predicted).__name__}.")
+    check_content(predicted, "plan: predicted", PlanError)
     checkpointing = data.get("activation_checkpointing")
     if checkpointing is not None and not isinstance(checkpointing, bool):
-        raise PlanError(f"activation_checkpointing must be true or false, got {checkpointing!r}.")
+        raise PlanError(f"activation_checkpointing must be true or false, got {shortened(checkpointing)}.")
     if not _is_list(data["pipelines"]):
         raise PlanError(f"pipelines must be a list, got {type(data['pipelines']).__name__}.")
     pipelines = tuple(_read_pipeline(f"pipelines[{i}]", pipeline) for i, pipeline in enumerate(data["pipelines"]))
@@ -105,9 +112,13 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
 
 def _owner_weights(zero: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     weights = zero.get("owner_weights", {})
-    if not isinstance(weights, Mapping) or not all(isinstance(rank, str) and rank.isdecimal() for rank in weights):
+    if not isinstance(weights, Mapping) or not all(map(_is_rank, weights)):
         raise PlanError('zero.owner_weights takes ranks and their weights, such as {"0": 4.0, "4": 1.0}.')
     return tuple(sorted((int(rank), weight) for rank, weight in weights.items()))
+
+
+def _is_rank(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(MAX_RANKS))
 
 
 def _read_pipeline(where: str, data: Any) -> Pipeline:
@@ -120,12 +131,12 @@ def _read_pipeline(where: str, data: Any) -> Pipeline:
 
 def _read_stage(where: str, data: Any) -> Stage:
     _expect_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"})
-    for key in ("ranks", "layers"):
-        if key in data and not (_is_list(data[key]) and all(_is_whole(value, 0) for value in data[key])):
-            raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {data[key]!r}.")
+    for key, most in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
+        if key in data and not (_is_list(data[key]) and all(is_whole(value, 0, most) for value in data[key])):
+            raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {shortened(data[key])}.")
     layers = tuple(data["layers"]) if "layers" in data else None
     if layers is not None and len(layers) != 2:
-        raise PlanError(f"{where}.layers must be [from, to), got {list(layers)}.")
+        raise PlanError(f"{where}.layers must be [from, to), got {shortened(list(layers))}.")
     try:
         schedule = Schedule.from_dict(data["schedule"]) if "schedule" in data else None
     except ScheduleError as error:
@@ -145,17 +156,9 @@ def _expect_keys(where: str, data: Any, required: AbstractSet[str], optional: Ab
     unknown, missing = sorted(set(data) - required - optional, key=str), sorted(required - set(data))
     if unknown or missing:
         raise PlanError(
-            f"{where}: unknown keys {unknown}, missing keys {missing}; "
+            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
             f"it takes {', '.join(sorted(required | optional))}."
         )
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_one(value: Any) -> bool:
-    return _is_whole(value, 1) and value == 1
 
 
 def _is_list(value: Any) -> bool:

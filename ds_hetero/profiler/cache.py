@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.common.reading import read_file
+from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
 from ds_hetero.profiler.measure import WINDOW_S, measure
@@ -27,12 +29,23 @@ from ds_hetero.runtime.devices import default_device, default_dtype
 
 __all__ = ["cache_folder", "measure_cached"]
 
+MAX_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
+
 logger = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path:
-    """``ds_hetero`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_hetero"
+def cache_folder() -> Path | None:
+    """``ds_hetero`` in the user's cache folder; None where the user has no home directory.
+
+    ``XDG_CACHE_HOME`` names it where it is an absolute path; the XDG specification has relative ones ignored.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():
+        return named / "ds_hetero"
+    try:
+        return Path.home() / ".cache" / "ds_hetero"
+    except RuntimeError:  # a user id without an entry, as containers have it
+        return None
 
 
 def measure_cached(
@@ -45,7 +58,8 @@ def measure_cached(
 ) -> tuple[dict[str, Any], bool]:
     """Measure the live ranks, or return the result from the last time that these very ranks were measured.
 
-    Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew.
+    Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew. Where there is no
+    folder for a cache, or one that cannot be read or written, rank 0 warns and the ranks are measured.
 
     Args:
         dtype: see `measure`.
@@ -64,22 +78,30 @@ def measure_cached(
     attention = SdpaProbe() if attention is None else attention
     with process_group(device):
         ranks = describe_ranks(device, dtype, attention)
-        path = (folder or cache_folder()) / f"{fingerprint(ranks)}.json"
-        cached = on_all_ranks(lambda: _read(path, ranks) if own_rank() == 0 else None)[0]
+        path = _profile_file(folder or cache_folder(), ranks) if own_rank() == 0 else None
+        cached = on_all_ranks(lambda: None if path is None else _read(path, ranks))[0]
         if cached is not None:
             return cached, False
         content = measure(dtype=dtype, attention=attention, window_s=window_s, show_progress=show_progress)
-        if own_rank() == 0:
+        if path is not None:
             _write(path, content)
         return content, True
 
 
+def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | None:
+    """Where the profile of ``ranks`` is kept; None, with a warning, where there is no folder for it."""
+    if folder is None:
+        logger.warning("there is no home directory to keep profiles in; set XDG_CACHE_HOME to an absolute path")
+        return None
+    return folder / f"{fingerprint(ranks)}.json"
+
+
 def _read(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | None:
     """Read a cached profile of ``ranks``; None where there is none that can be used."""
-    if not path.is_file():
-        return None
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not path.exists():
+            return None
+        content: dict[str, Any] = read_file(path, "profile", ClusterError, max_bytes=MAX_BYTES)
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
             raise ValueError("it is of other ranks")
@@ -97,8 +119,14 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
+            temporary = Path(file.name)
+            try:
+                json.dump(content, file)
+                file.flush()
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
         logger.info("wrote the profile %s", path)
     except OSError as error:
         logger.warning("cannot keep the profile in %s: %s", path, error)

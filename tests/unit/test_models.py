@@ -105,7 +105,7 @@ def test_missing_keys_are_named(tmp_path):
         ({"layer_types": "full_attention"}, "layer_types must be a list"),
         ({"model_type": []}, r"model_type must be text, got \[\]"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
-        ({"hidden_size": 10**400}, "fit into 64 bits"),
+        ({"hidden_size": 10**400}, "hidden_size must be a whole number <= 16,777,216"),
         ({"hidden_size": 2**60}, "hidden_size must be a whole number <= 16,777,216"),
         ({"num_attention_heads": 100_003}, "num_attention_heads must be a whole number <= 4,096"),
         ({"text_config": 3}, "text_config must be an object, got 3"),

@@ -240,8 +240,8 @@ def test_the_longest_sequence_that_fits_is_a_remedy_that_works():
     ],
 )
 def test_impossible_workloads_are_refused_by_name(changes, message):
-    workload = replace(Workload(seq_len=65_536), **changes)
     with pytest.raises(PlanError, match=message):
+        workload = replace(Workload(seq_len=65_536), **changes)
         plan(load_cluster("hexiseq-setting-1"), load_model("gpt-7b"), workload)
 
 
