@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -14,17 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_hetero.baselines import FROM_DEVICES
+from ds_hetero.cluster import load_cluster
 from ds_hetero.common.extras import TRAINING
+from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.config import SECTION
-from ds_hetero.errors import HeteroError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
+from ds_hetero.errors import ConfigError, HeteroError
+from ds_hetero.integrations.deepspeed.facts import expect_supported, read_training_facts, section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts
 from ds_hetero.job.report import forecast_text
-from ds_hetero.job.resolve import needs_planner, sp_size_of
+from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, plan_in_file, replica_size, sp_size_of
 from ds_hetero.models import load_model
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
+from ds_hetero.zero.partition import check_weights, is_even
 
 __all__ = ["examine", "model_facts", "show"]
 
@@ -112,21 +117,26 @@ def _devices() -> list[dict[str, Any]]:
 def _section(config: Path, model: ModelFacts, world_size: int) -> dict[str, Any]:
     report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
-        ds_config = json.loads(config.read_text())
+        if not is_whole(world_size, 1, MAX_RANKS):
+            raise ConfigError(f"--world-size must be {whole_rule(world_size, 1, MAX_RANKS)}, got {world_size}.")
+        ds_config = read_file(config, "DeepSpeed configuration", ConfigError)
+        if not isinstance(ds_config, Mapping):
+            raise ConfigError(f"{config}: a DeepSpeed configuration is a JSON object, got {shortened(ds_config)}.")
         section, training = section_of(ds_config), read_training_facts(ds_config)
         if section is None:
             return {**report, "enabled": False}
+        expect_supported(ds_config)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
         facts = JobFacts(section=section, model=model, training=training, sp_sizes=sp_sizes)
         return {**report, **_decision(facts, world_size)}
-    except (OSError, ValueError) as error:
-        is_own = isinstance(error, HeteroError)
-        return {**report, "problem": str(error) if is_own else f"{config}: {error}"}
+    except HeteroError as error:
+        return {**report, "problem": str(error)}
 
 
 def _decision(facts: JobFacts, world_size: int) -> dict[str, Any]:
     """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
     section, model = facts.section, facts.model
+    _check_before_deciding(facts, world_size)
     if later := _decided_at_start(facts, world_size):
         return {"decided": later}
     if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
@@ -139,6 +149,23 @@ def _decision(facts: JobFacts, world_size: int) -> dict[str, Any]:
     elif decision.no_forecast_reason is not None and model.spec is not None:
         report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
     return report
+
+
+def _check_before_deciding(facts: JobFacts, world_size: int) -> None:
+    """What the start of a job refuses whatever is measured or searched for.
+
+    Raises:
+        HeteroError: as the start of the job.
+    """
+    section, training = facts.section, facts.training
+    if isinstance(section.zero_partition, list):
+        check_weights(section.zero_partition, world_size, zero_stage=training.zero_stage)
+        if training.zero_stage == 0 and not is_even(section.zero_partition):
+            raise ConfigError('"zero_partition" has nothing to partition without ZeRO; set "zero_optimization".')
+    if plan_in_file(section, world_size) is None:
+        size = replica_size(facts.sp_sizes, world_size)
+        if section.cluster != "measure":
+            clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
 
 
 def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:

@@ -28,10 +28,10 @@ from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.errors import ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
+from ds_hetero.integrations.deepspeed.facts import enabled, expect_section_spelled, expect_supported
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.protocols import Engine
@@ -104,6 +104,7 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
         ds_config = _configuration(given)
         pending = ulysses.take_pending()
         if ds_config is None or not enabled(ds_config):
+            expect_section_spelled(ds_config or {})
             if pending is not None and pending.error is not None:
                 raise pending.error
             registry.note_unsplit(given["model"])
@@ -216,8 +217,7 @@ def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
 def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
-    if read_training_facts(ds_config).tensor_parallel_size > 1:
-        raise ConfigError('"tensor_parallel" and "heterogeneity" cannot be used together; remove one of them.')
+    expect_supported(ds_config)
 
 
 def _init_distributed(required: bool | None) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.text import nearest
 from ds_hetero.config import SECTION, HeterogeneitySection, read_section
+from ds_hetero.errors import ConfigError
 from ds_hetero.job.facts import TrainingFacts
 
-__all__ = ["enabled", "read_training_facts", "section_of"]
+__all__ = ["enabled", "expect_section_spelled", "expect_supported", "read_training_facts", "section_of"]
 
 _FP32 = ("fp32", "float32")
 # Settings with which DeepSpeed computes as if ZeRO partitions were equal.
@@ -34,9 +37,36 @@ def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 
     Raises:
-        ConfigError: see `read_section`.
+        ConfigError: see `read_section` and `expect_section_spelled`.
     """
+    expect_section_spelled(ds_config)
     return read_section(ds_config[SECTION]) if SECTION in ds_config else None
+
+
+def expect_section_spelled(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a configuration without the section that has a key much like it, which DeepSpeed would ignore.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if SECTION in ds_config:
+        return
+    for key in ds_config:
+        if isinstance(key, str) and nearest(key.replace("_", ""), [SECTION], cutoff=0.75):
+            raise ConfigError(
+                f'{shortened(key)} is no key of DeepSpeed\'s configuration; did you mean "{SECTION}"? DeepSpeed would '
+                "ignore it and train without this engine."
+            )
+
+
+def expect_supported(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what cannot be combined with the section.
+
+    Raises:
+        ConfigError: names both.
+    """
+    if read_training_facts(ds_config).tensor_parallel_size > 1:
+        raise ConfigError('"tensor_parallel" and "heterogeneity" cannot be used together; remove one of them.')
 
 
 def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
