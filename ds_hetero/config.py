@@ -26,6 +26,7 @@ __all__ = [
     "ReplanSection",
     "accepted",
     "did_you_mean",
+    "expect_section_name",
     "read_section",
 ]
 
@@ -88,6 +89,23 @@ _ACCEPTED = {
     "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",
 }
+
+
+_NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
+
+
+def expect_section_name(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with a key that is nearly the section's name, which DeepSpeed would ignore.
+
+    Raises:
+        ConfigError: it has one; the message names it.
+    """
+    for key in ds_config:
+        if isinstance(key, str) and key != SECTION and nearest(key, [SECTION], _NEAR):
+            raise ConfigError(
+                f'"{key}" in ds_config.json is no key of DeepSpeed\'s (did you mean "{SECTION}"?). Without a section '
+                "of that name ds_hetero would stay off, and every rank would train on whole sequences."
+            )
 
 
 def read_section(raw: Any) -> HeterogeneitySection | None:

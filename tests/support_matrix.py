@@ -286,7 +286,13 @@ _FEATURE_ROWS = (
     _tried("TiledMLP on ZeRO-2, `sequence_tiled_compute` on ZeRO-3"),
     _tried("DoRA with `modules_to_save`"),
     _wrong("TiledFusedLogitsLoss with an uneven schedule", "gradient of the LM head off by up to 120 %"),
-    _wrong("a `gradient_clipping` or ZeRO stage that differs between ranks", "trains on, on another trajectory"),
+    Row(
+        what="a `gradient_clipping`, ZeRO stage or other setting that differs between ranks",
+        status="refused",
+        tests=(
+            "tests/integration/test_registration.py::test_a_difference_between_ranks_is_refused_before_anything_is_built",
+        ),
+    ),
     _fails("`torch_autocast`, `torch.autocast`", "`expected scalar type Float but found BFloat16`"),
     _fails("TiledMLP on ZeRO-3 where a rank has fewer tokens than tiles", "crash or hang"),
     Row(

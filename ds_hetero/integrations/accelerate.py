@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.facts import enabled, section_of
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
@@ -112,6 +113,8 @@ def _counting_processes(stock: Any) -> Any:
     @functools.wraps(stock)
     def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
         stock(accelerator, *args, **kwargs)
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
         if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
             _set_state(
                 backend=dist.get_backend(),

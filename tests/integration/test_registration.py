@@ -121,6 +121,80 @@ def _stock_runs(rank: int) -> None:
         deepspeed.initialize(model=three, config=ds_config(2, None), mpu=mpu)
 
 
+# What one rank of two is given in place of the other's ds_config.json, and what the message of both says.
+DIFFERENT_FILES: dict[str, tuple[dict[str, Any], str]] = {
+    "no section": ({"heterogeneity": None}, '"heterogeneity": switched on on rank 0; missing on rank 1'),
+    "switched off": (
+        {"heterogeneity": {"enabled": False}},
+        '"heterogeneity": switched on on rank 0; switched off ("enabled": false) on rank 1',
+    ),
+    "another stage": ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage": 1 on rank 0; 3 on rank 1'),
+    "accumulation": (
+        {"gradient_accumulation_steps": 2},
+        '"gradient_accumulation_steps": missing on rank 0; 2 on rank 1',
+    ),
+    "clipping": ({"gradient_clipping": None}, '"gradient_clipping": 1.0 on rank 0; missing on rank 1'),
+    "misspelled": ({"heterogenity": {}}, 'on rank 1: "heterogenity" in ds_config.json is no key of DeepSpeed'),
+    "another model": ({}, "all ranks must build the same model, but these differ:\n  the model: 12 parameters"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, str]]:
+    """Message of every refusal, by rank."""
+    return run_deepspeed(_give_different_files, 2)
+
+
+@pytest.mark.parametrize("name", DIFFERENT_FILES)
+def test_a_difference_between_ranks_is_refused_before_anything_is_built(
+    name: str, refusals: list[dict[str, str]]
+) -> None:
+    first, second = (by_name[name] for by_name in refusals)
+    assert first == second
+    assert DIFFERENT_FILES[name][1] in first
+
+
+def test_what_may_differ_between_hosts_is_accepted(refusals: list[dict[str, str]]) -> None:
+    assert all("accepted" in by_name for by_name in refusals)
+
+
+def _give_different_files(rank: int) -> dict[str, str]:
+    import deepspeed
+
+    import ds_hetero
+
+    ds_hetero.register()
+    messages = {}
+    for name, (changes, _) in DIFFERENT_FILES.items():
+        changed = {**ds_config(1, UNEVEN_2), **changes} if rank else ds_config(1, UNEVEN_2)
+        config = {key: value for key, value in changed.items() if value is not None}
+        model = llama(num_hidden_layers=1 + rank if name == "another model" else 2)
+        with pytest.raises(ds_hetero.ConfigError) as caught:
+            deepspeed.initialize(model=model, config=config)
+        messages[name] = str(caught.value)
+    config = ds_config(1, UNEVEN_2, steps_per_print=5 + rank, aio={"thread_count": 1 + rank})
+    deepspeed.initialize(model=(model := llama()), optimizer=adam(model), config=config)
+    return {**messages, "accepted": ""}
+
+
+def test_ranks_without_a_section_may_differ_as_in_stock_but_not_misspell_it() -> None:
+    run_deepspeed(_initialize_without_section, 2)
+
+
+def _initialize_without_section(rank: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    ds_hetero.register()
+    deepspeed.initialize(model=(model := llama()), optimizer=adam(model), config=ds_config(0, None, dump_state=False))
+    misspelled = {**ds_config(0, None), "Heterogenous": {"schedule": UNEVEN_2}}
+    with pytest.raises(ds_hetero.ConfigError, match=r'did you mean "heterogeneity"'):
+        deepspeed.initialize(model=llama(), config=misspelled)
+    with pytest.raises(ValueError, match=r"nowhere\.json"):
+        deepspeed.initialize(model=llama(), config="nowhere.json")
+
+
 # Kind of the error, and a part of its message.
 ERRORS = {
     "a value of one rank": ("ConfigError", 'on rank 1: "heterogeneity.layout": "zig"'),

@@ -222,6 +222,21 @@ def _train_with_counted_ranks(rank: int, options: dict[str, Any]) -> Any:
     return _train(rank, 1, UNEVEN_2, {**options, "accelerator_config": {"use_configured_state": True}})
 
 
+def test_a_trainer_without_the_section_on_one_rank_is_refused_on_all() -> None:
+    first, second = ranks(_make_trainers_of_different_files, 2)
+    assert first == second
+    assert '"heterogeneity": switched on on rank 0; missing on rank 1' in first
+
+
+def _make_trainers_of_different_files(rank: int) -> str:
+    import ds_hetero
+
+    ds_hetero.register()
+    with pytest.raises(ds_hetero.ConfigError) as caught:
+        make_trainer(ds_config(1, None if rank else UNEVEN_2, train_micro_batch_size_per_gpu=8), 2).train()
+    return str(caught.value)
+
+
 def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:
     assert all(ranks(_smooth_labels, 2))
 

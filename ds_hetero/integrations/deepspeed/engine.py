@@ -27,9 +27,11 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
+from torch import nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
+from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.integrations.deepspeed.facts import enabled, expect_section_spelled, expect_supported
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
@@ -101,13 +103,13 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
-        ds_config = _configuration(given)
+        ds_config = _agreed_configuration(given)
         pending = ulysses.take_pending()
         if ds_config is None or not enabled(ds_config):
             expect_section_spelled(ds_config or {})
             if pending is not None and pending.error is not None:
                 raise pending.error
-            registry.note_unsplit(given["model"])
+            registry.note_unsplit(given.get("model"))
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()
@@ -136,7 +138,6 @@ class EngineInstaller:
         given, ds_config = self._given, self._ds_config
         model = given["model"]
         _expect_supported(model, ds_config)
-        _init_distributed(given.get("dist_init_required"))
         sizes = {**size_in_configuration(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
         prepared = self._registry.prepare(model, ds_config, sizes)
         engine, *rest = self._build(prepared, sp_size_of(sizes))
@@ -192,6 +193,28 @@ def _configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return loaded
 
 
+def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`_configuration`, which all ranks have compared.
+
+    Raises:
+        ConfigError: see `agree_on_configuration`; on every rank.
+        Exception: what DeepSpeed's reader raised on this rank.
+    """
+    _init_distributed(given)
+    error: Exception | None = None
+    try:
+        ds_config = _configuration(given)
+    except Exception as caught:
+        error, ds_config = caught, None
+    model = given.get("model")
+    try:
+        agree_on_configuration(ds_config, model if isinstance(model, nn.Module) else None, error)
+    finally:
+        if error is not None:
+            raise error
+    return ds_config
+
+
 def _without_config(args: Any) -> Any:
     """The command line's arguments without the configuration, which is given apart from them."""
     if getattr(args, "deepspeed_config", None) is None:
@@ -220,12 +243,15 @@ def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
     expect_supported(ds_config)
 
 
-def _init_distributed(required: bool | None) -> None:
+def _init_distributed(given: Mapping[str, Any]) -> None:
     """As `deepspeed.initialize` would a moment later; ranks choose their device before they first speak."""
     accelerator = deepspeed.get_accelerator()
     if "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(accelerator.communication_backend_name(), dist_init_required=required)
+    port = {name: given[name] for name in ("distributed_port",) if name in given}
+    deepspeed.init_distributed(
+        accelerator.communication_backend_name(), dist_init_required=given.get("dist_init_required"), **port
+    )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.registry import Registry
@@ -124,6 +125,7 @@ class Ulysses:
             ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
             if ds_config is None:
                 return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
+            agree_on_configuration(ds_config)
             if not enabled(ds_config):
                 return stock(cls, *args, **kwargs)
             model = given["model_name_or_path"]
