@@ -21,8 +21,8 @@ from statistics import mean
 
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
 from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.outer.columns import balance_bound_s

@@ -15,8 +15,8 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import read_file
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stage import StageCosts
-from ds_hetero.cost.stage_models import make_stage_costs
+from ds_hetero.cost.stages.models import make_stage_costs
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model

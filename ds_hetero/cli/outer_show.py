@@ -18,8 +18,8 @@ from matplotlib.patches import Patch, Rectangle
 from ds_hetero.cli.outer import Task, costs_for, read_plan_file
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.common.text import time_text
-from ds_hetero.cost.pipeline_time import run_pipeline
-from ds_hetero.cost.stage import StageCosts
+from ds_hetero.cost.stages.pipeline_time import run_pipeline
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.explain import reasons_of
 from ds_hetero.planner.outer.finish import Finished

@@ -3,9 +3,9 @@
 import pytest
 
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cost.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stage import Block
+from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
+from ds_hetero.cost.stages.stage import Block
 from ds_hetero.models import load_model
 from ds_hetero.planner.outer.cuts import make_cut
 from ds_hetero.planner.outer.evaluate import Evaluator

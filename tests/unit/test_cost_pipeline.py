@@ -6,7 +6,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from ds_hetero.cost.pipeline_time import closed_form, default_in_flight, one_f_one_b, run_pipeline
+from ds_hetero.cost.stages.pipeline_time import closed_form, default_in_flight, one_f_one_b, run_pipeline
 from ds_hetero.errors import PlanError
 
 

@@ -8,9 +8,9 @@ import pytest
 from ds_hetero.baselines import ulysses
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
 from ds_hetero.cost.objective import TOO_LONG, Objective
-from ds_hetero.cost.stage import Block, PlacedPipeline, Pools
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync.chunks import chunks_of

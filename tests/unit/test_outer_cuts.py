@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.outer.batches import batch_bound_s, split_batch

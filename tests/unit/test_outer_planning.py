@@ -9,8 +9,8 @@ import pytest
 
 from ds_hetero.cli import main
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
 from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ds_hetero.cost.stage import Block, Pool, Pools
+from ds_hetero.cost.stages.stage import Block, Pool, Pools
 
 __all__ = ["MAX_SIZE", "block_of", "cut_pool", "idle_devices", "ranks_of_blocks", "sizes_up_to"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ds_hetero.cost.stage import Block, Pools, StageCosts
+from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
 from ds_hetero.planner.outer.blocks import block_of, sizes_up_to
 from ds_hetero.planner.outer.cuts import Cut, LayerCuts
 from ds_hetero.planner.outer.evaluate import Shape

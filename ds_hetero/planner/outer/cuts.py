@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ds_hetero.cost.stage import Block, StageCosts, StageOption
+from ds_hetero.cost.stages.stage import Block, StageCosts, StageOption
 
 __all__ = ["Cut", "LayerCuts", "make_cut"]
 

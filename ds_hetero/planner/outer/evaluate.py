@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stage import Block, PlacedPipeline, StageCosts
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
 from ds_hetero.planner.outer.batches import batch_bound_s, split_batch
 from ds_hetero.planner.outer.cuts import Cut, LayerCuts, make_cut
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from ds_hetero.cost.stage import Block, Pool
+from ds_hetero.cost.stages.stage import Block, Pool
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import block_of, sizes_up_to
 from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
-from ds_hetero.cost.stage import Block, StageCosts
+from ds_hetero.cost.stages.stage import Block, StageCosts
 from ds_hetero.planner.outer.blocks import block_of
 from ds_hetero.planner.outer.cuts import Cut, links_between, stage_options
 from ds_hetero.planner.outer.evaluate import Candidate

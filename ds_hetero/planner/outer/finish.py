@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
-from ds_hetero.cost.pipeline_time import default_in_flight, run_pipeline
-from ds_hetero.cost.stage import Block, StageCosts
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.pipeline_time import default_in_flight, run_pipeline
+from ds_hetero.cost.stages.stage import Block, StageCosts
 from ds_hetero.planner.outer.blocks import ranks_of_blocks
 from ds_hetero.planner.outer.cuts import Cut, stage_options
 from ds_hetero.planner.outer.evaluate import Candidate, Shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.pipeline_time import run_pipeline
-from ds_hetero.cost.stage import Block, PlacedPipeline, Pools, StageCosts
+from ds_hetero.cost.stages.pipeline_time import run_pipeline
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.evaluate import judge_layers

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ds_hetero.cost.stage import Block, Pools
+from ds_hetero.cost.stages.stage import Block, Pools
 from ds_hetero.planner.outer.blocks import MAX_SIZE, block_of, idle_devices
 from ds_hetero.planner.outer.evaluate import Shape
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stage import StageCosts
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.outer.finish import Finished
 from ds_hetero.plans import Plan
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
 from ds_hetero.cost.objective import TOO_LONG, Objective
-from ds_hetero.cost.stage import Pools, StageCosts
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stage import Block, Pools, StageCosts
+from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import cut_pool
 from ds_hetero.planner.outer.cuts import LayerCuts

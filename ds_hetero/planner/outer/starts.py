@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
 
-from ds_hetero.cost.stage import Block, PlacedPipeline, Pool, Pools, StageCosts
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pool, Pools, StageCosts
 from ds_hetero.planner.outer.blocks import block_of, cut_pool, sizes_up_to
 
 __all__ = ["starts", "uniform_grids"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.calibrated_stage import CalibratedStageCosts
-from ds_hetero.cost.hexiscale import HexiScaleStageCosts
-from ds_hetero.cost.stage import StageCosts
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.pipeline_time import closed_form, run_pipeline
-from ds_hetero.cost.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.pipeline_time import closed_form, run_pipeline
+from ds_hetero.cost.stages.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
 from ds_hetero.cost.terms.zero_time import Collective
@@ -54,7 +54,7 @@ _BACKWARD = _Pass(flops.MATMUL_BACKWARD, "attention_backward", flops.ATTENTION_B
 
 
 class CalibratedStageCosts:
-    """`ds_hetero.cost.stage.StageCosts` of what the runtime does.
+    """`ds_hetero.cost.stages.stage.StageCosts` of what the runtime does.
 
     Args:
         cluster: all devices.
@@ -241,11 +241,11 @@ class CalibratedStageCosts:
         return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
 
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
-        """See `ds_hetero.cost.pipeline_time.closed_form`."""
+        """See `ds_hetero.cost.stages.pipeline_time.closed_form`."""
         return closed_form(forward_s, backward_s, hop_s)
 
     def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
-        """See `ds_hetero.cost.pipeline_time.run_pipeline`."""
+        """See `ds_hetero.cost.stages.pipeline_time.run_pipeline`."""
         return run_pipeline(forward_s.tolist(), backward_s.tolist(), hop_s.tolist(), micro_batches).total_s
 
     # --- gradients

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stage import Block, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageOption
 from ds_hetero.models import ModelSpec
 
 __all__ = ["HexiScaleStageCosts"]
@@ -38,7 +38,7 @@ ELEMENT_BYTES = 2
 
 
 class HexiScaleStageCosts:
-    """`ds_hetero.cost.stage.StageCosts` as published.
+    """`ds_hetero.cost.stages.stage.StageCosts` as published.
 
     Args:
         cluster: all devices.
