@@ -116,10 +116,10 @@ def plan(
     if _is_full(parallel, global_batch):
         if (micro_batch, micro_batches, layout, token_unit) != (1, 1, None, 1):
             raise typer.BadParameter("--parallel full chooses micro-batches, layouts and tokens itself.")
-        from ds_hetero.cli import outer
+        from ds_hetero.cli.pipelines import commands
 
-        task = outer.Task.read(cluster, model, cost_model, workload)
-        outer.plan(task, global_batch or 1, objective, at_most_s, out, as_json)
+        task = commands.Task.read(cluster, model, cost_model, workload)
+        commands.plan(task, global_batch or 1, objective, at_most_s, out, as_json)
         return
     from ds_hetero.cli import plan as command
     from ds_hetero.cli.scenario import Scenario
@@ -172,9 +172,9 @@ def simulate(
     """Predict time and memory of a given schedule or plan of pipelines."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if plan is not None:
-        from ds_hetero.cli import outer
+        from ds_hetero.cli.pipelines import commands
 
-        outer.simulate(outer.Task.read(cluster, model, cost_model, workload), plan, as_json)
+        commands.simulate(commands.Task.read(cluster, model, cost_model, workload), plan, as_json)
         return
     if schedule is None:
         raise typer.BadParameter("give --schedule or --plan.")
@@ -204,9 +204,9 @@ def compare(
     """All strategies, or all planners of pipelines, on one cluster, in one table."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if _is_full(parallel, global_batch):
-        from ds_hetero.cli import outer, outer_compare
+        from ds_hetero.cli.pipelines import commands, compare
 
-        outer_compare.run(outer.Task.read(cluster, model, cost_model, workload), global_batch or 1, as_json)
+        compare.run(commands.Task.read(cluster, model, cost_model, workload), global_batch or 1, as_json)
         return
     from ds_hetero.cli import compare as command
     from ds_hetero.cli.scenario import Scenario
@@ -234,9 +234,9 @@ def show(
     """Draw a schedule with the timeline of one block, or a plan of pipelines with the timeline of a step."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if plan is not None:
-        from ds_hetero.cli import outer, outer_show
+        from ds_hetero.cli.pipelines import commands, show
 
-        outer_show.run(outer.Task.read(cluster, model, cost_model, workload), plan, out, as_json)
+        show.run(commands.Task.read(cluster, model, cost_model, workload), plan, out, as_json)
         return
     from ds_hetero.cli import show as command
     from ds_hetero.cli.scenario import Scenario
@@ -260,11 +260,11 @@ def replan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan pipelines again after devices are lost or added, and say what must move."""
-    from ds_hetero.cli import outer
+    from ds_hetero.cli.pipelines import commands
 
     workload = _workload(seq_len, 1, 1, causal, 3, True, tiled_loss)
-    task = outer.Task.read(cluster, model, cost_model, workload)
-    outer.replan(task, plan, lost or [], lost_node or [], added, out, as_json)
+    task = commands.Task.read(cluster, model, cost_model, workload)
+    commands.replan(task, plan, lost or [], lost_node or [], added, out, as_json)
 
 
 @app.command()

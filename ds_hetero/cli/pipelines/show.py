@@ -15,7 +15,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ds_hetero.cli.outer import Task, costs_for, read_plan_file
+from ds_hetero.cli.pipelines.commands import Task, costs_for, read_plan_file
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.stages.pipeline_time import run_pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ds_hetero.cli.outer import Task
+from ds_hetero.cli.pipelines.commands import Task
 from ds_hetero.cli.printing import print_json
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.outer.columns import Columns, balance_bound_s

@@ -1,0 +1,1 @@
+"""Commands for pipelines of unequal stages: plan, compare, simulate, show, replan."""
