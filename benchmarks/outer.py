@@ -25,12 +25,12 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.planner.outer.columns import balance_bound_s
-from ds_hetero.planner.outer.evaluate import Evaluator
-from ds_hetero.planner.outer.exact import solve_exact
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
-from ds_hetero.planner.outer.search import Search, default_effort_s
+from ds_hetero.planner.outer.search.columns import balance_bound_s
+from ds_hetero.planner.outer.search.evaluate import Evaluator
+from ds_hetero.planner.outer.search.exact import solve_exact
+from ds_hetero.planner.outer.search.search import Search, default_effort_s
 
 WORK = Workload(seq_len=4096)
 DEVICES = ("A800-SXM-80GB", "RTX-4090", "RTX-3090")

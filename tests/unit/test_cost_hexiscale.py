@@ -7,10 +7,10 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.stages.stage import Block
 from ds_hetero.models import load_model
-from ds_hetero.planner.outer.cuts import make_cut
-from ds_hetero.planner.outer.evaluate import Evaluator
-from ds_hetero.planner.outer.exact import solve_exact
-from ds_hetero.planner.outer.search import Search
+from ds_hetero.planner.outer.search.cuts import make_cut
+from ds_hetero.planner.outer.search.evaluate import Evaluator
+from ds_hetero.planner.outer.search.exact import solve_exact
+from ds_hetero.planner.outer.search.search import Search
 
 CASE, MODEL = load_cluster("hexiscale-case-study"), load_model("llama-2-13b")
 A800, R4090, R3090 = (Block(i, i, 1, "one") for i in range(3))

@@ -14,10 +14,10 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model
-from ds_hetero.planner.outer.columns import Columns, balance_bound_s
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
+from ds_hetero.planner.outer.search.columns import Columns, balance_bound_s
 from ds_hetero.plans import read_plan
 
 MODEL = load_model("llama-2-7b")

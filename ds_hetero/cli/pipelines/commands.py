@@ -20,12 +20,12 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner.outer.evaluate import Candidate
 from ds_hetero.planner.outer.explain import reasons_of, shape_text
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.planned import PlannedPipelines
 from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.search.evaluate import Candidate
 from ds_hetero.plans import Plan, read_plan
 
 __all__ = ["Task", "costs_for", "plan", "read_plan_file", "replan", "simulate"]

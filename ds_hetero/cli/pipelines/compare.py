@@ -8,8 +8,8 @@ from typing import Any
 from ds_hetero.cli.pipelines.commands import Task
 from ds_hetero.cli.printing import print_json
 from ds_hetero.common.text import time_text
-from ds_hetero.planner.outer.columns import Columns, balance_bound_s
 from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.search.columns import Columns, balance_bound_s
 
 __all__ = ["run"]
 

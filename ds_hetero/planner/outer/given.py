@@ -8,8 +8,8 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.outer.evaluate import judge_layers
 from ds_hetero.planner.outer.finish import Finished
+from ds_hetero.planner.outer.search.evaluate import judge_layers
 from ds_hetero.plans import Plan, Stage
 
 __all__ = ["check_plan_fits", "judge_plan", "placed_of"]

@@ -17,12 +17,12 @@ from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, value_of
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
 from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
-from ds_hetero.planner.outer.search import Progress, Search, SearchResult, default_effort_s
+from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
+from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult, default_effort_s
 
 __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines"]
 

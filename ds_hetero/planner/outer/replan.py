@@ -21,13 +21,13 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import cut_pool
-from ds_hetero.planner.outer.cuts import LayerCuts
-from ds_hetero.planner.outer.evaluate import Evaluator, Shape, value_of
 from ds_hetero.planner.outer.explain import nothing_fits
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
 from ds_hetero.planner.outer.given import check_plan_fits
-from ds_hetero.planner.outer.moves import Shapes
-from ds_hetero.planner.outer.search import Progress, Search, SearchResult
+from ds_hetero.planner.outer.search.cuts import LayerCuts
+from ds_hetero.planner.outer.search.evaluate import Evaluator, Shape, value_of
+from ds_hetero.planner.outer.search.moves import Shapes
+from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult
 from ds_hetero.plans import Plan
 
 __all__ = ["Replanned", "replan"]

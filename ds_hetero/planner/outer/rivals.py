@@ -15,9 +15,9 @@ from ds_hetero.models import ModelSpec
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.candidates import Candidate as ScheduleCandidate
 from ds_hetero.planner.explain import describe
-from ds_hetero.planner.outer.evaluate import Candidate, judge_layers
 from ds_hetero.planner.outer.planned import Rival
-from ds_hetero.planner.outer.starts import uniform_grids
+from ds_hetero.planner.outer.search.evaluate import Candidate, judge_layers
+from ds_hetero.planner.outer.search.starts import uniform_grids
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.plans import BatchSplit, Plan, PlannedModel

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape
-from ds_hetero.planner.outer.moves import Shapes, neighbours
-from ds_hetero.planner.outer.starts import starts, uniform_grids
+from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, Shape
+from ds_hetero.planner.outer.search.moves import Shapes, neighbours
+from ds_hetero.planner.outer.search.starts import starts, uniform_grids
 
 __all__ = ["Progress", "Search", "SearchResult", "default_effort_s"]
 

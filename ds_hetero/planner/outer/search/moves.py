@@ -8,7 +8,7 @@ import numpy as np
 
 from ds_hetero.cost.stages.stage import Block, Pools
 from ds_hetero.planner.outer.blocks import MAX_SIZE, block_of, idle_devices
-from ds_hetero.planner.outer.evaluate import Shape
+from ds_hetero.planner.outer.search.evaluate import Shape
 
 __all__ = ["neighbours"]
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
 from ds_hetero.planner.outer.blocks import block_of, sizes_up_to
-from ds_hetero.planner.outer.cuts import Cut, LayerCuts
-from ds_hetero.planner.outer.evaluate import Shape
+from ds_hetero.planner.outer.search.cuts import Cut, LayerCuts
+from ds_hetero.planner.outer.search.evaluate import Shape
 
 __all__ = ["Columns", "balance_bound_s"]
 

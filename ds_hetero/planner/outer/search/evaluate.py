@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
-from ds_hetero.planner.outer.batches import batch_bound_s, split_batch
-from ds_hetero.planner.outer.cuts import Cut, LayerCuts, make_cut
+from ds_hetero.planner.outer.search.batches import batch_bound_s, split_batch
+from ds_hetero.planner.outer.search.cuts import Cut, LayerCuts, make_cut
 
 __all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layers", "place", "value_of"]
 

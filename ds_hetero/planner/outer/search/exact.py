@@ -14,7 +14,7 @@ from math import inf
 from ds_hetero.cost.stages.stage import Block, Pool
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.outer.blocks import block_of, sizes_up_to
-from ds_hetero.planner.outer.evaluate import Candidate, Evaluator, Shape
+from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, Shape
 
 __all__ = ["solve_exact"]
 
