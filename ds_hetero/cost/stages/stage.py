@@ -4,8 +4,8 @@ A *block* is devices of one kind on one node that work on one stage. What a stag
 are all alike, so one `StageOption` of a block serves every number of layers: its time per layer, what comes on top
 where it holds the embedding or the head, and the terms of its memory.
 
-A cost model of stages has the methods of `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter of
-HexiScale (arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
+A cost model of stages has the methods of `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter
+of HexiScale (arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
 
 Dimension key: C candidates, S stages. SI base units.
 """

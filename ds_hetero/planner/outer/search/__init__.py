@@ -1,1 +1,1 @@
-"""The search for pipelines: exact cuts and batches, starts, moves, the programme over compositions, the exact reference."""
+"""The search for pipelines: exact cuts and batches, starts, moves, compositions as a programme, the exact optimum."""
