@@ -15,7 +15,7 @@ from ds_hetero.planner.outer.search.evaluate import Candidate, Shape
 from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Finished", "finish", "memory_bytes", "to_plan"]
+__all__ = ["Finished", "finish", "memory_bytes", "most_in_flight", "to_plan"]
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more

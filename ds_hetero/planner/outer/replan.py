@@ -30,7 +30,7 @@ from ds_hetero.planner.outer.search.moves import Shapes
 from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult
 from ds_hetero.plans import Plan
 
-__all__ = ["Replanned", "replan"]
+__all__ = ["Replanned", "moved_bytes", "replan"]
 
 EFFORT_S = 0.25
 EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`

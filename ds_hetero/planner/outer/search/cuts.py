@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ds_hetero.cost.stages.stage import Block, StageCosts, StageOption
 
-__all__ = ["Cut", "LayerCuts", "make_cut"]
+__all__ = ["Cut", "LayerCuts", "hops_s", "links_between", "make_cut", "stage_options"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
