@@ -77,7 +77,7 @@ def plan(
         check_out(out)
     costs = None if task.cost_model == "calibrated" else task.costs()
     progress = _Progress(as_json)
-    found = plan_pipelines(
+    planned = plan_pipelines(
         task.cluster,
         task.model,
         task.workload,
@@ -89,11 +89,11 @@ def plan(
     )
     progress.end()
     if out is not None:
-        out.write_text(json.dumps(found.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(planned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
-        print_json(found.to_dict())
+        print_json(planned.to_dict())
         return
-    _print_plan(task, found)
+    _print_plan(task, planned)
     if out is not None:
         print(f"written to {out}")
 
@@ -146,7 +146,7 @@ def replan(
     gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_nodes}
     own = True if old.activation_checkpointing is None else old.activation_checkpointing
     tasks = [_with_checkpointing(task, choice) for choice in (own, not own)]
-    found = module.replan(
+    replanned = module.replan(
         old,
         cluster,
         lambda left: [one.costs(left) for one in tasks[: 2 if task.cost_model == "calibrated" else 1]],
@@ -154,15 +154,15 @@ def replan(
         added=None if added is None else load_cluster(added),
     )
     if out is not None:
-        out.write_text(json.dumps(found.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(replanned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
     if as_json:
-        print_json(found.to_dict())
+        print_json(replanned.to_dict())
         return
     before = (old.predicted or {}).get("step_s")
     was = f" (before: {time_text(before)})" if before else ""
-    print(f"{shape_text(found.finished.candidate)}, {time_text(found.finished.step_s)} per step{was}")
-    print(f"first plan after {time_text(found.first_after_s)}: {time_text(found.first_s)} per step")
-    moves = ", ".join(f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(found.moved_bytes.items()))
+    print(f"{shape_text(replanned.finished.candidate)}, {time_text(replanned.finished.step_s)} per step{was}")
+    print(f"first plan after {time_text(replanned.first_after_s)}: {time_text(replanned.first_s)} per step")
+    moves = ", ".join(f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items()))
     print(f"state to move: {moves or 'none'}")
     if out is not None:
         print(f"written to {out}")
@@ -202,28 +202,29 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _print_plan(task: Task, found: PlannedPipelines) -> None:
-    if found.finished is not None:
-        _print_pipelines(found.costs, found.finished, found.plan)
+def _print_plan(task: Task, planned: PlannedPipelines) -> None:
+    if planned.finished is not None:
+        _print_pipelines(planned.costs, planned.finished, planned.plan)
     else:
-        print(f"one stage of sequence parallelism over ranks {found.plan.ranks[0]} to {found.plan.ranks[-1]}")
-    recomputed = {True: "with", False: "without"}[bool(found.plan.activation_checkpointing)]
+        print(f"one stage of sequence parallelism over ranks {planned.plan.ranks[0]} to {planned.plan.ranks[-1]}")
+    recomputed = {True: "with", False: "without"}[bool(planned.plan.activation_checkpointing)]
     lines = [
-        f"{task.model.name}, {found.global_batch} sequences of {task.workload.seq_len} tokens per step, "
-        f"{found.costs.name} cost model; searched for {time_text(found.search_s)}",
-        f"predicted:  {time_text(found.step_s)} per step, {found.tokens_per_s:,.0f} tokens/s, {recomputed} "
+        f"{task.model.name}, {planned.global_batch} sequences of {task.workload.seq_len} tokens per step, "
+        f"{planned.costs.name} cost model; searched for {time_text(planned.search_s)}",
+        f"predicted:  {time_text(planned.step_s)} per step, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} "
         "recomputation",
     ]
-    if found.objective.name != "time":
-        unit = {"cost": "money", "energy": "joules"}[found.objective.name]
-        lines.append(f"objective:  {found.value:.4g} {unit} per token")
-    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(found.reasons)]
-    for rival in found.rivals.values():
+    if planned.objective.name != "time":
+        unit = {"cost": "money", "energy": "joules"}[planned.objective.name]
+        lines.append(f"objective:  {planned.value:.4g} {unit} per token")
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(planned.reasons)]
+    for rival in planned.rivals.values():
         if rival.value is None:
             lines.append(f"not {rival.name}: {rival.reason}")
         else:
             lines.append(
-                f"not {rival.name}: {rival.value / found.value:.2f} x as much ({time_text(rival.step_s or 0)} per step)"
+                f"not {rival.name}: {rival.value / planned.value:.2f} x as much "
+                f"({time_text(rival.step_s or 0)} per step)"
             )
     print("\n".join(lines))
 

@@ -17,17 +17,17 @@ __all__ = ["run"]
 def run(task: Task, global_batch: int, as_json: bool) -> None:
     """Compare and print."""
     costs = task.costs()
-    found = plan_pipelines(
+    planned = plan_pipelines(
         task.cluster,
         task.model,
         task.workload,
         global_batch,
         costs=None if task.cost_model == "calibrated" else costs,
     )
-    rows: list[dict[str, Any]] = [{"name": "plan", "step_s": found.step_s, "search_s": found.search_s}]
-    rows += [rival.to_dict() for rival in found.rivals.values()]
+    rows: list[dict[str, Any]] = [{"name": "plan", "step_s": planned.step_s, "search_s": planned.search_s}]
+    rows += [rival.to_dict() for rival in planned.rivals.values()]
     started = time.perf_counter()
-    columns = Columns(found.costs, micro_batch_size=1)
+    columns = Columns(planned.costs, micro_batch_size=1)
     rows.append(
         {
             "name": "bound: integer programme, free gradients",
@@ -36,10 +36,10 @@ def run(task: Task, global_batch: int, as_json: bool) -> None:
         }
     )
     rows.append(
-        {"name": "bound: perfect balance, free communication", "step_s": balance_bound_s(found.costs, global_batch)}
+        {"name": "bound: perfect balance, free communication", "step_s": balance_bound_s(planned.costs, global_batch)}
     )
     if as_json:
-        print_json({"rows": rows, "plan": found.plan.to_dict()})
+        print_json({"rows": rows, "plan": planned.plan.to_dict()})
         return
     from rich.console import Console
     from rich.table import Table
@@ -51,5 +51,5 @@ def run(task: Task, global_batch: int, as_json: bool) -> None:
             table.add_row(row["name"], "-", "-", str(row.get("reason")))
         else:
             rate = global_batch * costs.seq_len / step_s
-            table.add_row(row["name"], time_text(step_s), f"{rate:,.0f}", f"{step_s / found.step_s:.2f} x")
+            table.add_row(row["name"], time_text(step_s), f"{rate:,.0f}", f"{step_s / planned.step_s:.2f} x")
     Console().print(table)

@@ -96,12 +96,12 @@ def _best_in_flight(
 
 def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[float]]:
     """Peak memory of one device of every stage, by pipeline."""
-    found = []
+    by_pipeline = []
     for placed, in_flight in zip(finished.candidate.placed, finished.in_flight, strict=True):
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.shapes))
         assert options is not None
         last, published = len(placed.layers) - 1, not isinstance(costs, CalibratedStageCosts)
-        found.append(
+        by_pipeline.append(
             [
                 option.memory_bytes(
                     layers, j == 0, j == last, costs.kept_in_flight(j, last + 1) if published else in_flight[j]
@@ -109,7 +109,7 @@ def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[float]]:
                 for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True))
             ]
         )
-    return found
+    return by_pipeline
 
 
 def to_plan(costs: StageCosts, finished: Finished) -> Plan:

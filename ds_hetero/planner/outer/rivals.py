@@ -76,8 +76,8 @@ def best_sequence(
     candidates = list(Baselines.under(cost).candidates)
     if num_ranks <= SEARCHED_RANKS:
         problem, rank_of = make_problem(cost)
-        found = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[:1]]
-        candidates += [ScheduleCandidate(describe(each, cluster), each, cost.predict(each)) for each in found]
+        schedules = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[:1]]
+        candidates += [ScheduleCandidate(describe(each, cluster), each, cost.predict(each)) for each in schedules]
     feasible = [candidate for candidate in candidates if candidate.prediction.feasible]
     if not feasible:
         return Rival(name=name, reason=str(candidates[0].prediction.reason))

@@ -103,13 +103,13 @@ def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[in
         whole, sharded = runs.pair(None)
         noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
         errors = compare(whole, sharded, runs.held)
-        found = _faults_of_all(errors, noise, eps)
+        differences = _faults_of_all(errors, noise, eps)
         for seed in range(1, _MOST_PAIRS):
-            if not found:
+            if not differences:
                 break
             errors = least(errors, compare(*runs.pair(seed), runs.held))
-            found = _faults_of_all(errors, noise, eps)
-    return found
+            differences = _faults_of_all(errors, noise, eps)
+    return differences
 
 
 def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Difference]]:

@@ -49,9 +49,9 @@ class Columns:
         cuts = LayerCuts(costs)
         self.compositions: list[tuple[tuple[Block, ...], tuple[Cut, ...]]] = []
         for blocks in itertools.islice(_compositions(pools, count, max_stages), MAX_COMPOSITIONS):
-            found = cuts.of_links(blocks, _best_links(costs, blocks), micro_batch_size, costs.cluster.num_ranks)
-            if found:
-                self.compositions.append((blocks, found))
+            cut_options = cuts.of_links(blocks, _best_links(costs, blocks), micro_batch_size, costs.cluster.num_ranks)
+            if cut_options:
+                self.compositions.append((blocks, cut_options))
         self._use_KC = np.zeros((len(count), len(self.compositions)))
         for c, (blocks, _) in enumerate(self.compositions):
             for block in blocks:

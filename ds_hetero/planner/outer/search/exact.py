@@ -42,9 +42,9 @@ def solve_exact(evaluate: Evaluator, sizes: Sequence[int] = (1, 2), max_size: in
             orders = [sorted(set(itertools.permutations(group))) for group in groups]
             for size, pipelines in itertools.product(sizes, itertools.product(*orders)):
                 shapes = tuple(Shape(of_pipeline, size) for of_pipeline in pipelines)
-                found = evaluate(shapes, inf if best is None else best.value)
-                if found is not None and (best is None or found.value < best.value):
-                    best = found
+                candidate = evaluate(shapes, inf if best is None else best.value)
+                if candidate is not None and (best is None or candidate.value < best.value):
+                    best = candidate
     return best
 
 

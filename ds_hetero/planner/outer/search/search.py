@@ -171,9 +171,9 @@ class Search:
         while better and not self._is_spent():
             better = False
             for shapes in neighbours(plan.shapes, self._pools, self._sizes, self._inners, self._rng):
-                found = self._evaluate(shapes, plan.value * (1 - LEAST_GAIN))
-                if found is not None and found.value < plan.value * (1 - LEAST_GAIN):
-                    plan, better = found, True
+                candidate = self._evaluate(shapes, plan.value * (1 - LEAST_GAIN))
+                if candidate is not None and candidate.value < plan.value * (1 - LEAST_GAIN):
+                    plan, better = candidate, True
                     break
                 if self._is_spent():
                     break
@@ -187,9 +187,9 @@ class Search:
             around = itertools.islice(neighbours(plan.shapes, self._pools, self._sizes, self._inners, self._rng), 400)
             some = list(around)
             for index in self._rng.permutation(len(some))[:KICK_TRIES].tolist():
-                found = self._evaluate(some[index], KICK_LOSS * self._best.value)
-                if found is not None and found.value < KICK_LOSS * self._best.value:
-                    plan = found
+                candidate = self._evaluate(some[index], KICK_LOSS * self._best.value)
+                if candidate is not None and candidate.value < KICK_LOSS * self._best.value:
+                    plan = candidate
                     break
         return plan
 
