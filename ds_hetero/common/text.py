@@ -42,5 +42,5 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 def listed(names: Iterable[str], most: int = 50) -> str:
     """The names with commas between them; of very many, the first ``most``."""
-    shown = list(islice(names, most + 1))
+    shown = [name if len(name) <= 80 else f"{name[:77]}..." for name in islice(names, most + 1)]
     return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "")

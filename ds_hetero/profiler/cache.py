@@ -27,7 +27,7 @@ from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-__all__ = ["cache_folder", "measure_cached"]
+__all__ = ["cache_folder", "measure_cached", "read_profile"]
 
 MAX_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
 
@@ -79,7 +79,7 @@ def measure_cached(
     with process_group(device):
         ranks = describe_ranks(device, dtype, attention)
         path = _profile_file(folder or cache_folder(), ranks) if own_rank() == 0 else None
-        cached = on_all_ranks(lambda: None if path is None else _read(path, ranks))[0]
+        cached = on_all_ranks(lambda: None if path is None else read_profile(path, ranks))[0]
         if cached is not None:
             return cached, False
         content = measure(dtype=dtype, attention=attention, window_s=window_s, show_progress=show_progress)
@@ -96,7 +96,7 @@ def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | Non
     return folder / f"{fingerprint(ranks)}.json"
 
 
-def _read(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | None:
+def read_profile(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | None:
     """Read a cached profile of ``ranks``; None where there is none that can be used."""
     try:
         if not path.exists():

@@ -150,7 +150,7 @@ def test_a_damaged_profile_is_ignored(text, tmp_path, caplog):
     path = tmp_path / "p.json"
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert cache._read(path, []) is None
+        assert cache.read_profile(path, []) is None
     assert "ignoring the damaged profile" in caplog.text and len(caplog.text) < 2_000
 
 
