@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
@@ -39,12 +39,33 @@ class Handle:
             engine.backward(loss)
             engine.step()
 
+    With several engines in one process, `for_engine` says which one a call is about.
+
     Args:
         registry: what the integrations have prepared; not for users.
+        model: of the one engine that this handle is about; None for whichever there is.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, model: nn.Module | None = None) -> None:
         self.registry = registry
+        self._model = model
+
+    def for_engine(self, engine: Any) -> Handle:
+        """The same handle, whose loaders, losses and schedules are those of one engine.
+
+        Args:
+            engine: from `deepspeed.initialize`, with a "heterogeneity" section or without.
+
+        Raises:
+            ConfigError: the engine was not built since `ds_hetero.register`, or the handle was undone.
+        """
+        model = engine.module
+        if self.registry.find(model) is None and not self.registry.is_unsplit(model):
+            raise ConfigError(
+                "handle.for_engine was given an engine that ds_hetero does not know: it was built before "
+                "ds_hetero.register(), or the handle was undone."
+            )
+        return Handle(self.registry, model)
 
     def undo(self) -> None:
         """Put back everything that was replaced, in the frameworks and in the models.
@@ -78,9 +99,27 @@ class Handle:
         monitor = self._prepared.monitor
         return () if monitor is None or monitor.replanning is None else tuple(monitor.replanning.changes)
 
+    def _choose(self, call: str) -> PreparedModel | nn.Module:
+        """What ``call`` is about: a model with a section or, where there is none, one without.
+
+        Raises:
+            ConfigError: there is no model, or models between which the call would make a difference.
+        """
+        if self._model is not None:
+            return self.registry.find(self._model) or self._model
+        choices = {(known.model.replica, known.model.takes_shards) for known in self.registry.in_training}
+        if len(choices) > 1:
+            raise ConfigError(
+                f"handle.{call} does not know which engine it is for: {len(self.registry.in_training)} engines with a "
+                f'"{SECTION}" section exist, under different schedules or with some in eval(). Call '
+                f"handle.for_engine(engine).{call}, or engine.destroy() on those that are done."
+            )
+        unsplit = self.registry.unsplit_model if self.registry.latest is None else None
+        return self._prepared if unsplit is None else unsplit
+
     @property
     def _prepared(self) -> PreparedModel:
-        prepared = self.registry.latest
+        prepared = self.registry.latest if self._model is None else self.registry.find(self._model)
         if prepared is None:
             raise ConfigError(
                 f'no model has been prepared with a "{SECTION}" section yet. Call deepspeed.initialize or '
@@ -104,12 +143,12 @@ class Handle:
             device: where batches shall be; left out, where the model is.
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
-        unsplit = self.registry.unsplit_model if self.registry.latest is None else None
-        model = self._prepared.model.model if unsplit is None else unsplit
+        chosen = self._choose("dataloader")
+        model = chosen if isinstance(chosen, nn.Module) else chosen.model.model
         target = next(model.parameters()).device if device is None else torch.device(device)
-        if unsplit is not None:
+        if isinstance(chosen, nn.Module):
             return WholeLoader(dataloader, target)
-        return ModelLoader(dataloader, self._prepared.model, target, batches)
+        return ModelLoader(dataloader, chosen.model, target, batches)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
@@ -126,11 +165,12 @@ class Handle:
         labels = _labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         mean = getattr(outputs, "loss", None)
-        if self.registry.latest is None and self.registry.unsplit_model is not None:
+        chosen = self._choose("loss")
+        if isinstance(chosen, nn.Module):
             batch_loss: Tensor = outputs.loss
             return batch_loss if num_items is None else batch_loss * num_tokens * dist.get_world_size() / num_items
         loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
-        model, replica, divisor = self._prepared.model, self.replica, 1
+        model, replica, divisor = chosen.model, chosen.model.replica, 1
         model.note_scaled_loss()
         if num_items is None and replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps

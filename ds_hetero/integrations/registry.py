@@ -35,12 +35,14 @@ class PreparedModel:
         start: what the ranks agreed on for it.
         prediction_check: compares its steps with the forecasts of ``start``.
         monitor: observes its steps; None until its DeepSpeed engine has been built.
+        is_destroyed: its DeepSpeed engine is gone.
     """
 
     model: ShardedModel
     start: JobStart
     prediction_check: PredictionCheck
     monitor: StepMonitor | None = None
+    is_destroyed: bool = False
 
 
 class Registry:
@@ -59,7 +61,7 @@ class Registry:
     def __init__(self, ds_config: Mapping[str, object] | None) -> None:
         self.ds_config = ds_config
         self.patches = Patches()
-        self._unsplit_model: weakref.ref[nn.Module] | None = None
+        self._unsplit: list[weakref.ref[nn.Module]] = []
         self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
         self._groups = ProcessGroups()
@@ -74,11 +76,22 @@ class Registry:
     @property
     def unsplit_model(self) -> nn.Module | None:
         """The model prepared last without a section, if it still exists."""
-        return None if self._unsplit_model is None else self._unsplit_model()
+        return next((model for weak in reversed(self._unsplit) if (model := weak()) is not None), None)
+
+    def is_unsplit(self, model: nn.Module) -> bool:
+        """Whether ``model`` was prepared without a section."""
+        return any(weak() is model for weak in self._unsplit)
+
+    @property
+    def in_training(self) -> list[PreparedModel]:
+        """The models prepared with a section whose engines exist, oldest first."""
+        return [prepared for prepared in self._prepared if not prepared.is_destroyed]
 
     def note_unsplit(self, model: nn.Module | None) -> None:
         """``model`` was prepared without a section."""
-        self._unsplit_model = None if model is None else weakref.ref(model)
+        self._unsplit = [weak for weak in self._unsplit if weak() not in (None, model)]
+        if model is not None:
+            self._unsplit.append(weakref.ref(model))
 
     def find(self, model: nn.Module) -> PreparedModel | None:
         """What was prepared for ``model``, if it was."""
@@ -155,6 +168,7 @@ class Registry:
         start = prepared.start
         replanning = Replanning(start, change_plan) if wants_replanning(start) else None
         interval = steps_between(steps_per_print) if replanning is None else start.section.replan.interval_steps
+        prepared.is_destroyed = False
         prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer)
         return prepared.monitor
 

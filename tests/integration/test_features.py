@@ -232,6 +232,44 @@ def _give_shards(rank: int) -> None:
         next(loader)
 
 
+def test_calls_of_the_handle_know_their_engine() -> None:
+    run_deepspeed(_train_actor_and_critic, 2)
+
+
+def _train_actor_and_critic(rank: int) -> None:
+    """Two engines with different schedules in turns, beside a reference engine without a section."""
+    import deepspeed
+
+    from ds_hetero.errors import ConfigError
+
+    whole = batches(2)
+    handle, actor = start(llama(), stage=1)
+    critic, *_ = deepspeed.initialize(model=(model := llama()), optimizer=adam(model), config=ds_config(1, ONE_GROUP_2))
+    reference, *_ = deepspeed.initialize(model=llama(), config=ds_config(0, None, train_batch_size=4))
+    with pytest.raises(ConfigError, match=r"handle.dataloader does not know .*handle.for_engine\(engine\).dataloader"):
+        handle.dataloader(whole)
+    assert handle.for_engine(actor).schedule != handle.for_engine(critic).schedule
+    expected, _ = train_on_one_process(llama(), [[batch] for batch in whole])
+    losses = {actor: [], critic: []}
+    loaders = [zip(handle.for_engine(engine).dataloader(whole), strict=False) for engine in (actor, critic)]
+    for of_actor, of_critic, batch in zip(*loaders, handle.for_engine(reference).dataloader(whole), strict=True):
+        assert batch["input_ids"].shape == whole[0]["input_ids"].shape
+        for engine, (shard,) in ((actor, of_actor), (critic, of_critic)):
+            loss = handle.for_engine(engine).loss(engine(**shard), shard)
+            with pytest.raises(ConfigError, match=r"handle\.loss does not know"):
+                handle.loss(None, shard)
+            engine.backward(loss)
+            engine.step()
+            losses[engine].append(loss.item())
+    for engine in losses:
+        np.testing.assert_allclose(losses[engine], expected, rtol=1e-5)
+    actor.destroy()
+    assert handle.dataloader(whole).replica is handle.for_engine(critic).replica
+    handle.undo()
+    with pytest.raises(ConfigError, match="an engine that ds_hetero does not know"):
+        handle.for_engine(actor)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoint_resumes_under_another_schedule(stage: int, tmp_path: Path) -> None:
     whole = batches(6)

@@ -179,9 +179,17 @@ class EngineInstaller:
                 scaling=LossScaling(prepared.model),
                 monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
                 prediction_check=prepared.prediction_check,
+                note_destroyed=_noting_destroyed(prepared),
                 stage3=optimizers.stage3_checkpoints(engine),
             )
         )
+
+
+def _noting_destroyed(prepared: PreparedModel) -> Callable[[], None]:
+    def note_destroyed() -> None:
+        prepared.is_destroyed = True
+
+    return note_destroyed
 
 
 def _configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:

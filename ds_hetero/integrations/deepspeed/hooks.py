@@ -63,6 +63,7 @@ class HookedEngine:
         scaling: brings losses to the scale of the engine's average.
         monitor: takes the times of steps.
         prediction_check: compares steps with their prediction.
+        note_destroyed: called before the engine is gone.
         stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
     """
 
@@ -71,6 +72,7 @@ class HookedEngine:
     scaling: LossScaling
     monitor: StepMonitor
     prediction_check: PredictionCheck
+    note_destroyed: Callable[[], None]
     stage3: Stage3Checkpoints | None
 
 
@@ -159,6 +161,7 @@ def expect_scaled_loss(hooked: HookedEngine, step: Callable[..., Any], *args: An
 
 def report_times(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Print the table of the ranks' times before the engine is gone."""
+    hooked.note_destroyed()
     hooked.monitor.report()
     return destroy(*args, **kwargs)
 
