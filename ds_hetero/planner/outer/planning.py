@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
@@ -131,8 +133,8 @@ def check_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
         PlanError: the numbers, and what would be accepted.
     """
     for name, value in (("global_batch", global_batch), *(("micro_batch_size", size) for size in micro_batch_sizes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name} must be a whole number >= 1, got {value!r}.")
+        if not is_whole(value, 1, MAX_BATCH):
+            raise PlanError(f"{name} must be {whole_rule(value, 1, MAX_BATCH)}, got {shortened(value)}.")
     if not any(global_batch % size == 0 for size in micro_batch_sizes):
         raise PlanError(
             f"micro-batches of {' or '.join(map(str, micro_batch_sizes))} samples do not make up a global batch of "
