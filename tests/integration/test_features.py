@@ -270,6 +270,23 @@ def _train_actor_and_critic(rank: int) -> None:
         handle.for_engine(actor)
 
 
+def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = run_deepspeed(_save_in_vain, 2, str(tmp_path))
+    assert first == second
+    assert first.startswith("on rank 1: the checkpoint cannot be saved") and "Not a directory" in first
+    assert not (tmp_path / "latest").exists()
+
+
+def _save_in_vain(rank: int, folder: str) -> str:
+    from ds_hetero.errors import CheckpointError
+
+    _, engine = start(llama(), stage=1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(f"{folder}/file/below" if rank else folder, "first")
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoint_resumes_under_another_schedule(stage: int, tmp_path: Path) -> None:
     whole = batches(6)

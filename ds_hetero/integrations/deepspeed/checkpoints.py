@@ -7,6 +7,7 @@ Everything goes through DeepSpeed's own files and methods. The functions here ru
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,13 @@ def write_latest_last(
 
     DeepSpeed's rank 0 writes it as soon as it has saved its own part.
 
-    Collectives: one barrier.
+    Collectives: one `on_all_ranks` and one barrier.
+
+    Raises:
+        CheckpointError: a rank cannot write into the folder; the same on every rank, before anything is saved.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    on_all_ranks(lambda: _expect_writable(Path(save_dir, tag)))
     if engine.checkpoint_engine.is_decoupled():  # it writes later, and then `latest` as well
         return save(save_dir, tag, client_state or {}, save_latest, **kwargs)
     saved = save(save_dir, tag, client_state or {}, save_latest=False, **kwargs)  # ends with a barrier
@@ -127,6 +132,21 @@ def _shard_paths(engine: Engine, load_dir: str, tag: Any) -> list[str]:
             "died while saving it, or this rank does not see the files of the others. Load an earlier one."
         )
     return shards
+
+
+def _expect_writable(folder: Path) -> None:
+    """Write a little into the folder of a checkpoint: most of what fails there fails before a rank waits for others."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(1 << 16))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be saved, since {folder} cannot be written to: {error}. Nothing was saved; the "
+            "checkpoint that `latest` names is as it was."
+        ) from error
 
 
 def _write_whole(path: Path, text: str) -> None:
