@@ -8,12 +8,17 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: ranks are 
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests import support
 
 # The same examples in every run and on every machine: a failure is a failure for everybody.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
 hypothesis.settings.load_profile("repeatable")
+# Hypothesis mixes in constants from the modules that happen to be loaded: a test would see other examples alone than in
+# the suite.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
