@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import ds_hetero
 from benchmarks.measure.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
 from ds_hetero.integrations.handle import Handle
+from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Step", "alone_step", "make_loaded_step", "make_scheduled_step", "make_step"]
@@ -134,7 +135,7 @@ def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int)
     section = {"schedule": schedule if isinstance(schedule, str) else schedule.to_dict()}
     engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity=section)
     running = handle.schedule
-    batch = cache(lambda length: _batch(shape, length, running.positions(length, dist.get_rank())))
+    batch = cache(lambda length: _batch(shape, length, stream_placement(running, length).positions(dist.get_rank())))
 
     def step(length: int) -> float:
         shard = batch(length)

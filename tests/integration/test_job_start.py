@@ -115,6 +115,7 @@ def _train_planned(rank: int) -> Any:
     return found
 
 
+@pytest.mark.slow  # a launcher and its ranks import everything from nothing
 def test_a_script_that_just_ends_gets_the_comparison_with_the_prediction(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

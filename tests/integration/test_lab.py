@@ -23,6 +23,8 @@ from benchmarks.measure.results import FOLDER
 from benchmarks.measure.statistics import within_bound
 from tests.support import ROOT
 
+pytestmark = pytest.mark.slow  # emulated speeds take the time that they emulate
+
 CLUSTER = """
 nodes:
   - {speeds: [4, 3], bandwidth_gbit_per_s: 1, latency_us: 100}

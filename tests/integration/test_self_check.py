@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, adam, batches, ds_config
 from tests.support import run_deepspeed, run_ranks
 
+# Both in CI; one in a quick run.
+DTYPES = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -140,7 +143,7 @@ def _check(rank: int, entry: tuple[Any, ...], kind: str, schedule: dict[str, Any
     return _verdict(_make(entry, getattr(torch, dtype)), _batch(kind, labels), schedule)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("name", EXACT)
 def test_a_model_that_is_exact_passes(name: str, dtype: str) -> None:
     assert run_ranks(_check, 2, EXACT[name], "plain", UNEVEN_2, dtype) == ["", ""]
@@ -151,7 +154,7 @@ def test_padding_packing_and_prompts_raise_no_alarm(kind: str, schedule: int) ->
     assert run_ranks(_check, 2, EXACT["llama"], kind, (UNEVEN_2, ONE_GROUP_2)[schedule], "float32") == ["", ""]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("name", SILENTLY_WRONG)
 def test_a_model_that_would_train_on_something_else_is_refused(name: str, dtype: str) -> None:
     texts = run_ranks(_check, 2, SILENTLY_WRONG[name], "plain", UNEVEN_2, dtype)
