@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,14 +13,11 @@ from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
-from ds_hetero.runtime.data.shard_info import attach, shard_info
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import model_inputs
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["ModelLoader", "WholeLoader", "is_placeholder"]
-
-# A model cannot be run on no token at all, so a rank without tokens gets one that stands for none.
-_PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 
 
 class ModelLoader(ShardedLoader):
@@ -55,13 +51,7 @@ class ModelLoader(ShardedLoader):
             return
         for shard in super().__iter__():
             self._verify()
-            if "labels" in shard:
-                shard["shift_labels"] = shard.pop("labels")  # of a model that predicts each token in its own place
-            ready = {name: self._ready(name, entry) for name, entry in shard.items()}
-            info = shard_info(shard["position_ids"])
-            assert info is not None
-            attach(ready["position_ids"], replace(info, labels=ready.get("shift_labels")))
-            yield ready
+            yield model_inputs(shard, self._target)
             self._expect_split_model()
 
     def _expect_split_model(self) -> None:
@@ -80,14 +70,6 @@ class ModelLoader(ShardedLoader):
             self._model.note_checked()
         if self._model.needs_check:
             self._batches.keep_next()
-
-    def _ready(self, name: str, entry: Any) -> Any:
-        if not isinstance(entry, Tensor):
-            return entry
-        if entry.dim() > 1 and entry.shape[1] == 0:
-            column = (entry.shape[0], 1, *entry.shape[2:])
-            entry = entry.new_full(column, _PLACEHOLDER.get(name, 0))
-        return entry.to(self._target)
 
 
 class WholeLoader:

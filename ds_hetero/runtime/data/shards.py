@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Placer
-from ds_hetero.runtime.data.shard_info import ShardInfo, attach
+from ds_hetero.runtime.data.shard_info import ShardInfo, attach, shard_info
 from ds_hetero.schedule import Schedule
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "WholeBatch",
     "cut",
     "filler_batch",
+    "model_inputs",
     "place",
     "read_batch",
 ]
@@ -46,6 +47,9 @@ IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 _CHECKED_ELEMENTS = 1 << 20
+
+# What the one token holds that stands for none.
+_PLACEHOLDER = {"position_ids": -1, "shift_labels": IGNORE_INDEX}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,10 +181,38 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
     )
 
 
+def model_inputs(shard: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a shard as a model takes it, with its `ShardInfo` and labels attached to ``position_ids``.
+
+    A model cannot be run on no token at all, so a rank without tokens gets one column that stands for none. Labels of a
+    model that predicts each token in its own place become ``shift_labels``.
+
+    Args:
+        shard: from `PlacedBatch.shard`.
+        device: where tensors shall be.
+    """
+    entries = dict(shard)
+    if "labels" in entries:
+        entries["shift_labels"] = entries.pop("labels")
+    inputs = {name: _model_input(name, entry, device) for name, entry in entries.items()}
+    info = shard_info(shard["position_ids"])
+    assert info is not None
+    attach(inputs["position_ids"], replace(info, labels=inputs.get("shift_labels")))
+    return inputs
+
+
 def cut(tensor: Tensor, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """[B, L, ...] -> [B, s, ...]: the positions of ``intervals``, copied to the CPU so that the whole can be freed."""
     parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
     return torch.cat(parts, dim=1).cpu()
+
+
+def _model_input(name: str, entry: Any, device: torch.device) -> Any:
+    if not isinstance(entry, Tensor):
+        return entry
+    if entry.dim() > 1 and entry.shape[1] == 0:
+        entry = entry.new_full((entry.shape[0], 1, *entry.shape[2:]), _PLACEHOLDER.get(name, 0))
+    return entry.to(device)
 
 
 def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

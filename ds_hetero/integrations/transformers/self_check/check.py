@@ -37,7 +37,7 @@ from ds_hetero.integrations.transformers.self_check.traceless import traceless
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
 from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, place, read_batch
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, model_inputs, place, read_batch
 from ds_hetero.runtime.loss import sequence_parallel_loss
 
 __all__ = ["check_first_batch"]
@@ -46,9 +46,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
 _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
-
-# A model cannot be run on no token at all, so a rank without tokens gets one that stands for none.
-_PLACEHOLDER = {"position_ids": -1, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 
 
 def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> bool:
@@ -131,10 +128,7 @@ class _Runs:
         intervals = placed.placement.intervals(replica.rank)
         self.held = Held(intervals, real_tokens(piece))
         self._device = next(model.model.parameters()).device
-        shard = placed.shard(replica.rank)
-        if "labels" in shard:
-            shard["shift_labels"] = shard.pop("labels")
-        self._shard = {name: self._ready(name, entry) for name, entry in shard.items()}
+        self._shard = model_inputs(placed.shard(replica.rank), self._device)
         self._shape = (placed.batch.batch_size, placed.batch.length)
         self._own_shape = tuple(self._shard["position_ids"].shape[:2])
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
@@ -190,11 +184,6 @@ class _Runs:
             return None
         num_labels = self._shard["shift_labels"].ne(IGNORE_INDEX).sum()
         return sequence_parallel_loss(mean * num_labels, num_labels, self._model.replica)
-
-    def _ready(self, name: str, entry: Any) -> Any:
-        if isinstance(entry, Tensor) and entry.dim() > 1 and entry.shape[1] == 0:
-            entry = entry.new_full((entry.shape[0], 1, *entry.shape[2:]), _PLACEHOLDER.get(name, 0))
-        return self._on_device(entry)
 
     def _on_device(self, entry: Any) -> Any:
         return entry.to(self._device) if isinstance(entry, Tensor) else entry
