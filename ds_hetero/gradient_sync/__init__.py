@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_hetero.gradient_sync.chunks import fit_owner_weights
+    from ds_hetero.gradient_sync.model_layouts import pipeline_layouts, tensor_parallel_layouts
     from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
     from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-    from ds_hetero.gradient_sync.tensor_parallel import tensor_parallel_layouts
 
-__all__ = ["AsymmetricGradientSync", "Cut", "ParameterLayout", "fit_owner_weights", "tensor_parallel_layouts"]
+__all__ = [
+    "AsymmetricGradientSync",
+    "Cut",
+    "ParameterLayout",
+    "fit_owner_weights",
+    "pipeline_layouts",
+    "tensor_parallel_layouts",
+]
 
 _MODULES = {
     "AsymmetricGradientSync": "sync",
     "Cut": "parameter_cuts",
     "ParameterLayout": "parameter_cuts",
     "fit_owner_weights": "chunks",
-    "tensor_parallel_layouts": "tensor_parallel",
+    "pipeline_layouts": "model_layouts",
+    "tensor_parallel_layouts": "model_layouts",
 }
 
 

@@ -44,6 +44,8 @@ def agree(
     layouts: Mapping[str, ParameterLayout],
     settings: object,
     group: ProcessGroup,
+    *,
+    has_replicas: bool = False,
 ) -> dict[str, torch.dtype]:
     """Check this rank's parameters and compare what must be the same on every rank.
 
@@ -53,6 +55,7 @@ def agree(
         layouts: of all parameters.
         settings: whatever else must be the same, compared by its ``repr``.
         group: all ranks.
+        has_replicas: the replicas are given, so that layouts need not have one cut for each.
 
     Returns:
         The dtype of every parameter, by name.
@@ -67,6 +70,8 @@ def agree(
     fingerprint = hashlib.sha256(arguments.encode()).hexdigest()[:8]
 
     def examine() -> tuple[str, dict[str, torch.dtype]]:
+        if not has_replicas:
+            replicas_of(layouts)
         _expect_valid(parameters, shards, layouts, dist.get_rank(), dist.get_world_size(group))
         return fingerprint, {name: parameters[name].dtype for name in shards}
 
@@ -97,7 +102,6 @@ def _expect_valid(
     Raises:
         SyncError: layouts contradict one another, or this rank's parameters are not those of its shards.
     """
-    replicas_of(layouts)
     for name, layout in layouts.items():
         owners = [] if layout.owners is None else [layout.owners]
         outside = [r for cut in (*layout.cuts, *owners) for r in cut.ranks if not 0 <= r < world_size]

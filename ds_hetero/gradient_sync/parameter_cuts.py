@@ -72,11 +72,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """What every replica, and every ZeRO owner, holds of one parameter.
+    """What every replica or stage, and every ZeRO owner, holds of one parameter.
 
     Args:
         shape: of the whole parameter.
-        cuts: one per replica, in the same order for every parameter; a rank belongs to one replica.
+        cuts: one per summand of the gradient: per replica, in the same order for every parameter, or per stage that
+            holds the parameter; a rank belongs to one of them.
         owners: who keeps optimizer state and the sum of the gradients of what, one rank per part. None gives every
             element to one of its holders, which costs the fewest bytes.
 

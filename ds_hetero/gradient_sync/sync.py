@@ -56,6 +56,8 @@ class AsymmetricGradientSync:
             rank. Other parameters are left alone.
         group: a group of all ranks of the job; None for the default one.
         bucket_bytes: a bucket leaves once a contributor has so much for it.
+        replicas: ranks of every replica, by which `start` weighs gradients; None if every layout has one cut for each
+            replica, in the same order.
         communication_dtype: what gradients travel in; None for each parameter's own dtype.
         owner_weights: see `ds_hetero.gradient_sync.chunks.chunks_of`; the same on every rank.
         alignment: see `ds_hetero.gradient_sync.chunks.chunks_of`.
@@ -81,6 +83,7 @@ class AsymmetricGradientSync:
         group: ProcessGroup | None = None,
         bucket_bytes: int = 25 * 2**20,
         *,
+        replicas: Sequence[Sequence[int]] | None = None,
         communication_dtype: torch.dtype | None = None,
         owner_weights: Mapping[int, float] | None = None,
         alignment: int = ALIGNMENT,
@@ -89,9 +92,10 @@ class AsymmetricGradientSync:
         self._rank = dist.get_rank()
         self._message_device = message_device(self._group)
         self._shards = {name: shard for name in layouts if (shard := Shard.of(layouts[name], self._rank))}
-        settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment
-        dtypes = agree(parameters, self._shards, layouts, settings, self._group)
-        self._replicas = replicas_of(layouts)
+        given = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
+        settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, given
+        dtypes = agree(parameters, self._shards, layouts, settings, self._group, has_replicas=given is not None)
+        self._replicas = replicas_of(layouts) if given is None else given
         self._parameters = {name: parameters[name] for name in self._shards}
 
         by_backward = [(name, layouts[name]) for name in reversed(list(layouts))]

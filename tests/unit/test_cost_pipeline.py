@@ -6,8 +6,9 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from ds_hetero.cost.stages.pipeline_time import closed_form, default_in_flight, one_f_one_b, run_pipeline
+from ds_hetero.cost.stages.pipeline_time import closed_form, run_pipeline
 from ds_hetero.errors import PlanError
+from ds_hetero.plans.timetable import default_in_flight, one_f_one_b
 
 
 def random_pipeline(rng):

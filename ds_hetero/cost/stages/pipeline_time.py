@@ -26,15 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.errors import PlanError
+from ds_hetero.plans.timetable import default_in_flight
 
-__all__ = ["PipelineRun", "closed_form", "default_in_flight", "one_f_one_b", "run_pipeline"]
+__all__ = ["PipelineRun", "closed_form", "run_pipeline"]
 
 Floats = npt.NDArray[np.float64]
-
-
-def default_in_flight(stages: int) -> tuple[int, ...]:
-    """Micro-batches in flight by stage under plain 1F1B: the stages from this one to the last."""
-    return tuple(range(stages, 0, -1))
 
 
 def closed_form(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
@@ -57,20 +53,6 @@ def closed_form(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[F
     if len(hop_s):
         period = np.maximum(period, hop_s.max())
     return behind_CS[:, -1], period
-
-
-def one_f_one_b(in_flight: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Return the actions of a stage in order: ``("F", k)`` and ``("B", k)`` for every micro-batch k.
-
-    Args:
-        in_flight: forwards that may run before their backward, at least 1.
-        micro_batches: of the step.
-    """
-    warm_up = min(in_flight - 1, micro_batches)
-    actions = [("F", k) for k in range(warm_up)]
-    for k in range(micro_batches - warm_up):
-        actions += [("F", warm_up + k), ("B", k)]
-    return actions + [("B", k) for k in range(micro_batches - warm_up, micro_batches)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Layouts of models that torch's tensor parallelism has cut, read off their DTensors."""
+"""Layouts of models that are cut over ranks, read off their parameters: DTensors, copies, and stages of pipelines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["tensor_parallel_layouts"]
+__all__ = ["pipeline_layouts", "tensor_parallel_layouts"]
 
 
 def tensor_parallel_layouts(
@@ -63,6 +64,47 @@ def tensor_parallel_layouts(
     }
 
 
+def pipeline_layouts(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, group: ProcessGroup | None = None
+) -> dict[str, ParameterLayout]:
+    """What every rank holds of every parameter that takes a gradient, where ranks are stages of pipelines.
+
+    Every stage that holds a parameter is a summand of its gradient: one stage of each pipeline, and for an embedding
+    that is tied to the head, two. Copies in a ``"tensor"`` stage have equal gradients; in a ``"sequence"`` stage they
+    are parts of a sum, by tokens.
+
+    Args:
+        parameters: of this rank, by the names of the whole model; a tied parameter under one name in every stage.
+        plan: what all ranks do; idle ranks hold nothing.
+        group: all ranks of the job; None for the default group.
+
+    Returns:
+        By name, in the order of the first pipeline's stages and of their parameters; the same on every rank.
+
+    Caller: every rank of ``group``.
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        SyncError: on every rank, as `tensor_parallel_layouts`, or when a pipeline lacks a parameter that another has.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialized"
+
+    def describe() -> dict[str, _HeldPart]:
+        return {name: _held_part(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+
+    by_rank = dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
+    stages = [(i, stage) for i, pipeline in enumerate(plan.pipelines) for stage in pipeline.stages]
+    layouts = {}
+    for name in dict.fromkeys(name for _, stage in stages for rank in stage.ranks for name in by_rank[rank]):
+        parts = {rank: held[name] for rank, held in by_rank.items() if name in held}
+        holding = [(i, stage) for i, stage in stages if any(rank in parts for rank in stage.ranks)]
+        if {i for i, _ in holding} != set(range(len(plan.pipelines))):
+            raise SyncError(f"{name} takes a gradient in pipelines {sorted({i for i, _ in holding})} only.")
+        layouts[name] = _layout_of_cuts(name, [(s.ranks, s.inner == "sequence") for _, s in holding], parts)
+    return layouts
+
+
 class _HeldPart(NamedTuple):
     """What a rank holds of a parameter.
 
@@ -105,20 +147,29 @@ def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, 
     Raises:
         SyncError: replicas disagree on the shape, or ranks of one replica on the cut.
     """
+    missing = [members for members in replicas if not any(rank in parts for rank in members)]
+    if missing:
+        raise SyncError(f"{name} is missing on ranks {missing[0]}, which are one replica.")
+    return _layout_of_cuts(name, [(members, False) for members in replicas], parts)
+
+
+def _layout_of_cuts(
+    name: str, members_of_cuts: Sequence[tuple[Sequence[int], bool]], parts: Mapping[int, _HeldPart]
+) -> ParameterLayout:
+    """Make a layout with a cut for each set of ranks, and whether gradients of copies in it are parts of a sum."""
     shapes = {part.shape for part in parts.values()}
     if len(shapes) > 1:
         raise SyncError(f"{name} has different shapes on different ranks: {sorted(shapes)}.")
     (shape,) = shapes
     cuts = []
-    for members in replicas:
+    for members, partial in members_of_cuts:
         holders = [rank for rank in members if rank in parts]
         dims = {parts[rank].dim for rank in holders}
         if len(dims) != 1:
-            how = f"is cut in different ways, {dims}" if dims else "is missing"
-            raise SyncError(f"{name} {how} on ranks {members}, which are one replica.")
+            raise SyncError(f"{name} is cut in different ways, {dims}, on ranks {members}.")
         (dim,) = dims
         if dim is None:
-            cuts.append(Cut.whole(shape, *holders))
+            cuts.append(Cut.whole(shape, *holders, partial=partial))
         else:
             holders.sort(key=lambda rank: parts[rank].place)
             cuts.append(Cut.along(dim, holders, [parts[rank].size for rank in holders]))

@@ -1,0 +1,1 @@
+"""Pipelines of unequal stages: activations between stages that cut them differently, and the order of the passes."""

@@ -1,0 +1,232 @@
+"""1F1B on one rank: the passes of its stage in order, with the hops to its neighbours under them.
+
+A step runs every micro-batch of the rank's pipeline forward and backward. Receives are posted one pass of their kind
+ahead, so that a transfer runs under the pass before it; sends are waited for when their stage runs so many passes ahead
+that they must have arrived. What is kept of a micro-batch between its two passes is the stage's input and its output.
+
+Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_hetero.plans import Pipeline, Plan
+from ds_hetero.plans.timetable import FORWARD, Action, one_f_one_b
+from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
+
+__all__ = ["MicroBatch", "Neighbours", "PipelineRunner", "StageCompute", "neighbours_of"]
+
+
+class MicroBatch(Protocol):
+    """What the runner has to know of a micro-batch; the same on every rank of a pipeline."""
+
+    @property
+    def rows(self) -> int:
+        """B."""
+
+    @property
+    def length(self) -> int:
+        """L."""
+
+
+B = TypeVar("B", bound=MicroBatch)
+B_contra = TypeVar("B_contra", bound=MicroBatch, contravariant=True)
+
+
+class StageCompute(Protocol[B_contra]):
+    """The layers of a stage."""
+
+    def __call__(self, batch: B_contra, hidden: Tensor | None) -> Tensor:
+        """Run the forward of a micro-batch.
+
+        Args:
+            batch: the micro-batch, of which the stage takes this rank's tokens.
+            hidden: [b, s, H] from the stage before; None on the first.
+
+        Returns:
+            [b, s, H]; on the last stage a scalar, this rank's summand of the loss.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Neighbours:
+    """Both directions of the boundaries of this rank's stage.
+
+    Args:
+        pipeline: of the rank.
+        stage: index of its stage.
+        inputs: activations from the stage before; None on the first.
+        input_gradients: gradients to the stage before.
+        outputs: activations to the stage after; None on the last.
+        output_gradients: gradients from the stage after.
+    """
+
+    pipeline: Pipeline
+    stage: int
+    inputs: Boundary | None = None
+    input_gradients: Boundary | None = None
+    outputs: Boundary | None = None
+    output_gradients: Boundary | None = None
+
+
+def neighbours_of(
+    plan: Plan, rank: int, groups: dict[tuple[int, int], BoundaryGroups], device: torch.device
+) -> Neighbours:
+    """Return the boundaries of the stage of ``rank``, which has a place in the plan.
+
+    Args:
+        plan: what all ranks do.
+        rank: this process's.
+        groups: see `make_boundary_groups`.
+        device: where activations live.
+    """
+    place = plan.place_of(rank)
+    assert place is not None
+    i, j = place
+    pipeline = plan.pipelines[i]
+    own = pipeline.stages[j]
+    inputs = input_gradients = outputs = output_gradients = None
+    if j > 0:
+        before, pair = pipeline.stages[j - 1], groups[i, j - 1]
+        inputs = Boundary(source=before, target=own, rank=rank, group=pair.activations, device=device)
+        input_gradients = Boundary(source=own, target=before, rank=rank, group=pair.gradients, device=device)
+    if j + 1 < len(pipeline.stages):
+        after, pair = pipeline.stages[j + 1], groups[i, j]
+        outputs = Boundary(source=own, target=after, rank=rank, group=pair.activations, device=device)
+        output_gradients = Boundary(source=after, target=own, rank=rank, group=pair.gradients, device=device)
+    return Neighbours(
+        pipeline=pipeline,
+        stage=j,
+        inputs=inputs,
+        input_gradients=input_gradients,
+        outputs=outputs,
+        output_gradients=output_gradients,
+    )
+
+
+class PipelineRunner(Generic[B]):
+    """Runs the micro-batches of one step through this rank's stage.
+
+    Args:
+        neighbours: of the stage, see `neighbours_of`.
+        compute: its layers.
+        width: H.
+        dtype: of the activations between stages.
+    """
+
+    def __init__(self, neighbours: Neighbours, compute: StageCompute[B], width: int, dtype: torch.dtype) -> None:
+        self._neighbours, self._compute = neighbours, compute
+        self._width, self._dtype = width, dtype
+        self.sent_bytes = 0  # of activations and gradients, since the runner was made
+
+    def train(
+        self, batches: Sequence[B], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Tensor | None:
+        """Run forward and backward of every micro-batch.
+
+        Args:
+            batches: of this rank's pipeline.
+            no_sync: gradients of all backwards but the last are computed inside.
+
+        Returns:
+            The sum of the losses' values on the last stage, None on the others.
+
+        Caller: every rank of the pipeline, with the same micro-batches.
+
+        Raises:
+            PeerError: a rank of a neighbouring stage failed.
+        """
+        in_flight = self._neighbours.pipeline.in_flight(self._neighbours.stage)
+        return self._run(batches, one_f_one_b(in_flight, len(batches)), no_sync)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[B]) -> Tensor | None:
+        """Run the forwards alone; the arguments and the result are those of `train`."""
+        return self._run(batches, [Action(FORWARD, k) for k in range(len(batches))], nullcontext)
+
+    def _run(
+        self, batches: Sequence[B], actions: Sequence[Action], no_sync: Callable[[], AbstractContextManager[None]]
+    ) -> Tensor | None:
+        near = self._neighbours
+        inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
+        gradients = _Inbox(near.output_gradients, batches, self._width, self._dtype)
+        outbox = _Outbox(near.pipeline.in_flight(0))
+        kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+        total: Tensor | None = None
+        for kind, k in actions:
+            if kind == FORWARD:
+                hidden = inputs.take(k)
+                if hidden is not None and torch.is_grad_enabled():
+                    hidden.requires_grad_()
+                output = self._compute(batches[k], hidden)
+                kept[k] = hidden, output
+                if near.outputs is None:
+                    total = output.detach().clone() if total is None else total + output.detach()
+                else:
+                    outbox.put(self._send(near.outputs, output.detach(), batches[k]))
+                if not torch.is_grad_enabled():
+                    kept.clear()
+            else:
+                hidden, output = kept.pop(k)
+                gradient = gradients.take(k)
+                if output.requires_grad:  # not if nothing before it is trained
+                    with nullcontext() if k == len(batches) - 1 else no_sync():
+                        torch.autograd.backward(output, gradient)
+                del output
+                if near.input_gradients is not None:
+                    assert hidden is not None
+                    back = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+                    outbox.put(self._send(near.input_gradients, back, batches[k]))
+        outbox.close()
+        return total
+
+    def _send(self, boundary: Boundary, x: Tensor, batch: B) -> Sending:
+        self.sent_bytes += boundary.sent_elements(batch.rows, batch.length, self._width) * x.element_size()
+        return boundary.send(x, batch.length)
+
+
+class _Inbox(Generic[B]):
+    """What arrives over one boundary, one micro-batch asked for ahead of the one that is taken."""
+
+    def __init__(self, boundary: Boundary | None, batches: Sequence[B], width: int, dtype: torch.dtype) -> None:
+        self._boundary, self._batches, self._width, self._dtype = boundary, batches, width, dtype
+        self._asked: deque[Receiving] = deque()
+        self._ask(0)
+
+    def take(self, k: int) -> Tensor | None:
+        """Return what belongs to micro-batch ``k``, the next in order; None without a boundary."""
+        if self._boundary is None:
+            return None
+        received = self._asked.popleft().wait()
+        self._ask(k + 1)
+        return received
+
+    def _ask(self, k: int) -> None:
+        if self._boundary is not None and k < len(self._batches):
+            batch = self._batches[k]
+            self._asked.append(self._boundary.receive(batch.rows, batch.length, self._width, self._dtype))
+
+
+class _Outbox:
+    """Messages on their way, as many as can be without a neighbour being late."""
+
+    def __init__(self, most: int) -> None:
+        self._most = 2 * most
+        self._sending: deque[Sending] = deque()
+
+    def put(self, sending: Sending) -> None:
+        self._sending.append(sending)
+        while len(self._sending) > self._most:
+            self._sending.popleft().wait()
+
+    def close(self) -> None:
+        while self._sending:
+            self._sending.popleft().wait()

@@ -1,0 +1,186 @@
+"""1F1B over stages that cut a micro-batch differently, against one process, with a model that treats tokens alone."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_hetero.errors import SyncError
+from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
+from ds_hetero.plans.activations import held_intervals
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.schedule import Group, Schedule
+from tests.support import run_ranks
+
+WIDTH, WORDS, LAYERS = 6, 11, 5
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: torch.Tensor
+    scale: float
+
+    @property
+    def rows(self):
+        return self.tokens.shape[0]
+
+    @property
+    def length(self):
+        return self.tokens.shape[1]
+
+
+class Model(nn.Module):
+    """Embedding, layers, head; the same on every rank. With ``tied`` the head is the embedding."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def held(self, layers):
+        """Parameters of a stage, by name."""
+        chosen = {f"layers.{i}": self.layers[i] for i in range(*layers)}
+        ends = ([] if layers[0] else ["embedding"]) + (["head"] if layers[1] == LAYERS else [])
+        modules = {**({"embedding": self.embedding} if "embedding" in ends else {}), **chosen}
+        parameters = {f"{name}.{key}": p for name, module in modules.items() for key, p in module.named_parameters()}
+        if "head" in ends:
+            tied = self.head.weight is self.embedding.weight
+            parameters["embedding.weight" if tied else "head.weight"] = self.head.weight
+        return parameters
+
+    def run(self, layers, batch, held, hidden):
+        """One stage on the tokens in ``held``; a sum of token losses on the last."""
+        tokens = torch.cat([batch.tokens[:, start:stop] for start, stop in held] or [batch.tokens[:, :0]], dim=1)
+        x = self.embedding(tokens) if hidden is None else hidden
+        for i in range(*layers):
+            x = x + torch.tanh(self.layers[i](x))
+        if layers[1] < LAYERS:
+            return x
+        return (
+            nn.functional.cross_entropy(self.head(x).flatten(0, 1), (tokens.flatten() + 1) % WORDS, reduction="sum")
+            * batch.scale
+        )
+
+
+def sequence_schedule(ranks, rng):
+    tokens = tuple(rng.choice((0.0, 1.0, 3.0)) if i else 1.0 for i in range(len(ranks)))
+    group = Group(ranks=ranks, tokens=tokens, heads=(4, *[0] * (len(ranks) - 1)))
+    return Schedule(num_heads=4, num_kv_heads=4, layout=rng.choice(("contiguous", "zigzag")), groups=(group,))
+
+
+def random_plan(rng, world_size):
+    """Pipelines of random stages over ``world_size`` ranks, some of which may be idle."""
+    ranks = list(range(world_size - rng.choice((0, 0, 1))))
+    pipelines = []
+    for number in random_parts(rng, len(ranks), rng.randint(1, min(3, len(ranks)))):
+        own, ranks = ranks[:number], ranks[number:]
+        sizes = random_parts(rng, number, rng.randint(1, min(4, number, LAYERS)))
+        cuts = [0, *itertools.accumulate(random_parts(rng, LAYERS, len(sizes)))]
+        stages = []
+        for size, layers in zip(sizes, itertools.pairwise(cuts), strict=True):
+            members, own = tuple(own[:size]), own[size:]
+            inner = "one" if size == 1 else rng.choice(("tensor", "sequence")) if size in (2, 4) else "sequence"
+            schedule = sequence_schedule(members, rng) if inner == "sequence" else None
+            stages.append(Stage(ranks=members, layers=layers, inner=inner, schedule=schedule))
+        shown = [len(stages) - j + rng.choice((0, 0, 1)) for j in range(len(stages))]
+        in_flight = [max(shown[j:]) for j in range(len(stages))]
+        stages = [Stage(ranks=s.ranks, layers=s.layers, inner=s.inner, schedule=s.schedule, in_flight=n)
+                  for s, n in zip(stages, in_flight, strict=True)]  # fmt: skip
+        pipelines.append(
+            Pipeline(stages=tuple(stages), micro_batch_size=rng.randint(1, 2), micro_batches=rng.randint(1, 5))
+        )
+    model = PlannedModel(num_layers=LAYERS, num_heads=4, num_kv_heads=4)
+    return Plan(pipelines=tuple(pipelines), model=model)
+
+
+def random_parts(rng, total, number):
+    cuts = sorted(rng.sample(range(1, total), number - 1))
+    return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
+
+
+def batches_of(plan, seed):
+    """The micro-batches of every pipeline, of lengths of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [[(p.micro_batch_size, 12 + 3 * ((seed + k) % 3)) for k in range(p.micro_batches)] for p in plan.pipelines]
+    total = sum(rows * length for own in shapes for rows, length in own)
+    return [[Batch(torch.randint(0, WORDS, shape, generator=generator), 1 / total) for shape in own] for own in shapes]
+
+
+def one_process(plan, seed, tied):
+    model = Model(tied)
+    loss = sum(
+        model.run((0, LAYERS), batch, [(0, batch.length)], None) for own in batches_of(plan, seed) for batch in own
+    )
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.held((0, LAYERS)).items()}
+
+
+def stages_train_as_one_process(rank, world_size, seeds):
+    torch.set_default_dtype(torch.float64)
+    for seed in seeds:
+        rng = random.Random(seed)
+        plan, tied = random_plan(rng, world_size), rng.random() < 0.5
+        loss, wanted = one_process(plan, seed, tied)
+        model, place = Model(tied), plan.place_of(rank)
+        groups = make_boundary_groups(plan)
+        stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
+        parameters = {} if stage is None else model.held(stage.layers)
+        layouts = pipeline_layouts(parameters, plan)
+        sync = AsymmetricGradientSync(parameters, layouts, replicas=[p.ranks for p in plan.pipelines])
+        total = torch.zeros(())
+        if stage is not None:
+
+            def compute(batch, hidden, model=model, stage=stage):
+                return model.run(stage.layers, batch, held_intervals(stage, batch.length, rank), hidden)
+
+            runner = PipelineRunner(
+                neighbours_of(plan, rank, groups, torch.device("cpu")), compute, WIDTH, torch.float64
+            )
+            value = runner.train(batches_of(plan, seed)[place[0]], sync.no_sync)
+            if value is not None and (stage.inner != "tensor" or rank == stage.ranks[0]):
+                total = value
+        sync.finish()
+        dist.all_reduce(total)
+        assert abs(total.item() - loss) < 1e-12, (seed, total.item(), loss)
+        norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
+        assert abs(sync.grad_norm() - norm) < 1e-12, seed
+        with torch.no_grad():
+            for owned in sync.owned.values():
+                owned -= owned.grad
+        sync.gather()
+        for name, parameter in parameters.items():
+            after = Model(tied).held((0, LAYERS))[name] - wanted[name]
+            torch.testing.assert_close(parameter.detach(), after.detach(), rtol=0, atol=1e-12)
+        sync.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_unequal_pipelines_train_as_one_process(world_size):
+    run_ranks(stages_train_as_one_process, world_size, world_size, range(16), timeout_s=240)
+
+
+def lacks_a_parameter(rank):
+    plan = Plan(
+        pipelines=(Pipeline(stages=(Stage(ranks=(0,), layers=(0, 1)),), micro_batch_size=1, micro_batches=1),
+                   Pipeline(stages=(Stage(ranks=(1,), layers=(0, 1)),), micro_batch_size=1, micro_batches=1)),
+        model=PlannedModel(num_layers=1, num_heads=1, num_kv_heads=1),
+    )  # fmt: skip
+    parameters = {"a": nn.Parameter(torch.zeros(2))} | ({"b": nn.Parameter(torch.zeros(2))} if rank else {})
+    try:
+        pipeline_layouts(parameters, plan)
+    except SyncError as error:
+        return str(error)
+
+
+def test_a_parameter_that_one_pipeline_lacks_is_named_on_all_ranks():
+    assert run_ranks(lacks_a_parameter, 2) == ["b takes a gradient in pipelines [1] only."] * 2
