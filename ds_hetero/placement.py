@@ -67,6 +67,16 @@ class Lane:
                 held[member] += tuple((first + start, first + stop) for start, stop in chunks) if first else chunks
         return tuple(held)
 
+    def zone(self, node: Sequence[int]) -> str:
+        """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` (units of one node) or ``"cluster"``.
+
+        Args:
+            node: node of every unit.
+        """
+        if len(self.members) == 1:
+            return "local"
+        return "node" if len({node[unit] for unit in self.members}) == 1 else "cluster"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:

@@ -43,7 +43,12 @@ __all__ = ["CalibratedCostModel"]
 
 
 class CalibratedCostModel(CostModel):
-    """What the runtime does, for one cluster, model and workload."""
+    """What the runtime does, for one cluster, model and workload.
+
+    Attributes:
+        attention_edge_s_D: seconds per query token and head that every sequence, or document, adds to
+            ``least_attention_s_D``: for short keys and for the tiles on the diagonal.
+    """
 
     name = "calibrated"
 
@@ -128,6 +133,12 @@ class CalibratedCostModel(CostModel):
         """See `ds_hetero.cost.terms.memory.memory_parts`."""
         return memory_parts(self.model, self.workload, grouping, tokens_D, heads_D)
 
+    def exchange_s_K(self, schedule: Schedule) -> Floats:
+        """Both all-to-alls of every group in one block, forward and backward, by ring position."""
+        grouping, tokens_D, heads_D = self.arrays(schedule)
+        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        return np.asarray(sum(block_pass.repeats for block_pass in self._block.passes) * assigned.exchange_BK[0])
+
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Time that every rank computes in one block, ``[D]``."""
         return explain.busy_s(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
@@ -163,6 +174,7 @@ class CalibratedCostModel(CostModel):
         self.attention_s_D = attention_D * rows * keys
         self.non_attention_s_per_token_D = token_D + fixed_D / even
         self.least_attention_s_D, self.least_non_attention_s_per_token_D = attention_D, token_D
+        self.attention_edge_s_D = attention_D * (rates.half_kv + (2 if work.causal else 1) * rates.edge_keys)
         self.bound_s = _balanced_s(token_D * work.seq_len, attention_D * model.num_heads * work.seq_len**2)
 
 

@@ -1,0 +1,219 @@
+"""Dealing documents to bins of unequal speed: whole where they fit into a time budget, else cut over a few bins.
+
+A bin is a unit, or a node with the speed of all its units. `deal` takes documents longest first, as Zeppelin does
+(EuroSys 2026, Algorithms 1 and 2), with seconds in place of tokens; `water_fill` shares out a document so that all bins
+that hold some of it end together. Only + - * / and comparisons in a fixed order decide, so that every rank comes to the
+same result.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Bins", "Part", "Pieces", "deal", "water_fill"]
+
+Pieces = list[tuple[int, int]]  # (bin, tokens)
+Queue = list[tuple[float, int]]  # (load, bin), ascending
+
+SAME_KIND = 1.02  # bins whose costs differ by less wait in one queue
+LEAST_FRAGMENT_TOKENS = 256
+GRAINS = ((4096, 64), (0, 16))  # fragments of at least so many tokens on average are multiples of so many
+
+
+class Part(NamedTuple):
+    """What is to be dealt: a document, or what a node holds of it.
+
+    Args:
+        document: its index.
+        length: tokens of the whole document, which decide what attention costs per token.
+        tokens: tokens to deal, at most ``length``.
+    """
+
+    document: int
+    length: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Bins:
+    """Bins with what they cost and what they hold so far.
+
+    Args:
+        token_s: seconds per token outside attention, ``[bin]``.
+        square_s: seconds per token and token of its document, ``[bin]``.
+        room: tokens that still fit, ``[bin]``.
+        load_s: seconds of work so far, ``[bin]``.
+        tokens: tokens so far, ``[bin]``.
+    """
+
+    token_s: list[float]
+    square_s: list[float]
+    room: list[int]
+    load_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.load_s = [0.0] * len(self.token_s)
+        self.tokens = [0] * len(self.token_s)
+
+    def put(self, index: int, length: int, tokens: int) -> None:
+        """Add ``tokens`` of a document of ``length`` tokens to bin ``index``."""
+        self.load_s[index] += tokens * (self.token_s[index] + length * self.square_s[index])
+        self.tokens[index] += tokens
+        self.room[index] -= tokens
+
+    def fill(self, ring: Sequence[int], length: int, tokens: int) -> Pieces | None:
+        """Share ``tokens`` of a document over the bins of ``ring`` and add them; None, and no change, without room."""
+        per = [self.token_s[i] + length * self.square_s[i] for i in ring]
+        shares = water_fill([self.load_s[i] for i in ring], per, [self.room[i] for i in ring], tokens)
+        if shares is None:
+            return None
+        pieces = [(i, share) for i, share in zip(ring, shares, strict=True) if share]
+        for i, share in pieces:
+            self.put(i, length, share)
+        return pieces
+
+
+def deal(
+    parts: Sequence[Part], bins: Bins, budget_s: float, least_tokens: int = LEAST_FRAGMENT_TOKENS, widen: int = 1
+) -> list[Pieces] | None:
+    """Place every part: whole on the bin that ends first, or cut if that would take longer than the budget.
+
+    Args:
+        parts: longest first.
+        bins: receive the work.
+        budget_s: a bin takes whole parts as long as it ends within this time.
+        least_tokens: parts shorter than two of these are not cut, and fragments are this long where possible.
+        widen: cut over so many times the bins that are needed.
+
+    Returns:
+        The bins of every part with their tokens, or None if the rooms do not suffice.
+    """
+    queues = _queues(bins)
+    token_s, square_s, room = bins.token_s, bins.square_s, bins.room
+    placed: list[Pieces] = []
+    for part in parts:
+        _, length, tokens = part
+        best_s, chosen = float("inf"), None
+        for queue in queues:
+            for at, (load_s, i) in enumerate(queue):
+                if tokens <= room[i]:
+                    end_s = load_s + tokens * (token_s[i] + length * square_s[i])
+                    if end_s < best_s:
+                        best_s, chosen = end_s, (queue, at, i)
+                    break
+        if chosen is not None and (best_s <= budget_s or tokens < 2 * least_tokens):
+            queue, at, i = chosen
+            del queue[at]
+            bins.put(i, length, tokens)
+            insort(queue, (bins.load_s[i], i))
+            placed.append([(i, tokens)])
+            continue
+        pieces = _cut(part, bins, budget_s, least_tokens, widen)
+        if pieces is None:
+            return None
+        placed.append(pieces)
+        queues = _queues(bins)
+    return placed
+
+
+def _queues(bins: Bins) -> list[Queue]:
+    """Bins of about the same speed in one queue, by load; every queue begins with its best choice."""
+    queues: list[Queue] = []
+    first = 0
+    order = sorted(range(len(bins.token_s)), key=lambda i: (bins.token_s[i], bins.square_s[i], i))
+    for i in order:
+        if not queues or not _is_like(bins, first, i):
+            queues.append([])
+            first = i
+        queues[-1].append((bins.load_s[i], i))
+    for queue in queues:
+        queue.sort()
+    return queues
+
+
+def _is_like(bins: Bins, a: int, b: int) -> bool:
+    low, high = sorted((bins.square_s[a], bins.square_s[b]))
+    return bins.token_s[b] <= SAME_KIND * bins.token_s[a] and high <= SAME_KIND * low
+
+
+def _cut(part: Part, bins: Bins, budget_s: float, least_tokens: int, widen: int) -> Pieces | None:
+    """Cut a part over the fewest bins that hold it within the budget, or over as many as have room for it."""
+    _, length, tokens = part
+    free: list[tuple[float, int]] = []
+    for i, load_s in enumerate(bins.load_s):
+        within = (budget_s - load_s) / (bins.token_s[i] + length * bins.square_s[i])
+        free.append((-min(within, bins.room[i]), i))
+    free.sort()
+    count, left = 0, float(tokens)
+    while count < len(free) and left > 0 and -free[count][0] >= min(least_tokens, tokens / len(free)):
+        left += free[count][0]
+        count += 1
+    count = min(max(count * widen, 2), max(tokens // least_tokens, 2), len(free))
+    while True:
+        pieces = bins.fill(sorted(i for _, i in free[:count]), length, tokens)
+        if pieces is not None or count == len(free):
+            return pieces
+        count = min(count + 1 if count < 8 else 2 * count, len(free))
+
+
+def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[int], tokens: int) -> list[int] | None:
+    """Whole tokens of every bin so that all bins that get some end together.
+
+    The level L solves  sum_i max(0, L - load_i) / per_i = tokens; shares above a bin's room are clipped and the rest is
+    shared again.
+
+    Args:
+        load_s: work so far, ``[bin]``.
+        per_s: seconds per token, ``[bin]``.
+        room: most tokens, ``[bin]``.
+        tokens: to be shared.
+
+    Returns:
+        Tokens of every bin, or None if the rooms do not suffice.
+    """
+    if sum(most for most in room if most > 0) < tokens:
+        return None
+    shares, left = [0.0] * len(load_s), float(tokens)
+    order = sorted((i for i, most in enumerate(room) if most > 0), key=lambda i: (load_s[i], i))
+    while order:
+        level_s = speed = mass = 0.0
+        used = 0
+        for i in order:
+            if used and level_s <= load_s[i]:
+                break
+            speed += 1 / per_s[i]
+            mass += load_s[i] / per_s[i]
+            used += 1
+            level_s = (left + mass) / speed
+        for i in order[:used]:
+            shares[i] = (level_s - load_s[i]) / per_s[i]
+        full = [i for i in order[:used] if shares[i] > room[i]]
+        if not full:
+            break
+        for i in order[:used]:
+            shares[i] = float(room[i]) if i in full else 0.0
+        left -= sum(room[i] for i in full)
+        order = [i for i in order if i not in full]
+    return _whole(shares, room, tokens)
+
+
+def _whole(shares: Sequence[float], room: Sequence[int], tokens: int) -> list[int]:
+    """Round shares to multiples of a grain, by largest remainder; one bin takes what is no multiple."""
+    busy = sum(1 for share in shares if share > 0)
+    grain = next(grain for least, grain in GRAINS if tokens >= least * busy)
+    whole = [int(share) // grain * grain for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
+    left = tokens - sum(whole)
+    for i in by_remainder:
+        if left >= grain and shares[i] > 0 and whole[i] + grain <= room[i]:
+            whole[i] += grain
+            left -= grain
+    for i in sorted(by_remainder, key=lambda i: shares[i] <= 0):  # the rest, wherever there is room
+        take = min(left, max(room[i] - whole[i], 0))
+        whole[i] += take
+        left -= take
+    return whole

@@ -1,0 +1,119 @@
+"""What documents cost the units of a schedule, from the calibrated cost model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
+from ds_hetero.common.limits import MAX_SEQ_LEN
+from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.schedule import Schedule
+
+__all__ = ["unit_costs"]
+
+GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
+RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
+
+
+def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
+    """What documents cost the units of ``schedule``.
+
+    A unit is as slow as its slowest rank, whose share of the unit's tokens and heads is the schedule's. Short keys and
+    the tiles on a document's diagonal are linear in its length and count per token, as do the all-to-alls of a unit.
+
+    Args:
+        cost: the cost model of the replica that the schedule is for; its ranks begin at 0.
+        schedule: gives units, heads and token weights.
+
+    Raises:
+        PlanError: the schedule's ranks or heads are not those of the cluster and the model.
+        ScheduleError: the workload's sequence is too short for the schedule.
+    """
+    grouping, tokens_D, heads_D = cost.arrays(schedule)
+    tokens_K = grouping.by_group(np.add, tokens_D)
+    share_D = tokens_D / np.maximum(tokens_K, 1)[grouping.group_of]
+    linear_D = share_D * cost.non_attention_s_per_token_D + heads_D * cost.attention_edge_s_D
+    token_s_K = grouping.by_group(np.maximum, linear_D) + cost.exchange_s_K(schedule) / np.maximum(tokens_K, 1)
+    square_s_K = grouping.by_group(np.maximum, heads_D * cost.least_attention_s_D)
+    idle_K = tokens_K == 0
+    token_s_K[idle_K] = token_s_K.max()
+    nodes = _nodes(cost.cluster, schedule)
+    receive_s, cross_s = _link_s(cost, schedule, nodes)
+    bytes_there, bytes_back = _bytes_per_token(cost)
+    model = cost.model
+    exchanged = (1 + model.num_heads / model.num_kv_heads) * bytes_there  # q, k, v and the output
+    return UnitCosts(
+        token_s=tuple(token_s_K.tolist()),
+        square_s=tuple(square_s_K.tolist()),
+        most_tokens=_most_tokens(cost, schedule),
+        node=nodes,
+        receive_s=receive_s,
+        cross_s=cross_s,
+        exchange_per_receive=exchanged / (bytes_there + bytes_back),
+    )
+
+
+def _nodes(cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
+    """Node of every unit, numbered in order of first use; a unit over several nodes is one of its own."""
+    numbers: dict[tuple[int, ...], int] = {}
+    nodes = []
+    for position, group in enumerate(schedule.ring_groups):
+        where = sorted({int(cluster.node_of_rank[rank]) for rank in group.ranks})
+        key = tuple(where) if len(where) == 1 else (*where, -1 - position)
+        nodes.append(numbers.setdefault(key, len(numbers)))
+    return tuple(nodes)
+
+
+def _bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
+    """Bytes of the keys and values of one token in all passes of a block, and of their gradients."""
+    work, model = cost.workload, cost.model
+    elements = 2 * work.micro_batch * model.num_kv_heads * model.head_dim
+    passes = 3 if work.activation_checkpointing else 2
+    return passes * elements * work.element_bytes, elements * GRADIENT_ELEMENT_BYTES
+
+
+def _link_s(
+    cost: CalibratedCostModel, schedule: Schedule, nodes: tuple[int, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds per token received, by node: from another unit of the node, and from other nodes through all its NICs.
+
+    Inside a node every rank receives the keys and values of its own heads; a switch that they share carries what all of
+    them receive. Between nodes a rank has the network link's rate, and all of a node together that of its NICs.
+    """
+    cluster, token_bytes = cost.cluster, sum(_bytes_per_token(cost))
+    p2p = cluster.node_p2p_s_per_byte
+    receive_s, cross_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
+    widest, ranks_on = [0.0] * len(receive_s), [0] * len(receive_s)
+    places: list[set[int]] = [set() for _ in receive_s]
+    for group, node in zip(schedule.ring_groups, nodes, strict=True):
+        widest[node] = max(widest[node], max(group.heads) / schedule.num_heads)
+        ranks_on[node] += len(group.ranks)
+        places[node] |= {int(cluster.node_of_rank[rank]) for rank in group.ranks}
+    for node, where in enumerate(places):
+        inside = max(float(p2p[place, place]) for place in where)
+        shared = max(ranks_on[node] * widest[node] / float(cluster.switch_bytes_per_s[place]) for place in where)
+        receive_s[node] = token_bytes * max(inside * widest[node], shared)
+        outside = [float(p2p[place, other]) for place in where for other in range(len(p2p)) if other not in where]
+        nic = float(sum(cluster.nic_bytes_per_s[place] for place in where))
+        cross_s[node] = token_bytes * max(max(outside, default=0.0) / ranks_on[node], 1 / nic)
+    return tuple(receive_s), tuple(cross_s)
+
+
+def _most_tokens(cost: CalibratedCostModel, schedule: Schedule) -> tuple[int, ...]:
+    """Tokens that every unit has memory for: what the model and the ring's buffers leave, at the cost of its tokens.
+
+    The buffers are those of the stream at the workload's length. A unit that the schedule gives no tokens gets none.
+    """
+    grouping, tokens_D, heads_D = cost.arrays(schedule)
+    parts = cost.memory_parts(grouping, tokens_D, heads_D)
+    fixed = {*RESIDENT, "logits"} if cost.workload.tiled_logits else set(RESIDENT)
+    fixed_D = sum((part for name, part in parts.items() if name in fixed), np.zeros(len(tokens_D)))
+    grows_D = sum((part for name, part in parts.items() if name not in fixed), np.zeros(len(tokens_D)))
+    times_D: Floats = np.where(
+        grows_D > 0, (cost.capacity_bytes_D - fixed_D) / np.where(grows_D > 0, grows_D, 1.0), np.inf
+    )
+    tokens_K = grouping.by_group(np.add, tokens_D)
+    most_K = np.clip(grouping.by_group(np.minimum, times_D) * tokens_K, 0, MAX_SEQ_LEN)
+    return tuple(int(most) for most in np.nan_to_num(most_K, nan=0.0))

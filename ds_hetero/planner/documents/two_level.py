@@ -1,0 +1,114 @@
+"""One candidate: documents to nodes, then to the units of every node.
+
+Zeppelin's two-level partitioner (EuroSys 2026, section 3.1) in seconds: its zones come out of what fits whole. A
+document stays whole on a node if the node ends within the budget, and whole on a unit likewise; what does not fit is
+cut over as few nodes, or units, as can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
+from ds_hetero.planner.documents.costs import UnitCosts
+
+__all__ = ["Effort", "two_level"]
+
+
+class Effort(NamedTuple):
+    """How far a candidate goes for balance.
+
+    Args:
+        unit_slack: share by which the budget of a unit exceeds the ideal time.
+        node_slack: the same of a node.
+        widen: rings have so many times the units that they need.
+    """
+
+    unit_slack: float
+    node_slack: float
+    widen: int = 1
+
+
+def two_level(
+    lengths: Sequence[int], order: Sequence[int], costs: UnitCosts, bound_s: float, effort: Effort, least_tokens: int
+) -> list[Pieces] | None:
+    """Place all documents.
+
+    Args:
+        lengths: of the documents.
+        order: their indices, longest first.
+        costs: of the units.
+        bound_s: ideal time of the block.
+        effort: how much more than the ideal time a unit and a node may take.
+        least_tokens: fragments are this long where possible.
+
+    Returns:
+        Units of every document with their tokens, or None if the memory of a node or a unit does not suffice.
+    """
+    units = costs.units_by_node
+    nodes = Bins(
+        token_s=[_together(costs.token_s, of_node) for of_node in units],
+        square_s=[_together(costs.square_s, of_node) for of_node in units],
+        room=[sum(costs.most_tokens[unit] for unit in of_node) for of_node in units],
+    )
+    parts = [Part(j, lengths[j], lengths[j]) for j in order]
+    if len(units) == 1:
+        by_node: list[Pieces] | None = [[(0, part.tokens)] for part in parts]
+    else:
+        fragment = max(least_tokens, min(8 * least_tokens, sum(lengths) // len(units) // 16))
+        by_node = deal(parts, nodes, bound_s * (1 + effort.node_slack), fragment)
+    if by_node is None:
+        return None
+    inside: list[list[Part]] = [[] for _ in units]
+    across: list[list[Part]] = [[] for _ in units]
+    for part, pieces in zip(parts, by_node, strict=True):
+        for node, tokens in pieces:
+            (inside if len(pieces) == 1 else across)[node].append(part._replace(tokens=tokens))
+    placed: list[Pieces] = [[] for _ in lengths]
+    for node, of_node in enumerate(units):
+        bins = Bins(
+            token_s=[costs.token_s[unit] for unit in of_node],
+            square_s=[costs.square_s[unit] for unit in of_node],
+            room=[costs.most_tokens[unit] for unit in of_node],
+        )
+        budget_s = bound_s * (1 + effort.unit_slack)
+        of_parts = _inside(bins, across[node], inside[node], budget_s, least_tokens, effort.widen)
+        if of_parts is None:
+            return None
+        for part, pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
+            placed[part.document] += [(of_node[i], tokens) for i, tokens in pieces]
+    return placed
+
+
+def _inside(
+    bins: Bins, across: Sequence[Part], inside: Sequence[Part], budget_s: float, least_tokens: int, widen: int
+) -> list[Pieces] | None:
+    """Place what one node holds on its units.
+
+    Shares of documents over several nodes come first and go over all units, so that every network interface works.
+
+    Args:
+        bins: the units of the node, empty.
+        across: shares of documents over several nodes.
+        inside: whole documents, longest first.
+        budget_s: time that a unit may take; more where the node has more to do.
+        least_tokens: fragments are this long where possible.
+        widen: rings have so many times the units that they need.
+    """
+    ring = range(len(bins.token_s))
+    placed = []
+    for _, length, tokens in across:
+        pieces = bins.fill(ring, length, tokens)
+        if pieces is None:
+            return None
+        placed.append(pieces)
+    per_token, per_square = 1 / sum(1 / s for s in bins.token_s), 1 / sum(1 / s for s in bins.square_s)
+    work_s = sum(tokens * (per_token + length * per_square) for _, length, tokens in (*across, *inside))
+    dealt = deal(inside, bins, max(budget_s, work_s), least_tokens, widen)
+    return None if dealt is None else placed + dealt
+
+
+def _together(seconds: Sequence[float], units: Sequence[int]) -> float:
+    """Seconds of one unit of work if all units share it by speed."""
+    return 1 / sum(1 / seconds[unit] for unit in units)
