@@ -6,11 +6,9 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 
 from torch import nn
 
-from ds_hetero import __version__
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_model_facts
@@ -208,5 +206,4 @@ def _read_facts(model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Map
         model=read_model_facts(model),
         training=read_training_facts(ds_config),
         sp_sizes=dict(sp_sizes),
-        versions={name: version(name) for name in ("torch", "deepspeed", "transformers")} | {"ds_hetero": __version__},
     )

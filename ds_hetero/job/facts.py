@@ -32,6 +32,8 @@ class ModelFacts:
         trained_share: share of its parameters that are trained.
         causal: whether its attention is causal.
         checkpointing: whether the activations of every layer are checkpointed.
+        head_dim: width of a head; None where the model does not say.
+        softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
     """
 
     name: str
@@ -45,6 +47,8 @@ class ModelFacts:
     trained_share: float = 1.0
     causal: bool = True
     checkpointing: bool = False
+    head_dim: int | None = None
+    softcap: float | None = None
 
     def expect_spec(self) -> ModelSpec:
         """Return the shape.
@@ -102,14 +106,12 @@ class JobFacts:
         model: what is trained.
         training: how it is trained.
         sp_sizes: sequence-parallel sizes by the name under which the user knows their source.
-        versions: of the frameworks, by their names.
     """
 
     section: HeterogeneitySection
     model: ModelFacts
     training: TrainingFacts
     sp_sizes: Mapping[str, int | None] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def computed_dtype(self) -> str:

@@ -10,7 +10,7 @@ of its own: a job that goes on with other ranks is started again, with another `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,12 +24,13 @@ from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.report import announce, forecast_text, plan_text
-from ds_hetero.job.resolve import check_plan_fits, needs_measuring, needs_planner, plan_in_file
+from ds_hetero.job.resolve import check_plan_fits, needs_planner, plan_in_file
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import cache_folder
-from ds_hetero.profiler.kernel_probe import kernel_probe, profile_cached
+from ds_hetero.profiler.kernel_probe import profile_cached
+from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.devices import default_device, has_native_bf16
 
 __all__ = [
     "JobStart",
@@ -39,10 +40,13 @@ __all__ = [
     "agree_on_facts",
     "agree_on_replica_batches",
     "announce_start",
+    "check_facts",
     "start_job",
 ]
 
 T = TypeVar("T")
+
+_USUAL_HEAD_DIM = 128  # where a model does not say
 
 
 @dataclass(frozen=True)
@@ -129,20 +133,52 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
         PeerError: another rank failed in a way that is no rule of ds_hetero's.
     """
 
-    def examine() -> JobFacts:
+    def examine() -> tuple[JobFacts, str | None]:
         facts = read()
-        if needs_planner(facts.section):
-            facts.model.expect_spec()
-        if needs_measuring(facts.section):
-            kernel_probe(getattr(torch, facts.computed_dtype), facts.section.attention)
-        return facts
+        return facts, check_facts(facts)
 
-    facts_by_rank = world.on_all_ranks(examine)
-    _expect_equal(facts_by_rank)
-    return facts_by_rank[world.rank]
+    examined = world.on_all_ranks(examine)
+    _expect_equal([facts for facts, _ in examined])
+    if world.rank == 0 and any(slow is not None for _, slow in examined):
+        announce(_by_device([slow for _, slow in examined]))
+    return examined[world.rank][0]
 
 
-def _expect_equal(facts_by_rank: list[JobFacts]) -> None:
+def check_facts(facts: JobFacts) -> str | None:
+    """Refuse what this rank alone can see of a job to be impossible.
+
+    Args:
+        facts: as this rank has read them.
+
+    Returns:
+        What it computes slowly though it works, for people; None if there is nothing.
+
+    Raises:
+        ConfigError: the kernel that the section names does not work on this rank's device, or no kernel knows it.
+        ModelError: a schedule is to be searched for, and no cost model describes the model.
+    """
+    if needs_planner(facts.section):
+        facts.model.expect_spec()
+    device, dtype = default_device(), getattr(torch, facts.computed_dtype)
+    head_dim = facts.model.head_dim or _USUAL_HEAD_DIM
+    if facts.section.attention is not None:
+        select(torch.device(device.type), dtype, head_dim, facts.model.softcap, facts.section.attention)
+    if dtype is torch.bfloat16 and not has_native_bf16(device):
+        return f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself"
+    return None
+
+
+def _by_device(slow_types: Sequence[str | None]) -> str:
+    """``rank 2, 3: Tesla T4 does not ...``, and what to do."""
+    ranks: dict[str, list[str]] = {}
+    for rank, slow in enumerate(slow_types):
+        if slow is not None:
+            ranks.setdefault(slow, []).append(str(rank))
+    listed = "; ".join(f"rank {', '.join(held_by)}: {slow}" for slow, held_by in ranks.items())
+    return f'{listed}: attention is several times slower there. "fp16" in place of "bf16" is fast on such devices.'
+
+
+def _expect_equal(facts_by_rank: Sequence[JobFacts]) -> None:
     """Refuse facts that differ between ranks where they must not."""
     views = [
         {
@@ -152,7 +188,6 @@ def _expect_equal(facts_by_rank: list[JobFacts]) -> None:
             "num_kv_heads": facts.model.num_kv_heads,
             "dtype": facts.computed_dtype,
             "sequence-parallel size": dict(facts.sp_sizes),
-            "versions": dict(facts.versions),
         }
         for facts in facts_by_rank
     ]

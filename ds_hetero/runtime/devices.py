@@ -6,18 +6,40 @@ import os
 
 import torch
 
-__all__ = ["default_device", "default_dtype"]
+from ds_hetero.errors import ConfigError
+
+__all__ = ["default_device", "default_dtype", "has_native_bf16"]
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` has DeepSpeed use it."""
-    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+    """This rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` has DeepSpeed use it.
+
+    Raises:
+        ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    if not torch.cuda.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            raise ConfigError(
+                f"this rank's accelerator is {accelerator.type.upper()}; ds_hetero has attention kernels for CUDA "
+                "devices and CPUs alone. Set DS_ACCELERATOR=cpu to use the CPU."
+            )
+        return torch.device("cpu")
+    local_rank = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """The type that models are trained in there: bfloat16, float16 where the accelerator lacks it, float32 on CPUs."""
     if device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if has_native_bf16(device) else torch.float16
+
+
+def has_native_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 run on the device as such: on NVIDIA GPUs from Ampere on, and on every CPU."""
+    if device.type == "cpu" or torch.version.hip:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)

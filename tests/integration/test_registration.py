@@ -5,6 +5,7 @@ Budget: 30 s.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -135,6 +136,10 @@ DIFFERENT_FILES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "clipping": ({"gradient_clipping": None}, '"gradient_clipping": 1.0 on rank 0; missing on rank 1'),
     "misspelled": ({"heterogenity": {}}, 'on rank 1: "heterogenity" in ds_config.json is no key of DeepSpeed'),
+    "another algorithm": (
+        {},
+        "in the same environment, but these differ:\n  environment variable NCCL_ALGO: Ring on rank 0; not",
+    ),
     "another model": ({}, "all ranks must build the same model, but these differ:\n  the model: 12 parameters"),
 }
 
@@ -169,9 +174,13 @@ def _give_different_files(rank: int) -> dict[str, str]:
         changed = {**ds_config(1, UNEVEN_2), **changes} if rank else ds_config(1, UNEVEN_2)
         config = {key: value for key, value in changed.items() if value is not None}
         model = llama(num_hidden_layers=1 + rank if name == "another model" else 2)
+        if name == "another algorithm" and rank == 0:
+            os.environ["NCCL_ALGO"] = "Ring"
         with pytest.raises(ds_hetero.ConfigError) as caught:
             deepspeed.initialize(model=model, config=config)
+        os.environ.pop("NCCL_ALGO", None)
         messages[name] = str(caught.value)
+    os.environ |= {"NCCL_SOCKET_IFNAME": f"eth{rank}", "OMP_NUM_THREADS": f"{1 + rank}"}
     config = ds_config(1, UNEVEN_2, steps_per_print=5 + rank, aio={"thread_count": 1 + rank})
     deepspeed.initialize(model=(model := llama()), optimizer=adam(model), config=config)
     return {**messages, "accepted": ""}
@@ -207,6 +216,10 @@ ERRORS = {
     "no file": ("ConfigError", '"nowhere.json" is no file'),
     "another model": ("ScheduleError", "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2"),
     "too many ranks": ("ScheduleError", "the schedule has 3 ranks, the job has 2"),
+    "a kernel that no rank has": (
+        "ConfigError",
+        'heterogeneity.attention = "flash_attn" does not work here: flash-attn runs on CUDA devices, not on cpu',
+    ),
     "dropout on one rank": (
         "ModelError",
         "on rank 1: LlamaForCausalLM cannot be split over the sequence:\n  - attention_dropout=0.1",
@@ -250,6 +263,7 @@ def _provoke(rank: int) -> dict[str, tuple[str, str]]:
         (llama(), {"heterogeneity": {"schedule": "nowhere.json"}}, {}),
         (llama(num_attention_heads=8), {"heterogeneity": section}, {}),
         (llama(), {"heterogeneity": {"schedule": three}}, {}),
+        (llama(), {"heterogeneity": {**section, "attention": "flash_attn"}}, {}),
         (llama(attention_dropout=0.1 * rank), {"heterogeneity": section}, {}),
         (linear, {"heterogeneity": section}, {}),
         (torch.nn.Linear(2, 2), {"heterogeneity": section}, {}),

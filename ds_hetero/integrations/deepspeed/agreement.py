@@ -1,4 +1,4 @@
-"""All ranks agree on ds_config.json and on the model before anything is built from them.
+"""All ranks agree on ds_config.json, the model and the environment before anything is built from them.
 
 DeepSpeed reads its configuration on every rank by itself. Where one host has another file, ranks wait for each other in
 different collectives, or train on by different rules. So every rank takes part here first, with a section or without,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from ds_hetero.config import SECTION, expect_section_name
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import enabled
+from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
 
 __all__ = ["MAY_DIFFER", "agree_on_configuration"]
@@ -36,8 +37,6 @@ MAY_DIFFER = (
 )
 """Keys of ds_config.json, with all that is below them, which may differ between ranks."""
 
-_MOST_SHOWN = 5  # differing keys in one message
-_LONGEST_SHOWN = 60  # characters of a value in a message
 _MISSING = "missing"
 _ON = "switched on"
 _MODEL = "the model"
@@ -46,7 +45,7 @@ _MODEL = "the model"
 def agree_on_configuration(
     ds_config: Mapping[str, Any] | None, model: nn.Module | None = None, error: Exception | None = None
 ) -> None:
-    """Compare ds_config.json and the model of all ranks, if any rank's configuration asks for this engine.
+    """Compare configuration, model and environment of all ranks, if any rank's configuration asks for this engine.
 
     Args:
         ds_config: this rank's; None where there is none, or none that could be read.
@@ -70,37 +69,22 @@ def agree_on_configuration(
             return {SECTION: state, **dict(_leaves(ds_config))}
         return {SECTION: _ON, **dict(_leaves(ds_config)), **({} if model is None else {_MODEL: _structure(model)})}
 
-    views = World.current().on_all_ranks(view)
-    if any(rank[SECTION] == _ON for rank in views):
-        _expect_equal(views)
+    def view_and_environment() -> tuple[dict[str, str], dict[str, str]]:
+        own_view = view()
+        return own_view, own_environment() if own_view[SECTION] == _ON else {}
+
+    views, environments = zip(*World.current().on_all_ranks(view_and_environment), strict=True)
+    if any(configuration[SECTION] == _ON for configuration in views):
+        _expect_same_configuration(views)
+        expect_same_environment(environments)
 
 
-def _expect_equal(views: list[dict[str, str]]) -> None:
+def _expect_same_configuration(views: Sequence[Mapping[str, str]]) -> None:
     keys = [SECTION] if len({view[SECTION] for view in views}) > 1 else sorted({key for view in views for key in view})
-    differing = [key for key in keys if len({view.get(key, _MISSING) for view in views}) > 1]
-    if not differing:
-        return
-    lines = [f"  {_quoted(key)}: {_by_rank([view.get(key, _MISSING) for view in views])}" for key in differing]
-    if len(lines) > _MOST_SHOWN:
-        lines[_MOST_SHOWN:] = [f"  and {len(lines) - _MOST_SHOWN} more"]
-    what = "build the same model" if differing == [_MODEL] else "be given the same ds_config.json"
-    raise ConfigError(f"all ranks must {what}, but these differ:\n" + "\n".join(lines))
-
-
-def _quoted(key: str) -> str:
-    return key if key == _MODEL else f'"{key}"'
-
-
-def _by_rank(values: list[str]) -> str:
-    """``1.0 on rank 0, 2; missing on rank 1``: every value with its ranks."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(f"{_short(value)} on rank {', '.join(held_by)}" for value, held_by in ranks.items())
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST_SHOWN else value[: _LONGEST_SHOWN - 3] + "..."
+    if lines := differing_lines(views, {key: f'"{key}"' for key in keys if key != _MODEL}, absent=_MISSING):
+        raise ConfigError("all ranks must be given the same ds_config.json, but these differ:\n" + "\n".join(lines))
+    if lines := differing_lines(views, {_MODEL: _MODEL}, absent=_MISSING):
+        raise ConfigError("all ranks must build the same model, but these differ:\n" + "\n".join(lines))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

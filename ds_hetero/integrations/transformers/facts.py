@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ds_hetero.errors import ModelError
@@ -46,7 +48,17 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
         trained_share=_trained_share(pretrained),
         causal=any(getattr(module, "is_causal", False) for module in modules),
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
+        head_dim=_head_dim(config, num_heads),
+        softcap=getattr(config, "attn_logit_softcapping", None),
     )
+
+
+def _head_dim(config: Any, num_heads: int) -> int | None:
+    """The width of a head; None where the configuration does not say."""
+    given, hidden_size = getattr(config, "head_dim", None), getattr(config, "hidden_size", None)
+    if isinstance(given, int):
+        return given
+    return hidden_size // num_heads if isinstance(hidden_size, int) else None
 
 
 def _trained_share(pretrained: PretrainedModel) -> float:

@@ -1,0 +1,68 @@
+"""Which device a rank computes on, what is refused of it, and what is said of it, with stand-ins for hardware."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hetero.config import read_section
+from ds_hetero.errors import ConfigError
+from ds_hetero.job import start
+from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
+
+
+@pytest.mark.parametrize("kind", ["xpu", "npu", "hpu", "mps"])
+def test_an_accelerator_without_kernels_is_refused_by_name_and_not_taken_for_a_cpu(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type=kind))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(ConfigError, match=rf"accelerator is {kind.upper()}; .* Set DS_ACCELERATOR=cpu"):
+        default_device()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert default_device().type == "cpu"
+
+
+@pytest.mark.parametrize(("capability", "native"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bfloat16_is_native_from_ampere_on(
+    capability: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert has_native_bf16(device) is native
+    assert default_dtype(device) is (torch.bfloat16 if native else torch.float16)
+
+
+def _facts(dtype: str, **section: Any) -> JobFacts:
+    read = read_section({"schedule": "ring", **section})
+    assert read is not None
+    return JobFacts(
+        section=read,
+        model=ModelFacts(name="m", num_heads=4, num_kv_heads=2, dtype=dtype, head_dim=64),
+        training=TrainingFacts(),
+    )
+
+
+def test_bfloat16_that_is_emulated_is_said_in_one_line_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    world = start.World(0, 1)
+    start.agree_on_facts(world, lambda: _facts("bfloat16"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ds_hetero: rank 0: Tesla T4 does not compute in bfloat16 itself: ") and '"fp16"' in line
+    start.agree_on_facts(world, lambda: _facts("float16"))
+    assert not capsys.readouterr().err
+
+
+def test_a_kernel_that_does_not_work_here_is_refused_at_the_start_whatever_the_schedule() -> None:
+    with pytest.raises(
+        ConfigError, match=r'heterogeneity\.attention = "flash_attn" does not work here: flash-attn runs'
+    ):
+        start.agree_on_facts(start.World(0, 1), lambda: _facts("bfloat16", attention="flash_attn"))

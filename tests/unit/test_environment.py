@@ -1,0 +1,44 @@
+"""The environment that all ranks must share: which variables and versions are compared, and what a difference says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.job.environment import COMPARED, MAY_DIFFER, expect_same_environment, own_environment
+
+
+def test_variables_that_change_results_or_hang_are_compared_and_those_of_a_host_are_not() -> None:
+    variables = dict.fromkeys((*COMPARED, *MAY_DIFFER, "NCCL_ALGO", "TORCH_NCCL_BLOCKING_WAIT", "HOME"), "1")
+    seen = own_environment({**variables, "OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0", "DS_HETERO_X": "1"})
+    names = {name.rpartition(" ")[2] for name in seen if name.startswith("environment variable")}
+    assert names == {*COMPARED, "NCCL_ALGO", "TORCH_NCCL_BLOCKING_WAIT", "DS_HETERO_X"}
+    assert {"version of torch", "version of deepspeed", "version of transformers", "version of ds-hetero"} <= set(seen)
+
+
+def test_builds_of_one_torch_for_two_cuda_releases_are_equal_where_their_nccl_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on_gpu(build: str, nccl: tuple[int, int, int]) -> dict[str, str]:
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+        monkeypatch.setattr(torch, "__version__", build)
+        return own_environment({})
+
+    old, new = on_gpu("2.9.1+cu126", (2, 27, 5)), on_gpu("2.9.1+cu130", (2, 27, 5))
+    assert old["version of NCCL"] == "2.27.5"
+    expect_same_environment([old, new])
+    with pytest.raises(ConfigError, match=r"version of NCCL: 2\.27\.5 on rank 0; 2\.28\.9 on rank 1"):
+        expect_same_environment([old, on_gpu("2.9.1+cu130", (2, 28, 9))])
+    with pytest.raises(ConfigError, match=r"version of torch: 2\.9\.1 on rank 0, 2; 2\.10\.0 on rank 1"):
+        expect_same_environment([old, on_gpu("2.10.0+cu126", (2, 27, 5)), new])
+
+
+def test_a_difference_names_variable_ranks_and_values() -> None:
+    plain = own_environment({})
+    with pytest.raises(ConfigError) as caught:
+        expect_same_environment([plain, own_environment({"NCCL_PROTO": "LL"}), plain])
+    assert "  environment variable NCCL_PROTO: not set on rank 0, 2; LL on rank 1" in str(caught.value).splitlines()
