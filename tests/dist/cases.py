@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ds_hetero.placement import stream_placement
+from ds_hetero.placement import Lane, Placement, Range, stream_placement
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 from ds_hetero.splits import share
 
@@ -17,6 +19,7 @@ from ds_hetero.splits import share
 @dataclass
 class Case:
     schedule: Schedule
+    placement: Placement  # without rows
     length: int
     batch_size: int
     head_dim: int
@@ -47,11 +50,12 @@ class Case:
 
     def shard(self, rank: int) -> dict[str, Tensor]:
         """What `rank` gives to agree_on_batch."""
-        mine = stream_placement(self.schedule, self.length).positions(rank)
+        mine = self.placement.positions(rank)
         return {name: x if name == "cu_seqlens" else x[:, mine] for name, x in self.agreed.items()}
 
 
-def random_case(seed: int, world_size: int) -> Case:
+def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
+    """A case of the stream, or one whose spans of documents are dealt by chance, see `random_placement`."""
     rng = random.Random(seed)
     schedule = _schedule(rng, world_size)
     length = rng.choice([rng.randint(max(world_size, 4), 30), rng.randint(30, 90)])
@@ -61,8 +65,12 @@ def random_case(seed: int, world_size: int) -> Case:
     if kind == "cu_seqlens":
         batch_size = 1
     documents, agreed = _documents(rng, kind, batch_size, length)
+    placement = stream_placement(schedule, length)
+    if by_documents:
+        placement = random_placement(random.Random(seed), schedule, documents)
     return Case(
         schedule=schedule,
+        placement=placement,
         length=length,
         batch_size=batch_size,
         head_dim=rng.choice([4, 8, 16]),
@@ -73,6 +81,61 @@ def random_case(seed: int, world_size: int) -> Case:
         documents=documents,
         agreed=agreed,
     )
+
+
+def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor) -> Placement:
+    """Each document in a lane of its own or with others, over units that are drawn by chance.
+
+    There are units and ranks with nothing, members of a lane without tokens of a span, and spans of one token, the
+    tokens of padding among them.
+
+    Args:
+        schedule: with the units.
+        documents: [B, L], see `Case`.
+    """
+    units = range(schedule.ring_size)
+    members_of_lanes = [tuple(rng.sample(units, rng.randint(1, len(units)))) for _ in range(rng.randint(1, 5))]
+    lanes = defaultdict(list)
+    for start, stop in _spans(documents):
+        members = rng.choice(members_of_lanes)
+        weights = [rng.choice([0, 0, 1, 2, 5]) for _ in members]
+        tokens = share(stop - start, weights if any(weights) else [1] * len(members))
+        lanes[members].append(((start, stop), tokens))
+    held = [0] * len(units)
+    for members, spans in lanes.items():
+        for _, tokens in spans:
+            for member, count in zip(members, tokens, strict=True):
+                held[member] += count
+    return Placement(
+        schedule=schedule,
+        length=documents.shape[1],
+        rank_tokens=_rank_tokens(rng, schedule, held),
+        lanes=tuple(
+            Lane(
+                members=members,
+                spans=tuple(span for span, _ in spans),
+                tokens=tuple(tokens for _, tokens in spans),
+                layout=rng.choice(LAYOUTS),
+            )
+            for members, spans in rng.sample(sorted(lanes.items()), len(lanes))
+        ),
+    )
+
+
+def _spans(documents: Tensor) -> Sequence[Range]:
+    """Intervals of positions between which no token sees another one in any row."""
+    together = ((documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)).any(0)
+    cuts = [0, *(i + 1 for i, joined in enumerate(together.tolist()) if not joined), documents.shape[1]]
+    return list(pairwise(cuts))
+
+
+def _rank_tokens(rng: random.Random, schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
+    tokens = {}
+    for group, count in zip(schedule.ring_groups, held, strict=True):
+        weights = [rng.choice([0, 1, 3]) for _ in group.ranks]
+        shares = share(count, weights if any(weights) else [1] * len(weights))
+        tokens |= dict(zip(group.ranks, shares, strict=True))
+    return tuple(tokens[rank] for rank in schedule.ranks)
 
 
 def _schedule(rng: random.Random, world_size: int) -> Schedule:

@@ -36,21 +36,32 @@ def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cas
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
 
 
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 60), (3, 120), (4, 160)])
+def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
+    run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
+
+
 def test_half_precision_equals_one_process():
     run_ranks(_check_cases, 3, 15, (torch.bfloat16, torch.float16))
+    run_ranks(_check_cases, 3, 15, (torch.bfloat16, torch.float16), True)
 
 
-def _check_cases(rank, num_cases, dtypes):
+def test_lanes_that_would_wait_yield_where_messages_have_tags():
+    """The order in which lanes go on depends on what has arrived, which NCCL's rules would not allow; gloo's do."""
+    run_ranks(_check_cases, 4, 40, (torch.float64,), True, nccl_rules=False)
+
+
+def _check_cases(rank, num_cases, dtypes, by_documents=False):
     world_size = dist.get_world_size()
     for seed in range(num_cases):
-        case = random_case(1000 * world_size + seed, world_size)
+        case = random_case(1000 * world_size + seed, world_size, by_documents)
         replica = make_replica(Plan.of_replicas([case.schedule]))
         for dtype in dtypes:
             torch.manual_seed(seed)
             whole = case.tensors(dtype)
             expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
             found = _distributed(case, replica, *whole)
-            mine = stream_placement(case.schedule, case.length).positions(rank)
+            mine = case.placement.positions(rank)
             # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
             largest = [0.0 if x is None else x.abs().max().item() for x in expected]
             scales = [largest[0], *[max(largest[1:4])] * 3, largest[4]]
@@ -78,12 +89,17 @@ def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:
 
 
 def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | None]:
-    mine = stream_placement(case.schedule, case.length).positions(replica.rank)
+    mine = case.placement.positions(replica.rank)
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
-    batch = agree_on_batch(
-        replica, LocalBatch(batch_size=case.batch_size, tokens=len(mine), dtype=q.dtype, **case.shard(replica.rank))
+    shard = LocalBatch(
+        batch_size=case.batch_size,
+        tokens=len(mine),
+        dtype=q.dtype,
+        placement=case.placement,
+        **case.shard(replica.rank),
     )
+    batch = agree_on_batch(replica, shard)
     spec = AttentionSpec(
         select(CPU, q.dtype, case.head_dim, case.softcap, None),
         causal=case.causal,

@@ -8,7 +8,7 @@ from hypothesis import given
 from ds_hetero.baselines import proportional, ring
 from ds_hetero.errors import ScheduleError
 from ds_hetero.placement import Lane, Placement, Rows, stream_placement
-from ds_hetero.runtime.attention.ring_table import Block, RingTable
+from ds_hetero.runtime.attention.ring_table import Block, RingTable, Round
 from ds_hetero.schedule import Group, Schedule
 from tests.unit.test_schedule import lengths, schedules
 
@@ -127,8 +127,10 @@ def test_a_lane_has_a_ring_of_its_members_and_no_others():
     # The first member, unit 2, sees all of the other's four tokens from its back half, which is the document's end.
     ((_, blocks),) = table.blocks(0, 1)
     assert blocks == (Block((3, 6), (0, 4), None, None),)
-    assert [len(transfers) for transfers in table.forward_rounds] == [2]
+    # That block is all that the first needs; the second sees the front half of the first, positions 2-4.
+    assert [(table.columns(source), table.path(source)) for source in (0, 1)] == [(((0, 3),), (1,)), (((0, 4),), (0,))]
+    assert [len(round_.receives) for round_ in table.forward_rounds(0)] == [1, 0]
     alone = RingTable(PLACEMENT, LANES[2], True, None)
     ((_, blocks),) = alone.blocks(0, 0)
     assert blocks == (Block((0, 3), (0, 3), None, 0), Block((3, 7), (3, 7), None, 0))
-    assert alone.forward_rounds == ()
+    assert alone.forward_rounds(0) == (Round((), ()),)

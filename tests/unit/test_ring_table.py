@@ -1,11 +1,17 @@
 """Blocks cover what is visible, once; transfers bring each group what it needs, when it needs it."""
 
-from itertools import pairwise
+import random
+import time
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hetero.baselines import ring
 from ds_hetero.placement import Rows, stream_placement
+from ds_hetero.planner.documents import UnitCosts, place_documents
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.attention.ring_table import Block, RingTable, visible_blocks
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 
@@ -62,6 +68,19 @@ def test_blocks_cover_the_visible_pairs_once_and_waste_no_row_or_column(table):
             assert sorted(found) == visible
 
 
+def transfers(rounds, size):
+    """All transfers of every round, from what each group says of its own; sends are what the receivers expect."""
+    by_group = [rounds(position) for position in range(size)]
+    out = []
+    for step in range(size):
+        received = [transfer for own in by_group for transfer in own[step].receives]
+        assert sorted(received) == sorted(transfer for own in by_group for transfer in own[step].sends)
+        assert all(t.receiver == p for p, own in enumerate(by_group) for t in own[step].receives)
+        assert all(t.sender == p for p, own in enumerate(by_group) for t in own[step].sends)
+        out.append(received)
+    return out
+
+
 def test_a_group_sees_itself_through_one_triangle_and_others_through_one_rectangle():
     # zigzag over two groups of 6 tokens: group 0 holds 0-2 and 9-11, group 1 holds 3-8
     mine, other, whole = [(0, 3), (9, 12)], [(3, 6), (6, 9)], [(0, 12)]
@@ -83,7 +102,7 @@ def test_blocks_that_a_document_border_empties_are_absent():
 
 @given(tables())
 def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(table):
-    size = table.size
+    size, rounds = table.size, transfers(table.forward_rounds, table.size)
     held = [{k} for k in range(size)]
     needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks(k, s))} for k in range(size)]
     for step in range(size):
@@ -91,11 +110,11 @@ def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(tab
             source = (k - step) % size
             assert source in held[k] or not any(blocks for _, blocks in table.blocks(k, source))
         if step < size - 1:
-            for source, sender, receiver in table.forward_rounds[step]:
+            for source, sender, receiver in rounds[step]:
                 assert source in held[sender]
                 assert receiver == (source + step + 1) % size
                 assert source in needs[receiver]
-            for source, _, receiver in table.forward_rounds[step]:
+            for source, _, receiver in rounds[step]:
                 held[receiver].add(source)
     assert all(held[k] == needs[k] | {k} for k in range(size))
 
@@ -103,35 +122,52 @@ def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(tab
 @given(tables())
 def test_backward_transfers_bring_kv_and_take_every_gradient_home_once(table):
     size = table.size
-    kept = [{k, (k + 1) % size} if k in table.paths[(k + 1) % size] else {k} for k in range(size)]
+    kv_rounds, grad_rounds = (transfers(f, size) for f in (table.backward_kv_rounds, table.backward_grad_rounds))
+    kept = [{k, (k + 1) % size} if k in table.path((k + 1) % size) else {k} for k in range(size)]
     done = [{} for _ in range(size)]  # per group: source -> groups whose contribution is in its partial dK/dV
     for step in range(size):
-        for source, sender, receiver in table.backward_grad_rounds[step]:
+        for source, sender, receiver in grad_rounds[step]:
             assert (receiver + 1 + step) % size == source  # the receiver works on this source in this very step
             done[receiver].setdefault(source, []).extend(done[sender].pop(source))
         for k in range(size):
             source = (k + 1 + step) % size
-            if source == k or k in table.paths[source]:
+            if source == k or k in table.path(source):
                 assert source in kept[k]
                 done[k].setdefault(source, []).append(k)
         if step < size - 1:
-            for source, sender, receiver in table.backward_kv_rounds[step]:
+            for source, sender, receiver in kv_rounds[step]:
                 assert source in kept[sender]
                 assert (receiver + 2 + step) % size == source
-            for source, _, receiver in table.backward_kv_rounds[step]:
+            for source, _, receiver in kv_rounds[step]:
                 kept[receiver].add(source)
     for source in range(size):
-        assert sorted(done[source].pop(source)) == sorted((source, *table.paths[source]))
+        assert sorted(done[source].pop(source)) == sorted((source, *table.path(source)))
     assert not any(done)
+
+
+@given(tables())
+def test_keys_travel_that_another_group_sees_and_no_others(table):
+    for source in range(table.size):
+        blocks_of = {q: [b for _, blocks in table.blocks(q, source) for b in blocks] for q in range(table.size)}
+        del blocks_of[source]
+        seen = {key for blocks in blocks_of.values() for block in blocks for key in range(*block.k)}
+        assert sorted(seen) == [key for columns in table.columns(source) for key in range(*columns)]
+        assert [q for q in blocks_of if blocks_of[q]] == sorted(table.path(source))
+        gaps = [b[0] - a[1] for a, b in pairwise(table.columns(source))]
+        assert all(gap > 0 for gap in gaps)
 
 
 def test_a_dense_ring_moves_the_published_number_of_blocks():
     groups = tuple(Group(ranks=(i,), tokens=(1,), heads=(2,)) for i in range(4))
     placement = stream_placement(Schedule(num_heads=2, num_kv_heads=1, groups=groups), 64, (Rows(0, 1, ((0, 64),)),))
     table = RingTable(placement, placement.lanes[0], False, None)
-    assert [len(r) for r in table.forward_rounds] == [4, 4, 4]
-    assert [len(r) for r in table.backward_kv_rounds] == [4, 4, 0]  # the last remote KV of the forward is still there
-    assert [len(r) for r in table.backward_grad_rounds] == [0, 4, 4, 4]
+    forward, kv, grads = (
+        [len(of_step) for of_step in transfers(rounds, 4)]
+        for rounds in (table.forward_rounds, table.backward_kv_rounds, table.backward_grad_rounds)
+    )
+    assert forward == [4, 4, 4, 0]
+    assert kv == [4, 4, 0, 0]  # the last remote KV of the forward is still there
+    assert grads == [0, 4, 4, 4]
 
 
 def test_a_window_stops_kv_from_travelling_on():
@@ -139,5 +175,27 @@ def test_a_window_stops_kv_from_travelling_on():
     schedule = Schedule(num_heads=2, num_kv_heads=1, groups=groups, layout="contiguous")
     placement = stream_placement(schedule, 64, (Rows(0, 1, ((0, 64),)),))
     table = RingTable(placement, placement.lanes[0], True, 8)
-    assert [len(r) for r in table.forward_rounds] == [3, 0, 0]
-    assert [table.columns(source) for source in range(4)] == [(9, 16), (9, 16), (9, 16), (0, 0)]
+    assert [len(r) for r in transfers(table.forward_rounds, 4)] == [3, 0, 0, 0]
+    assert [table.columns(source) for source in range(4)] == [((9, 16),), ((9, 16),), ((9, 16),), ()]
+
+
+def test_tables_of_1000_documents_on_64_ranks_take_a_rank_less_than_5_ms():
+    rng = random.Random(0)
+    lengths = [1 + int(rng.lognormvariate(5, 1.3)) for _ in range(990)] + [30_000 + 50 * i for i in range(10)]
+    rng.shuffle(lengths)
+    documents = tuple(pairwise(accumulate(lengths, initial=0)))
+    schedule, rows = ring(64, 32, 8), (Rows(0, 1, documents),)
+    placement = place_documents(schedule, documents, sum(lengths), UnitCosts.from_weights(schedule)).with_rows(rows)
+    cut = [lane for lane in placement.lanes if len(lane.members) > 1]
+    assert len(cut) >= 5
+    for of_batch in (placement, stream_placement(schedule, sum(lengths), rows)):
+        rank = cut[0].members[0]
+        assert min(_seconds_of_tables(replace(of_batch), rank) for _ in range(5)) < 0.005
+
+
+def _seconds_of_tables(placement, rank):
+    start = time.thread_time()
+    placement.intervals(rank)
+    for own in BatchLayout(placement=placement).rings(rank, True, None):
+        assert own.calls and own.forward_rounds and own.backward_kv_rounds and own.backward_grad_rounds and own.pairs
+    return time.thread_time() - start

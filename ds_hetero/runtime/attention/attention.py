@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from ds_hetero.runtime.attention.head_exchange import (
 )
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
 from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
-from ds_hetero.runtime.attention.ring_steps import Ring, make_ring
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
@@ -83,15 +83,17 @@ def attention(
         clock: times every phase, forward and backward.
 
     Caller: every rank of the replica, once per attention layer.
-    Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point messages; the same again backward.
+    Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
+        messages in every lane of K units; the same again backward.
 
     Raises:
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
     _check_shapes(q, k, v, replica, batch)
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
-    exchange, ring = _exchange_and_ring(replica, batch, spec.causal, window)
-    context = RingContext(ring, replica.sp_group, spec.kernel, spec.scores(q.shape[-1]), clock)
+    exchange = _exchange(replica, batch)
+    rings = batch.rings(replica.rank, spec.causal, window)
+    context = RingContext(rings, replica.sp_group, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
         q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
     own_heads = slice(*exchange.own.q)
@@ -112,9 +114,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: Batc
         )
 
 
-@lru_cache(maxsize=256)
-def _exchange_and_ring(replica: Replica, batch: BatchLayout, causal: bool, window: int | None) -> tuple[Exchange, Ring]:
-    return make_exchange(replica, batch.placement), make_ring(batch.ring_table(causal, window), replica.rank)
+@lru_cache(maxsize=64)
+def _exchange(replica: Replica, batch: BatchLayout) -> Exchange:
+    return make_exchange(replica, batch.placement)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -145,8 +147,8 @@ class _GroupAttention(torch.autograd.Function):
         if sinks_H is not None:
             out, lse = _with_sinks(out, lse, sinks_H[own_heads])
         out_SBhD = out.permute(2, 0, 1, 3).contiguous()
-        ctx.own_heads, ctx.context = own_heads, context
-        ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *kept)
+        ctx.own_heads, ctx.context, ctx.num_kept = own_heads, context, [len(of_lane) for of_lane in kept]
+        ctx.save_for_backward(q, k, v, sinks_H, out_SBhD, lse, *chain.from_iterable(kept))
         return out_SBhD
 
     @staticmethod
@@ -157,7 +159,9 @@ class _GroupAttention(torch.autograd.Function):
         if sinks_H is not None:
             dsinks_H = torch.zeros_like(sinks_H)
             dsinks_H[ctx.own_heads] = _sinks_gradient(dout, out, lse, sinks_H[ctx.own_heads])
-        grads = ring_backward(dout, SavedForward(q, k, v, out, lse), kept, ctx.context)
+        in_order = iter(kept)
+        kept_by_lane = [list(islice(in_order, count)) for count in ctx.num_kept]
+        grads = ring_backward(dout, SavedForward(q, k, v, out, lse), kept_by_lane, ctx.context)
         dq, dk, dv = (x.to(q.dtype) for x in grads)
         return dq, dk, dv, dsinks_H, None, None
 

@@ -26,6 +26,7 @@ from ds_hetero.runtime.attention.documents import (
     documents_from_positions,
     rows_of,
 )
+from ds_hetero.runtime.attention.ring_steps import Ring, make_rings
 from ds_hetero.runtime.attention.ring_table import RingTable
 from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
 from ds_hetero.runtime.replica import Replica
@@ -47,19 +48,20 @@ class BatchLayout:
     """
 
     placement: Placement
-    _tables: dict[tuple[int, bool, int | None], RingTable] = field(default_factory=dict, repr=False)
+    _rings: dict[tuple[int, bool, int | None], tuple[Ring, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch."""
         return self.placement.rows[-1].stop
 
-    def ring_table(self, causal: bool, window: int | None, lane: int = 0) -> RingTable:
-        """Blocks and transfers of one lane for one kind of mask; made once and kept."""
-        key = (lane, causal, window)
-        if key not in self._tables:
-            self._tables[key] = RingTable(self.placement, self.placement.lanes[lane], causal, window)
-        return self._tables[key]
+    def rings(self, rank: int, causal: bool, window: int | None) -> tuple[Ring, ...]:
+        """The part of ``rank`` in the ring of each of its lanes, for one kind of mask; made once and kept."""
+        key = (rank, causal, window)
+        if key not in self._rings:
+            tables = [RingTable(self.placement, lane, causal, window) for lane in self.placement.lanes]
+            self._rings[key] = make_rings(tables, rank)
+        return self._rings[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.collectives import pairs_by_order, reporting_lost_peers
 
-__all__ = ["Channel", "Message", "PendingReceives"]
+__all__ = ["NOTHING", "Channel", "Message", "PendingReceives"]
 
 
 class Message(NamedTuple):
@@ -34,17 +34,24 @@ class PendingReceives:
             pending.wait()
 
 
+NOTHING = PendingReceives(())  # of a round in which a group receives nothing
+
+
 class Channel:
-    """Rounds of messages over ``group`` within one pass of a ring; `finish` must be called once at its end."""
+    """Rounds of messages over ``group`` within one pass of its rings; `finish` must be called once at its end.
+
+    Attributes:
+        keeps_order: messages are paired by the order in which rounds are posted, which must be one for all ranks.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._posts_together = pairs_by_order(group)
+        self.keeps_order = pairs_by_order(group)
         self._unfinished: list[_Pending] = []
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
         """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send."""
-        if self._posts_together:
+        if self.keeps_order:
             return self._post_together(receives, sends)
         group = self._group
         pending = []

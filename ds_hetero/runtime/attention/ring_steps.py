@@ -1,28 +1,31 @@
-"""One rank in the ring, in integers: which kernel calls it makes and what it sends and receives, step by step.
+"""One rank in the rings of its lanes, in integers: which kernel calls it makes, what it sends and receives, by step.
 
 Made once per batch layout and kind of mask, and used by every layer. Slices and bands; nothing here touches a tensor.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from ds_hetero.runtime.attention.kernels import Band
-from ds_hetero.runtime.attention.ring_table import RingTable, Transfer
+from ds_hetero.runtime.attention.ring_table import RingTable, Round
+from ds_hetero.schedule import Schedule
+from ds_hetero.splits import Piece, refine
 
-__all__ = ["KernelCall", "Ring", "Round", "SubRing", "make_ring", "sent_after"]
+__all__ = ["KernelCall", "Ring", "SubRing", "make_rings"]
 
 
 class KernelCall(NamedTuple):
     """One kernel call.
 
     Args:
-        queries: index into this rank's [B, h, S, ...] tensors: rows, heads, tokens.
+        queries: index into this rank's [B, h, S, ...] tensors of the lane: rows, heads, tokens.
         keys: index into one sub-ring's [B, heads, tokens, D] keys and values.
         band: which of these keys the queries see.
         first: whether no earlier call of the forward has any of these queries.
@@ -34,25 +37,18 @@ class KernelCall(NamedTuple):
     first: bool
 
 
-class Round(NamedTuple):
-    """What one rank receives and sends while it computes one step."""
-
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
-
-
 @dataclass(frozen=True)
 class SubRing:
     """This rank's part in one sub-ring task.
 
     Args:
-        index: number of the task in `Schedule.sub_rings`; the same on all its ranks.
-        ranks: global rank at every ring position.
+        tag: of its messages; the same on all its ranks, and of no other task of the placement.
+        ranks: global rank at every position of the lane's ring.
         kv_heads: this task's KV heads among those of this rank.
         segments: (query heads of this rank, KV heads of this task) with a uniform number of queries per KV head.
     """
 
-    index: int
+    tag: int
     ranks: tuple[int, ...]
     kv_heads: slice
     segments: tuple[tuple[slice, slice], ...]
@@ -60,23 +56,25 @@ class SubRing:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What one rank does for one batch layout and one kind of mask.
+    """What one rank does for one lane, of one batch layout and for one kind of mask.
 
     Args:
-        table: blocks and transfers of all groups.
-        position: of this rank's group in the ring.
+        table: blocks and transfers of all members of the lane.
+        position: of this rank's group among the members.
+        tokens: of the group that are of this lane.
         num_q: query heads of this rank.
         sub_rings: in which this rank takes part.
     """
 
     table: RingTable
     position: int
+    tokens: slice
     num_q: int
     sub_rings: tuple[SubRing, ...]
 
     @property
     def size(self) -> int:
-        """Number of groups K."""
+        """Members of the lane: K."""
         return self.table.size
 
     def forward_source(self, step: int) -> int:
@@ -87,10 +85,9 @@ class Ring:
         """Ring position whose KV backward step ``step`` works on: its own last."""
         return (self.position + 1 + step) % self.size
 
-    @cached_property
-    def columns(self) -> tuple[slice, ...]:
-        """Travelling tokens of every group."""
-        return tuple(slice(*self.table.columns(source)) for source in range(self.size))
+    def num_columns(self, source: int) -> int:
+        """Travelling tokens of a group."""
+        return sum(stop - start for start, stop in self.table.columns(source))
 
     @cached_property
     def calls(self) -> tuple[tuple[tuple[KernelCall, ...], ...], ...]:
@@ -105,15 +102,14 @@ class Ring:
     def _calls_of(
         self, source: int, sub: SubRing, covered: dict[tuple[int, int], list[tuple[int, int]]]
     ) -> Iterator[KernelCall]:
-        first_column = 0 if source == self.position else self.columns[source].start
+        packed = _Packed(() if source == self.position else self.table.columns(source))
         for q_heads, kv_heads in sub.segments:
             for rows, blocks in self.table.blocks(self.position, source):
                 batch = slice(rows.start, rows.stop)
                 for block in blocks:
-                    columns = slice(block.k[0] - first_column, block.k[1] - first_column)
                     yield KernelCall(
                         queries=(batch, q_heads, slice(*block.q)),
-                        keys=(batch, kv_heads, columns),
+                        keys=(batch, kv_heads, packed.place(block.k)),
                         band=Band(block.lo, block.hi),
                         first=_claim(covered[q_heads.start, rows.start], block.q),
                     )
@@ -124,7 +120,7 @@ class Ring:
         if self.size > 1 or len(all_calls := self._all_calls()) != 1:
             return None
         (call,) = all_calls
-        tokens = slice(0, self.table.placement.group_tokens(self.position))
+        tokens = slice(0, self.tokens.stop - self.tokens.start)
         everything = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
         return call if call.queries == everything and call.keys[2] == tokens else None
 
@@ -144,51 +140,96 @@ class Ring:
     @cached_property
     def forward_rounds(self) -> tuple[Round, ...]:
         """KV that this rank receives and sends during each forward step."""
-        return self._own_rounds(self.table.forward_rounds)
+        return self.table.forward_rounds(self.position)
 
     @cached_property
     def backward_kv_rounds(self) -> tuple[Round, ...]:
         """KV that this rank receives and sends during each backward step."""
-        return self._own_rounds(self.table.backward_kv_rounds)
+        return self.table.backward_kv_rounds(self.position)
 
     @cached_property
     def backward_grad_rounds(self) -> tuple[Round, ...]:
         """Gradients dK/dV that this rank receives and sends during each backward step."""
-        return self._own_rounds(self.table.backward_grad_rounds)
+        return self.table.backward_grad_rounds(self.position)
 
-    def _own_rounds(self, rounds: Sequence[Sequence[Transfer]]) -> tuple[Round, ...]:
-        padded = [*rounds, *[()] * (self.size - len(rounds))]
-        return tuple(
-            Round(
-                receives=tuple(transfer for transfer in transfers if transfer.receiver == self.position),
-                sends=tuple(transfer for transfer in transfers if transfer.sender == self.position),
-            )
-            for transfers in padded
-        )
+    @cached_property
+    def sent_after_forward_step(self) -> tuple[frozenset[int], ...]:
+        """Sources of the KV that this rank sends in later rounds than that of each forward step."""
+        return _sent_after(self.forward_rounds)
 
-
-def sent_after(rounds: Sequence[Round], step: int) -> set[int]:
-    """Sources of the blocks that are sent in the rounds after ``step``."""
-    return {transfer.source for later in rounds[step + 1 :] for transfer in later.sends}
+    @cached_property
+    def sent_after_backward_step(self) -> tuple[frozenset[int], ...]:
+        """The same of each backward step."""
+        return _sent_after(self.backward_kv_rounds)
 
 
-def make_ring(table: RingTable, rank: int) -> Ring:
-    """The part of ``rank`` in the ring."""
-    schedule = table.placement.schedule
-    position = schedule.ring_position(rank)
-    first_q, last_q = schedule.ring_groups[position].head_range(rank)
+class _Packed:
+    """Where local ranges lie once the ``columns`` are put one behind the other; without columns, where they are."""
+
+    def __init__(self, columns: Sequence[tuple[int, int]]) -> None:
+        self._starts = [start for start, _ in columns] or [0]
+        sizes = (stop - start for start, stop in columns)
+        self._offsets = [at - start for at, start in zip(accumulate(sizes, initial=0), self._starts, strict=False)]
+
+    def place(self, part: tuple[int, int]) -> slice:
+        offset = self._offsets[bisect_right(self._starts, part[0]) - 1]
+        return slice(part[0] + offset, part[1] + offset)
+
+
+def _sent_after(rounds: Sequence[Round]) -> tuple[frozenset[int], ...]:
+    later: set[int] = set()
+    out = []
+    for round_ in reversed(rounds):
+        out.append(frozenset(later))
+        later |= {transfer.source for transfer in round_.sends}
+    return tuple(reversed(out))
+
+
+def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
+    """The part of ``rank`` in the lanes of a placement; lanes that its group has no part in are left out.
+
+    Args:
+        tables: of the placement's lanes, in their order, for one kind of mask.
+        rank: global.
+    """
+    schedule = tables[0].placement.schedule
+    unit = schedule.ring_position(rank)
+    rings, start = [], 0
+    for number, table in enumerate(tables):
+        if unit in table.lane.members:
+            position = table.lane.members.index(unit)
+            stop = start + sum(tokens[position] for tokens in table.lane.tokens)
+            first_q, last_q = schedule.ring_groups[unit].head_range(rank)
+            sub_rings = _sub_rings(schedule, table.lane.members, rank, number)
+            rings.append(Ring(table, position, slice(start, stop), last_q - first_q, sub_rings))
+            start = stop
+    return tuple(rings)
+
+
+@lru_cache(maxsize=1024)
+def _tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Head ranges that exactly one rank of each member holds; their owners are indices into the member's ranks."""
+    return refine([schedule.ring_groups[member].head_split for member in members])
+
+
+def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, number: int) -> tuple[SubRing, ...]:
+    """The tasks of ``rank`` in the lane of that number."""
+    groups = [schedule.ring_groups[member] for member in members]
+    first_q, last_q = next(group.head_range(rank) for group in groups if rank in group.ranks)
     first_kv, _ = schedule.kv_heads(first_q, last_q)
     sub_rings = []
-    for index, piece in enumerate(schedule.sub_rings):
-        if piece.owners[position] != rank:
+    for index, piece in enumerate(_tasks(schedule, members)):
+        ranks = tuple(group.ranks[owner] for group, owner in zip(groups, piece.owners, strict=True))
+        if rank not in ranks:
             continue
         kv0, kv1 = schedule.kv_heads(piece.start, piece.stop)
         segments = []
         for start, stop in _uniform_segments(piece.start, piece.stop, schedule.queries_per_kv_head):
             a, b = schedule.kv_heads(start, stop)
             segments.append((slice(start - first_q, stop - first_q), slice(a - kv0, b - kv0)))
-        sub_rings.append(SubRing(index, piece.owners, slice(kv0 - first_kv, kv1 - first_kv), tuple(segments)))
-    return Ring(table, position, last_q - first_q, tuple(sub_rings))
+        tag = number * schedule.num_heads + index  # a lane has at most as many tasks as heads
+        sub_rings.append(SubRing(tag, ranks, slice(kv0 - first_kv, kv1 - first_kv), tuple(segments)))
+    return tuple(sub_rings)
 
 
 def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int]]:

@@ -12,15 +12,17 @@ Positions are global, indices are local. Ranges are half open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range, Rows
 
-__all__ = ["Block", "RingTable", "Transfer", "visible_blocks"]
+__all__ = ["Block", "RingTable", "Round", "Transfer", "visible_blocks"]
 
 
 class Block(NamedTuple):
@@ -42,6 +44,9 @@ class _Piece(NamedTuple):
     local: int  # index of `start` in its group
 
 
+_Pieces = Mapping[int, Sequence[_Piece]]  # by number of the document, ascending; never an empty sequence
+
+
 def visible_blocks(
     q_chunks: Sequence[Range],
     k_chunks: Sequence[Range],
@@ -57,37 +62,39 @@ def visible_blocks(
         causal: a query sees no later key.
         window: with ``causal``, a query sees itself and the ``window - 1`` keys before it.
     """
-    if causal and window is None and list(q_chunks) == list(k_chunks):
+    q_pieces = _by_document(q_chunks, documents)
+    k_pieces = q_pieces if list(q_chunks) == list(k_chunks) else _by_document(k_chunks, documents)
+    return _blocks(q_pieces, k_pieces, causal, window)
+
+
+def _blocks(q_pieces: _Pieces, k_pieces: _Pieces, causal: bool, window: int | None) -> tuple[Block, ...]:
+    if causal and window is None and q_pieces is k_pieces:
         # Local order is the order of positions, so a group's own part of a document is one causal triangle.
-        ranges = [(pieces[0].local, _end(pieces)) for pieces in _by_document(q_chunks, documents) if pieces]
+        ranges = [(pieces[0].local, _end(pieces)) for pieces in q_pieces.values()]
         return tuple(Block(r, r, None, 0) for r in ranges)
     visible: list[Block] = []
-    for q_pieces, k_pieces in zip(_by_document(q_chunks, documents), _by_document(k_chunks, documents), strict=True):
-        blocks = [block for q in q_pieces for k in k_pieces if (block := _block(q, k, causal, window))]
-        visible += _merge(blocks)
+    for document, of_queries in q_pieces.items():
+        of_keys = k_pieces.get(document, ())
+        visible += _merge([block for q in of_queries for k in of_keys if (block := _block(q, k, causal, window))])
     return tuple(visible)
 
 
-def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> list[list[_Piece]]:
+def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> dict[int, list[_Piece]]:
     """The pieces of each document that lie in ``chunks``; neighbours in position and index are joined."""
-    out: list[list[_Piece]] = []
-    first, first_local = 0, 0  # chunks that end before this document begins are skipped for good
-    for start, stop in documents:
-        while first < len(chunks) and chunks[first][1] <= start:
-            first_local += chunks[first][1] - chunks[first][0]
-            first += 1
-        pieces: list[_Piece] = []
-        i, local = first, first_local
-        while i < len(chunks) and chunks[i][0] < stop:
-            a, b = max(chunks[i][0], start), min(chunks[i][1], stop)
-            at = local + a - chunks[i][0]
-            if pieces and pieces[-1].stop == a:
-                pieces[-1] = pieces[-1]._replace(stop=b)
-            elif a < b:
-                pieces.append(_Piece(a, b, at))
-            local += chunks[i][1] - chunks[i][0]
-            i += 1
-        out.append(pieces)
+    out: dict[int, list[_Piece]] = {}
+    local = 0
+    for start, stop in chunks:
+        number = max(bisect_right(documents, (start, math.inf)) - 1, 0)
+        while number < len(documents) and documents[number][0] < stop:
+            a, b = max(start, documents[number][0]), min(stop, documents[number][1])
+            if a < b:
+                pieces = out.setdefault(number, [])
+                if pieces and pieces[-1].stop == a:
+                    pieces[-1] = pieces[-1]._replace(stop=b)
+                else:
+                    pieces.append(_Piece(a, b, local + a - start))
+            number += 1
+        local += stop - start
     return out
 
 
@@ -112,7 +119,7 @@ def _block(q: _Piece, k: _Piece, causal: bool, window: int | None) -> Block | No
 
 def _merge(blocks: list[Block]) -> list[Block]:
     """Join full rectangles that share a side: fewer, larger kernel calls. ``blocks`` come row by row."""
-    return _join(_join(blocks, along="k"), along="q")
+    return _join(_join(blocks, along="k"), along="q") if len(blocks) > 1 else blocks
 
 
 def _join(blocks: Iterable[Block], along: str) -> list[Block]:
@@ -139,6 +146,13 @@ class Transfer(NamedTuple):
     receiver: int
 
 
+class Round(NamedTuple):
+    """What one group receives and sends while it computes one step."""
+
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class RingTable:
     """Who computes what at which ring step, and what travels, for one lane of a placement and one mask.
@@ -154,6 +168,9 @@ class RingTable:
 
     Sender and receiver post a transfer in the same round. That costs nothing when all blocks are needed everywhere, and
     keeps backends with stream-ordered point-to-point calls (NCCL) free of deadlock when they are not.
+
+    A group asks for its own blocks and rounds only. What it has to know of the others, which of their keys travel and
+    to whom, takes time in proportion to the pieces into which the lane's documents are cut.
     """
 
     placement: Placement
@@ -168,81 +185,171 @@ class RingTable:
 
     def blocks(self, q: int, k: int) -> tuple[tuple[Rows, tuple[Block, ...]], ...]:
         """Blocks of the queries at ring position ``q`` against the keys at ``k``, for each set of batch rows."""
-        return self._blocks[q][k]
-
-    def columns(self, source: int) -> Range:
-        """Local keys of ``source`` that travel: the hull of what the other groups need, (0, 0) if nothing."""
-        needed = [
-            block.k
-            for q in range(self.size)
-            if q != source
-            for _, blocks in self._blocks[q][source]
-            for block in blocks
-        ]
-        return (min(k[0] for k in needed), max(k[1] for k in needed)) if needed else (0, 0)
-
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """For every group, the ring positions that need its KV, in the order it visits them; its own is left out."""
-        size = self.size
         return tuple(
-            tuple(
-                position
-                for position in ((source + t) % size for t in range(1, size))
-                if any(blocks for _, blocks in self._blocks[position][source])
-            )
-            for source in range(size)
+            (rows, _blocks(pieces[q], pieces[k], self.causal, self.window))
+            for rows, pieces in zip(self.placement.rows, self._pieces, strict=True)
         )
 
-    @cached_property
-    def forward_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-        """KV transfers of round t = 0 .. K - 2."""
-        rounds: list[list[Transfer]] = [[] for _ in range(self.size - 1)]
+    def columns(self, source: int) -> tuple[Range, ...]:
+        """Local keys of ``source`` that travel, those that some other group needs: ascending, with gaps between."""
+        return self._columns[source]
+
+    def reads(self, position: int, source: int) -> bool:
+        """Whether the group at ``position`` needs KV of the group at ``source``, another one."""
+        return position in self._readers[source]
+
+    def path(self, source: int) -> tuple[int, ...]:
+        """The ring positions that need the KV of ``source``, in the order it visits them; its own is left out."""
+        size = self.size
+        return tuple(p for p in ((source + t) % size for t in range(1, size)) if p in self._readers[source])
+
+    def forward_rounds(self, position: int) -> tuple[Round, ...]:
+        """KV that ``position`` receives and sends in rounds t = 0 .. K - 2, and an empty round for the last step."""
+        rounds = _Rounds(self.size)
         for source in range(self.size):
-            sender = source
-            for receiver in self.paths[source]:
-                rounds[self._hop(source, receiver) - 1].append(Transfer(source, sender, receiver))
-                sender = receiver
-        return tuple(map(tuple, rounds))
+            if self.reads(position, source):
+                transfer = Transfer(source, self._before(source, position), position)
+                rounds.receive(self._hop(source, position) - 1, transfer)
+            after = self._after(source, position)
+            if after is not None:
+                rounds.send(self._hop(source, after) - 1, Transfer(source, position, after))
+        return rounds.made()
 
-    @cached_property
-    def backward_kv_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-        """KV transfers of backward round j = 0 .. K - 2, for step j + 1; a block kept since the forward stays."""
-        size = self.size
-        rounds: list[list[Transfer]] = [[] for _ in range(size - 1)]
-        for source in range(size):
-            sender = source
-            for receiver in reversed(self.paths[source]):
-                hop = self._hop(source, receiver)
-                if hop < size - 1:
-                    rounds[size - 2 - hop].append(Transfer(source, sender, receiver))
-                sender = receiver
-        return tuple(map(tuple, rounds))
+    def backward_kv_rounds(self, position: int) -> tuple[Round, ...]:
+        """KV that ``position`` receives and sends in backward round j, for step j + 1.
 
-    @cached_property
-    def backward_grad_rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-        """dK/dV transfers of backward round j = 0 .. K - 1; the receiver adds them to its own at the end of step j."""
-        size = self.size
-        rounds: list[list[Transfer]] = [[] for _ in range(size)]
+        A block walks its path from the end; where it was kept since the forward it is not sent again.
+        """
+        size, rounds = self.size, _Rounds(self.size)
         for source in range(size):
-            path = (source, *self.paths[source])
-            for receiver, sender in pairwise(path):
-                rounds[size - 1 - self._hop(source, receiver)].append(Transfer(source, sender, receiver))
-        return tuple(map(tuple, rounds))
+            hop = self._hop(source, position)
+            if self.reads(position, source) and hop < size - 1:
+                after = self._after(source, position)
+                rounds.receive(size - 2 - hop, Transfer(source, source if after is None else after, position))
+            before = self._before(source, position) if position == source or self.reads(position, source) else source
+            if before != source and self._hop(source, before) < size - 1:
+                rounds.send(size - 2 - self._hop(source, before), Transfer(source, position, before))
+        return rounds.made()
+
+    def backward_grad_rounds(self, position: int) -> tuple[Round, ...]:
+        """Gradients dK/dV that ``position`` receives and sends in backward round j = 0 .. K - 1.
+
+        The receiver adds them to its own at the end of step j.
+        """
+        size, rounds = self.size, _Rounds(self.size)
+        for source in range(size):
+            if self.reads(position, source):
+                before = self._before(source, position)
+                rounds.send(size - 1 - self._hop(source, before), Transfer(source, position, before))
+            after = self._after(source, position)
+            if after is not None:
+                rounds.receive(size - 1 - self._hop(source, position), Transfer(source, after, position))
+        return rounds.made()
 
     def _hop(self, source: int, position: int) -> int:
         return (position - source) % self.size
 
+    def _after(self, source: int, position: int) -> int | None:
+        """Where the KV of ``source`` goes from ``position``; None where it does not come, or ends."""
+        if position != source and not self.reads(position, source):
+            return None
+        steps = range(1, self.size - self._hop(source, position))
+        return next((p for p in ((position + t) % self.size for t in steps) if self.reads(p, source)), None)
+
+    def _before(self, source: int, position: int) -> int:
+        """Where the KV of ``source`` comes from to ``position``; for ``source`` itself the end of its path."""
+        steps = range(1, self._hop(source, position) or self.size)
+        return next((p for p in ((position - t) % self.size for t in steps) if self.reads(p, source)), source)
+
     @cached_property
-    def _blocks(self) -> tuple[tuple[tuple[tuple[Rows, tuple[Block, ...]], ...], ...], ...]:
-        held = self.lane.intervals
+    def _pieces(self) -> tuple[tuple[_Pieces, ...], ...]:
+        """Pieces of documents ``[set of rows][position]``."""
         return tuple(
-            tuple(
-                tuple(
-                    (rows, visible_blocks(q, k, rows.documents, self.causal, self.window))
-                    for rows in self.placement.rows
-                )
-                for k in held
-            )
-            for q in held
+            tuple(_by_document(held, rows.documents) for held in self.lane.intervals) for rows in self.placement.rows
         )
+
+    @cached_property
+    def _readers(self) -> tuple[set[int], ...]:
+        return self._travels[0]
+
+    @cached_property
+    def _columns(self) -> tuple[tuple[Range, ...], ...]:
+        return self._travels[1]
+
+    @cached_property
+    def _travels(self) -> tuple[tuple[set[int], ...], tuple[tuple[Range, ...], ...]]:
+        """By source: the positions that need some of its keys, and the keys that travel."""
+        readers: tuple[set[int], ...] = tuple(set() for _ in range(self.size))
+        columns: tuple[list[Range], ...] = tuple([] for _ in range(self.size))
+        for pieces in self._pieces:
+            for parts in _by_holder(pieces):
+                if self.window is None:
+                    self._add_prefixes(parts, readers, columns)
+                else:
+                    self._add_windows(parts, readers, columns)
+        return readers, tuple(map(_joined, columns))
+
+    def _add_prefixes(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
+        """Add what travels of one document, held in ``parts``, of which a group sees all before its last token."""
+        end = max(pieces[-1].stop for pieces in parts.values())
+        reach = {p: pieces[-1].stop if self.causal else end for p, pieces in parts.items()}
+        furthest, second = sorted(reach, key=lambda p: reach[p], reverse=True)[:2]
+        for source, pieces in parts.items():
+            if len(readers[source]) < self.size - 1:
+                readers[source].update(p for p in parts if reach[p] > pieces[0].start and p != source)
+            columns[source].extend(_clipped(pieces, 0, reach[second if source == furthest else furthest]))
+
+    def _add_windows(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
+        """The same where a query sees the ``window`` last tokens only."""
+        assert self.window is not None
+        for reader, queries in parts.items():
+            for source, keys in parts.items():
+                if reader != source:
+                    seen = [part for q in queries for part in _clipped(keys, q.start - self.window + 1, q.stop)]
+                    columns[source].extend(seen)
+                    readers[source].update([reader] if seen else ())
+
+
+class _Rounds:
+    """The rounds of one group, one per ring step, as they are put together."""
+
+    def __init__(self, size: int) -> None:
+        self._receives: list[list[Transfer]] = [[] for _ in range(size)]
+        self._sends: list[list[Transfer]] = [[] for _ in range(size)]
+
+    def receive(self, step: int, transfer: Transfer) -> None:
+        self._receives[step].append(transfer)
+
+    def send(self, step: int, transfer: Transfer) -> None:
+        self._sends[step].append(transfer)
+
+    def made(self) -> tuple[Round, ...]:
+        return tuple(Round(tuple(r), tuple(s)) for r, s in zip(self._receives, self._sends, strict=True))
+
+
+def _by_holder(pieces_by_position: Sequence[_Pieces]) -> Iterator[_Pieces]:
+    """The pieces of each document by position, of documents that several positions hold."""
+    holders: dict[int, dict[int, Sequence[_Piece]]] = defaultdict(dict)
+    for position, by_document in enumerate(pieces_by_position):
+        for document, pieces in by_document.items():
+            holders[document][position] = pieces
+    return (parts for parts in holders.values() if len(parts) > 1)
+
+
+def _clipped(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[Range]:
+    """Local ranges of the positions ``[first, last)`` in ``pieces``."""
+    for start, stop, local in pieces:
+        a, b = max(start, first), min(stop, last)
+        if a < b:
+            yield local + a - start, local + b - start
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The union of ``ranges``: ascending, those that touch or overlap made one."""
+    out: list[Range] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return tuple(out)
