@@ -1,0 +1,131 @@
+"""The jobs: which fault strikes which rank in which phase, under which ZeRO stage, number of ranks and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+__all__ = ["KILL", "LOCAL", "MISMATCHES", "PAUSE", "START", "STOP", "Job", "all_jobs", "quick_jobs"]
+
+# Signals, of which "pause" is SIGSTOP and SIGCONT; errors; the file system.
+KILL, TERMINATE, EXCEPTION, MEMORY = "kill -9", "SIGTERM", "exception", "MemoryError"
+PAUSE, STOP = "pause", "stop for good"
+FULL, READ_ONLY = "disk full", "read-only"
+
+START = ("agreement", "describe", "cache", "profile", "links", "plan")
+TRAINING = ("data set", "collator", "forward", "backward", "step", "between steps", "look", "save")
+LOCAL = ("continue", "break", "caught exception", "stop of one rank")
+"""What one rank decides alone and the others do not learn of."""
+
+MISMATCHES = {
+    "another stage": "zero_optimization.stage",
+    "accumulation": "gradient_accumulation_steps",
+    "clipping": "gradient_clipping",
+    "bucket": "reduce_bucket_size",
+    "no section": "heterogeneity",
+    "switched off": "heterogeneity",
+    "another schedule": "heterogeneity",
+    "another model": "model",
+    "no register()": "register",
+}
+"""What the victim has differently from the other ranks, and what a message must name."""
+
+_ONLY_RANK_0 = ("cache", "plan")
+_STAGES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run and the fault in it.
+
+    Args:
+        fault: what happens.
+        phase: what the victim does at that moment.
+        stage: of ZeRO.
+        ranks: of the job.
+        loop: "loop" for a loop of one's own, or "Trainer".
+        victim: the rank that the fault strikes.
+        store: who hosts torch's key-value store: "rank 0", as under DeepSpeed's launcher, or "launcher", as torchrun.
+        weighted: whether ZeRO's shares are unequal.
+    """
+
+    fault: str
+    phase: str
+    stage: int
+    ranks: int
+    loop: str
+    victim: int
+    store: str
+    weighted: bool
+
+    @property
+    def name(self) -> str:
+        """In one line, for ``--only`` and the progress bar."""
+        where = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}, {self.loop}, store on {self.store}"
+        return f"{self.fault} in {self.phase}, rank {self.victim} of {self.ranks}, {where}"
+
+
+def all_jobs() -> list[Job]:
+    """Every fault in every phase that it can strike, over all stages, turn by turn under the other circumstances."""
+    return [_job(number, *case) for number, case in zip(count(), _cases(), strict=False)]
+
+
+def quick_jobs() -> list[Job]:
+    """One job per phase and per kind of fault, as few as that takes."""
+    seen: set[str] = set()
+    chosen = []
+    for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
+        for job in all_jobs():
+            news = rounds(job) - seen
+            if len(news) == len(rounds(job)):
+                chosen.append(job)
+                seen |= news
+    return chosen
+
+
+def _cases() -> Iterator[tuple[str, str, int]]:
+    """Fault, phase and stage."""
+    for phase in TRAINING:
+        for stage in range(_STAGES):
+            yield KILL, phase, stage
+        for stage in range(_STAGES):
+            yield MEMORY if phase in ("forward", "backward") and stage % 2 else EXCEPTION, phase, stage
+        for stage in (1, 3):
+            yield TERMINATE, phase, stage
+            yield PAUSE, phase, stage + 1 & 3
+        yield STOP, phase, 2
+    for phase in START:
+        for fault, stage in ((KILL, 1), (EXCEPTION, 2), (KILL, 3), (TERMINATE, 0), (PAUSE, 1), (STOP, 3)):
+            yield fault, phase, stage
+    for stage in range(_STAGES):
+        for fault in (FULL, READ_ONLY):
+            yield fault, "save", stage
+            yield fault, "save", stage
+        for fault in LOCAL:
+            yield fault, "between steps", stage
+    for number, fault in enumerate(MISMATCHES):
+        yield fault, "agreement", number % _STAGES
+        yield fault, "agreement", (number + 1) % _STAGES
+
+
+def _job(number: int, fault: str, phase: str, stage: int) -> Job:
+    """A case under circumstances that change with its number."""
+    ranks = 4 if number % 3 == 2 else 2
+    loop = "Trainer" if number % 5 in (1, 3) else "loop"
+    if fault in LOCAL:
+        loop = "Trainer" if fault == "stop of one rank" else "loop"
+    only_rank_0 = phase in _ONLY_RANK_0 or (phase == "save" and stage == 0)  # the others have nothing to do
+    victim = 0 if only_rank_0 else number // 2 % ranks
+    if fault in MISMATCHES:
+        victim = ranks - 1
+    return Job(
+        fault=fault,
+        phase=phase,
+        stage=stage,
+        ranks=ranks,
+        loop=loop,
+        victim=victim,
+        store="launcher" if number % 4 < 2 else "rank 0",
+        weighted=stage > 0 and number % 2 == 0,
+    )

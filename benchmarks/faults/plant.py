@@ -1,0 +1,152 @@
+"""Faults from the outside: the product's code runs as it is, and one rank is struck in one phase.
+
+A fault lies in what users bring (data set, collator, layers, optimizer, loop) or in front of a function of the product
+that is named here. Before it happens its time is written down, from which the time to the end of the job counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.faults.jobs import START, Job
+
+__all__ = ["FAULT_FILE", "FAULT_STEP", "Plant", "Planted"]
+
+FAULT_FILE = "fault"
+FAULT_STEP = 4
+_NOBODY = 65534  # the user id without any rights
+
+_FUNCTIONS = {
+    "agreement": "ds_hetero.integrations.deepspeed.agreement:expect_section_name",
+    "describe": "ds_hetero.integrations.registry:read_model_facts",
+    "cache": "ds_hetero.profiler.cache:read_profile",
+    "profile": "ds_hetero.profiler.measure:memory_probe",
+    "links": "ds_hetero.profiler.measure:pair_round",
+    "plan": "ds_hetero.job.start:decide",
+    "look": "ds_hetero.job.replanning:Replanning.observe",
+}
+"""By phase, the function of the product in front of which the fault strikes."""
+
+
+class Planted(RuntimeError):
+    """The exception that a fault raises."""
+
+
+class Plant:
+    """The fault of one job, on one of its ranks.
+
+    Args:
+        job: what is to happen.
+        rank: of this process.
+        folder: of the job; the time of the fault is written into it.
+
+    Attributes:
+        step: the optimizer step that runs now, counted from 1; the training loop keeps it.
+    """
+
+    def __init__(self, job: Job, rank: int, folder: Path) -> None:
+        self.step = 0
+        self._job, self._folder = job, folder
+        self._is_victim, self._struck = rank == job.victim, False
+
+    def is_due(self, phase: str) -> bool:
+        """Whether the fault strikes this rank now, in ``phase``."""
+        in_time = phase in START or self.step == FAULT_STEP
+        return self._is_victim and not self._struck and self._job.phase == phase and in_time
+
+    def strike(self, phase: str) -> None:
+        """Do what the job's fault does to this rank, once, if it is due."""
+        if self.is_due(phase):
+            self.note()
+            _strike(self._job.fault)
+
+    def note(self) -> None:
+        """Write down that the fault happens now."""
+        self._struck = True
+        draft = self._folder / f"{FAULT_FILE}.new"
+        draft.write_text(repr(time.monotonic()))
+        draft.rename(self._folder / FAULT_FILE)
+
+    def in_functions(self) -> None:
+        """Put the fault in front of the phase's function of the product, if it has one."""
+        if self._is_victim and self._job.phase in _FUNCTIONS:
+            module, _, path = _FUNCTIONS[self._job.phase].partition(":")
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, name, self._before(self._job.phase, getattr(owner, name)))
+
+    def in_model(self, layer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Plant faults in a layer's forward and backward, and in the optimizer's step."""
+        layer.register_forward_pre_hook(lambda *_: self.strike("forward"))
+
+        def hook_gradient(module: Any, inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.strike("backward"))
+
+        layer.register_forward_hook(hook_gradient)
+        optimizer.register_step_pre_hook(lambda *_: self.strike("step"))
+
+    def in_saving(self) -> None:
+        """Plant faults in the writing of a checkpoint's files."""
+        torch.save = self._torn(torch.save)
+
+    def before_saving(self) -> None:
+        """Take the right to write into the checkpoint's folder from this rank, if that is the fault."""
+        if self._job.fault == "read-only" and self.is_due("save"):
+            self.note()
+            os.seteuid(_NOBODY)
+
+    def _before(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            self.strike(phase)
+            return function(*args, **kwargs)
+
+        return struck
+
+    def _torn(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave half a file behind, or none where the disk is full."""
+
+        @functools.wraps(save)
+        def torn(content: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_due("save") and self._job.fault == "disk full":
+                self.note()
+                if isinstance(file, (str, os.PathLike)):
+                    return save(content, "/dev/full", *args, **kwargs)
+                with open("/dev/full", "wb") as full:
+                    return save(content, full, *args, **kwargs)
+            if self.is_due("save"):
+                save(content, file, *args, **kwargs)
+                if isinstance(file, (str, os.PathLike)):
+                    os.truncate(file, os.path.getsize(file) // 2)
+                self.strike("save")
+                if not isinstance(file, (str, os.PathLike)):
+                    return None
+            return save(content, file, *args, **kwargs)
+
+        return torn
+
+
+def _strike(fault: str) -> None:
+    signals = {
+        "kill -9": signal.SIGKILL,
+        "SIGTERM": signal.SIGTERM,
+        "pause": signal.SIGSTOP,
+        "stop for good": signal.SIGSTOP,
+    }
+    if fault in signals:
+        os.kill(os.getpid(), signals[fault])
+    elif fault == "MemoryError":
+        raise MemoryError("planted")
+    elif fault in ("exception", "caught exception"):
+        raise Planted("a planted fault")

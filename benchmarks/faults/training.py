@@ -1,0 +1,296 @@
+"""What the ranks of a job run: a tiny Llama on an uneven schedule, in a loop of one's own or under the HF Trainer.
+
+Checkpoints are written after the first step and after that of the fault. Every rank writes down its losses, with which
+those of the training that goes on from the last checkpoint are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.faults.jobs import LOCAL, MISMATCHES, STOP, Job
+from benchmarks.faults.plant import FAULT_STEP, Plant, Planted
+
+__all__ = ["STEPS", "TIMEOUT_S", "checkpoints", "last_checkpoint", "losses_by_step", "train"]
+
+STEPS = FAULT_STEP + 2
+SAVED_AFTER = (1, FAULT_STEP)
+TIMEOUT_S = 6.0
+"""Of the process group where a rank stops for good; for nothing else do the others have to wait that long."""
+
+_BATCH, _LENGTH, _VOCABULARY = 2, 32, 64
+_LINK = {"bandwidth_gb_per_s": 2, "latency_us": 50}
+_TWO_GROUPS = [{"ranks": [0], "tokens": [3], "heads": [4]}, {"ranks": [1], "tokens": [1], "heads": [4]}]
+_ONE_GROUP = [{"ranks": [0, 1], "tokens": [1, 2], "heads": [4, 0]}]
+_FOUR_RANKS = [  # rank 1 holds no token, rank 3 computes no head
+    {"ranks": [0, 2], "tokens": [3, 1], "heads": [3, 1]},
+    {"ranks": [1, 3], "tokens": [0, 2], "heads": [4, 0]},
+]
+
+
+def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
+    """Train with the job's fault; or, with ``resume``, without it from the last checkpoint on.
+
+    Args:
+        job: circumstances and fault.
+        rank: of this process.
+        folder: of the job.
+        resume: go on from the last checkpoint, and write the losses elsewhere.
+    """
+    import deepspeed
+
+    import ds_hetero
+
+    timeout = timedelta(seconds=TIMEOUT_S) if job.fault == STOP and not resume else None
+    deepspeed.init_distributed("gloo", verbose=False, **({} if timeout is None else {"timeout": timeout}))
+    _probe_briefly()
+    plant = Plant(job, rank if not resume else -1, folder)
+    plant.in_functions()
+    plant.in_saving()
+    difference = job.fault if job.fault in MISMATCHES and rank == job.victim and not resume else ""
+    if difference:
+        plant.note()
+    handle = None if difference == "no register()" else ds_hetero.register()
+    model = _llama(num_layers=3 if difference == "another model" else 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    plant.in_model(model.model.layers[1], optimizer)
+    config = _ds_config(job)
+    if difference in _DIFFERENCES:
+        config = _DIFFERENCES[difference](config)
+    run = _train_in_loop if job.loop == "loop" else _train_by_trainer
+    run(job, plant, _Record(folder, rank, resume), handle, model, optimizer, config)
+
+
+def checkpoints(folder: Path) -> Path:
+    """Where the checkpoints of a job lie."""
+    return folder / "checkpoints"
+
+
+def last_checkpoint(job: Job, folder: Path) -> Path | None:
+    """The folder of the last finished checkpoint: what `latest` is in; None where nothing has been saved yet."""
+    if job.loop == "loop":
+        return checkpoints(folder) if (checkpoints(folder) / "latest").exists() else None
+    finished = [path.parent for path in checkpoints(folder).glob("checkpoint-*/latest")]
+    return max(finished, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+class _Record:
+    """The losses of a rank, one line per step, in a file of their own."""
+
+    def __init__(self, folder: Path, rank: int, resume: bool) -> None:
+        self.folder, self.resume = folder, resume
+        self._path = folder / f"{'resumed' if resume else 'losses'}{rank}"
+
+    def __call__(self, step: int, loss: float) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([step, loss]) + "\n")
+
+
+def losses_by_step(folder: Path, rank: int, resumed: bool) -> dict[int, float]:
+    """What a rank has written down."""
+    path = folder / f"{'resumed' if resumed else 'losses'}{rank}"
+    return dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
+
+
+class _Samples(Dataset[dict[str, Tensor]]):
+    """Random tokens; reading one may be where the fault strikes."""
+
+    def __init__(self, plant: Plant, first: int = 0) -> None:
+        self._plant, self._first = plant, first
+
+    def __len__(self) -> int:
+        return STEPS * _BATCH - self._first
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self._plant.strike("data set")
+        ids = torch.randint(_VOCABULARY, (_LENGTH,), generator=torch.Generator().manual_seed(self._first + index))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _collator(plant: Plant) -> Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]:
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        plant.strike("collator")
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    return collate
+
+
+def _train_in_loop(
+    job: Job, plant: Plant, record: _Record, handle: Any, model: Any, optimizer: Any, config: dict[str, Any]
+) -> None:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    folder = str(checkpoints(record.folder))
+    if record.resume:
+        loaded, _ = engine.load_checkpoint(folder)
+        assert loaded is not None
+    samples = _Samples(plant, engine.global_steps * _BATCH)
+    loader = DataLoader(samples, batch_size=_BATCH, collate_fn=_collator(plant))
+    plant.step = engine.global_steps + 1  # before the first batch is read
+    for batch in handle.dataloader(loader):
+        if job.fault in ("continue", "break") and plant.is_due("between steps"):
+            plant.note()
+            if job.fault == "break":
+                break
+            continue
+        try:
+            if job.fault == "caught exception":
+                model.model.layers[1].register_forward_pre_hook(lambda *_: plant.strike("between steps"))
+            loss = handle.loss(engine(**batch), batch)
+        except Planted:
+            if job.fault != "caught exception":
+                raise
+            continue
+        engine.backward(loss)
+        engine.step()
+        record(plant.step, loss.item())
+        plant.strike("between steps")
+        if plant.step in SAVED_AFTER and not record.resume:
+            plant.before_saving()
+            engine.save_checkpoint(folder)
+        plant.step += 1
+    if job.fault in LOCAL:
+        engine.save_checkpoint(folder)
+
+
+def _train_by_trainer(
+    job: Job, plant: Plant, record: _Record, handle: Any, model: Any, optimizer: Any, config: dict[str, Any]
+) -> None:
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            plant.step = state.global_step + 1
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            plant.step = state.global_step
+            if job.fault == "stop of one rank" and plant.is_due("between steps"):
+                plant.note()
+                control.should_training_stop = True
+            else:
+                plant.strike("between steps")
+            if state.global_step in SAVED_AFTER and not record.resume:
+                plant.before_saving()
+                control.should_save = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                record(state.global_step, float(logs["loss"]))
+
+    parallelism = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=job.ranks,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+    )
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints(record.folder)),
+        max_steps=STEPS,
+        per_device_train_batch_size=_BATCH,
+        max_grad_norm=config.get("gradient_clipping", 1.0),
+        gradient_accumulation_steps=config.get("gradient_accumulation_steps", 1),
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        deepspeed=config,
+        parallelism_config=parallelism,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=_Samples(plant),
+        data_collator=_collator(plant),
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)),
+        callbacks=[Steps()],
+    )
+    plant.step = 1
+    last = last_checkpoint(job, record.folder) if record.resume else None
+    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+
+
+def _llama(num_layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=128,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def _schedule(ranks: int, stage: int) -> dict[str, Any]:
+    groups = _FOUR_RANKS if ranks == 4 else _TWO_GROUPS if stage % 2 else _ONE_GROUP
+    return {"version": 1, "num_heads": 4, "num_kv_heads": 2, "layout": "contiguous", "groups": groups}
+
+
+def _ds_config(job: Job) -> dict[str, Any]:
+    section: dict[str, Any] = {"schedule": _schedule(job.ranks, job.stage)}
+    node = {"name": "host", "device": "CPU", "count": job.ranks, "link": _LINK}
+    if job.phase in ("cache", "profile", "links"):
+        section = {"cluster": "measure"}
+    elif job.phase in ("describe", "plan"):
+        section = {"cluster": {"nodes": [node]}, "schedule": "plan", "seq_len": _LENGTH}
+    elif job.phase == "look":
+        section |= {"cluster": {"nodes": [node]}, "seq_len": _LENGTH, "replan": {"enabled": True, "interval_steps": 1}}
+    if job.weighted:
+        section["zero_partition"] = [3, 1, 2, 1][: job.ranks]
+    return {
+        "train_micro_batch_size_per_gpu": _BATCH,
+        "gradient_clipping": 1.0,
+        "sequence_parallel_size": job.ranks,
+        "zero_optimization": {"stage": job.stage, "reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000},
+        "zero_allow_untested_optimizer": True,
+        "heterogeneity": section,
+    }
+
+
+def _without_section(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "heterogeneity"}
+
+
+def _with_zero(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return config | {"zero_optimization": config["zero_optimization"] | changes}
+
+
+def _with_section(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return config | {"heterogeneity": config["heterogeneity"] | changes}
+
+
+_DIFFERENCES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another stage": lambda config: _with_zero(config, stage=(config["zero_optimization"]["stage"] + 2) % 4),
+    "accumulation": lambda config: config | {"gradient_accumulation_steps": 2},
+    "clipping": lambda config: config | {"gradient_clipping": 0.5},
+    "bucket": lambda config: _with_zero(config, reduce_bucket_size=20_000),
+    "no section": _without_section,
+    "switched off": lambda config: _with_section(config, enabled=False),
+    "another schedule": lambda config: _with_section(config, schedule="ring"),
+}
+"""How the victim's ds_config.json differs, where it does."""
+
+
+def _probe_briefly() -> None:
+    """Profiles are not what is tried here: every probe takes one call."""
+    from ds_hetero.profiler import measure
+
+    timer = measure.Timer
+    measure.Timer = lambda device, window_s: timer(device, 0.0)  # type: ignore[assignment, misc]

@@ -1,0 +1,161 @@
+"""What became of a job: its end, whom the ranks name, their last words, and whether the last checkpoint loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isclose
+from pathlib import Path
+
+import ds_hetero.errors
+from benchmarks.faults.jobs import LOCAL, MISMATCHES, PAUSE, STOP, Job
+from benchmarks.faults.plant import FAULT_FILE
+from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step
+from benchmarks.faults.world import PAUSE_S, RankEnd
+
+__all__ = ["Verdict", "judge", "judge_checkpoint", "last_word"]
+
+_ERROR = re.compile(r"^(?:[\w]+\.)*(\w*(?:Error|Exception|Planted|Interrupt|Exit|Warning))(?::|$)")
+_RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)")
+_BACKEND = re.compile(
+    r"gloo|nccl|c10d|TCPStore|ProcessGroup|closed by peer|reset by peer|broken pipe|timed out|timeout|socket|"
+    r"unexpected pos|PytorchStreamWriter|terminate called|Aborted|Segmentation",
+    re.IGNORECASE,
+)
+_LOG_LINE = re.compile(r"^\[?[WE]\d{4} |^terminate called|^\s*what\(\)|^(Aborted|Segmentation fault)")
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of torch's excepthook
+_CLOSE = 1e-5
+
+
+@dataclass
+class Verdict:
+    """What became of one job.
+
+    Args:
+        job: which one.
+        seconds: from the fault to the end of the last rank, less what the fault itself takes; None if it hung.
+        named: "right", "wrong", "nobody", or "-" where there is nobody to name.
+        checkpoint: "loads", "none yet", "bad", or "-" where it was not tried.
+        problems: what is wrong, in sentences.
+        last_words: of each rank.
+    """
+
+    job: Job
+    seconds: float | None
+    named: str = "-"
+    checkpoint: str = "-"
+    hung: list[int] = field(default_factory=list)
+    raw: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    last_words: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
+    """Judge a job by how its ranks ended; its checkpoint apart, see `judge_checkpoint`."""
+    verdict = Verdict(job, None, last_words=[last_word(end.output) for end in ends])
+    stopped = {job.victim} if job.fault == STOP else set()
+    verdict.hung = [rank for rank, end in enumerate(ends) if end.exit_code is None and rank not in stopped]
+    if not (folder / FAULT_FILE).exists():
+        verdict.problems.append("the fault did not happen")
+        return verdict
+    fault_s = float((folder / FAULT_FILE).read_text())
+    if verdict.hung:
+        verdict.problems.append(f"hang of ranks {verdict.hung}")
+    else:
+        ended_s = max(end.ended_at_s for rank, end in enumerate(ends) if rank not in stopped)
+        verdict.seconds = ended_s - fault_s - {STOP: TIMEOUT_S, PAUSE: PAUSE_S}.get(job.fault, 0.0)
+    if job.fault == PAUSE:
+        _expect_completed(verdict, ends, folder)
+    else:
+        _judge_words(verdict, ends)
+    return verdict
+
+
+def judge_checkpoint(verdict: Verdict, folder: Path, ends: Sequence[RankEnd] | None) -> None:
+    """Judge the training that went on from the last checkpoint.
+
+    Args:
+        verdict: of the job; completed here.
+        folder: of the job.
+        ends: of the ranks that went on; None where there was no checkpoint.
+    """
+    if ends is None:
+        verdict.checkpoint = "none yet"
+        return
+    verdict.checkpoint = "bad"
+    if codes := [end.exit_code for end in ends if end.exit_code != 0]:
+        words = next((word for word in (last_word(end.output) for end in ends) if word), "")
+        verdict.problems.append(f"the last checkpoint does not load: exit codes {codes}, {words}")
+        return
+    ranks = range(verdict.job.ranks)
+    before = {step: loss for rank in ranks for step, loss in losses_by_step(folder, rank, resumed=False).items()}
+    after = {step: loss for rank in ranks for step, loss in losses_by_step(folder, rank, resumed=True).items()}
+    off = {step: (before[step], after[step]) for step in before.keys() & after.keys()
+           if not isclose(before[step], after[step], rel_tol=_CLOSE)}  # fmt: skip
+    if off:
+        verdict.problems.append(f"training goes on from the last checkpoint with other losses: {off}")
+        return
+    verdict.checkpoint = "loads"
+
+
+def last_word(output: str) -> str:
+    """The last error in a rank's output with its message, or its last line where there is none."""
+    lines = [_PREFIX.sub("", line) for line in output.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if _LOG_LINE.match(lines[-1]):
+        return lines[-1]
+    starts = [i for i, line in enumerate(lines) if _ERROR.match(line)]
+    return "\n".join(lines[starts[-1] :]) if starts else lines[-1]
+
+
+def _expect_completed(verdict: Verdict, ends: Sequence[RankEnd], folder: Path) -> None:
+    codes = [end.exit_code for end in ends]
+    steps = [len(losses_by_step(folder, rank, resumed=False)) for rank in range(verdict.job.ranks)]
+    if any(codes) or max(steps) < STEPS:
+        verdict.problems.append(f"the job did not go on: exit codes {codes}, steps {steps}")
+
+
+def _judge_words(verdict: Verdict, ends: Sequence[RankEnd]) -> None:
+    """Every rank that lives on must end with an error of ours, or its own, that names the victim and nobody else."""
+    job = verdict.job
+    judged = [rank for rank in range(job.ranks) if rank != job.victim or job.fault in (*LOCAL, *MISMATCHES)]
+    names = []
+    for rank in judged:
+        if ends[rank].exit_code is None:
+            continue
+        word = verdict.last_words[rank]
+        if ends[rank].exit_code == 0:
+            verdict.problems.append(f"rank {rank} ends as if nothing had happened")
+        elif _is_raw(word) or (ends[rank].exit_code or 0) < 0:
+            verdict.raw.append(rank)
+        names.append(_named(word, rank, job))
+    order = ("wrong", "nobody", "right")
+    verdict.named = min(names, key=order.index, default="-")
+    if verdict.raw:
+        verdict.problems.append(f"raw text ends the output of ranks {sorted(set(verdict.raw))}")
+    if verdict.named in ("wrong", "nobody"):
+        verdict.problems.append(f"{verdict.named} named")
+
+
+def _is_raw(word: str) -> bool:
+    match = _ERROR.match(word)
+    ours = match is not None and (hasattr(ds_hetero.errors, match[1]) or match[1] == "Planted")
+    return not ours and bool(_BACKEND.search(word))
+
+
+def _named(word: str, rank: int, job: Job) -> str:
+    """Whom a survivor's last word accuses; its own rank is whose word it is."""
+    mentioned = {int(number) for numbers in _RANKS.findall(word) for number in re.findall(r"\d+", numbers)}
+    if job.fault in MISMATCHES:
+        return "right" if job.victim in mentioned else "nobody"
+    accused = mentioned - ({rank} if rank != job.victim else set())
+    if not accused:
+        return "nobody"
+    return "right" if accused == {job.victim} else "wrong"

@@ -1,0 +1,173 @@
+"""The ranks of a job as processes that nobody looks after but a watch: survivors must end by themselves.
+
+Ranks are forked from a server that has everything imported. Each is a session of its own, writes its output into a
+file, and leaves as the interpreter would: traceback, exit functions, threads that are no daemons.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.jobs import PAUSE, STOP, Job
+from benchmarks.faults.plant import FAULT_FILE
+
+__all__ = ["PAUSE_S", "RankEnd", "run_world"]
+
+PAUSE_S = 2.0
+_STACKS_S = 0.7  # for the ranks to write their stacks
+_PR_SET_PDEATHSIG = 1
+_server = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How the process of one rank ended.
+
+    Args:
+        exit_code: negative for a signal; None where the watch had to end it.
+        ended_at_s: on the monotonic clock.
+        output: what it printed; of a rank that hung, its stacks at the end.
+    """
+
+    exit_code: int | None
+    ended_at_s: float
+    output: str
+
+
+def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> list[RankEnd]:
+    """Run the ranks of a job and watch them until all have ended.
+
+    Args:
+        job: what they do.
+        folder: of the job; made already.
+        limit_s: seconds after which the ranks that still run are killed, their stacks in their output.
+        resume: see `benchmarks.faults.training.train`.
+    """
+    _server.set_forkserver_preload(["benchmarks.faults.preload"])
+    store = _host_store(job.ranks) if job.store == "launcher" else None
+    port = _free_port() if store is None else store.port
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(store is not None),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    processes = [
+        _server.Process(target=_main, args=(job, rank, folder, resume, env), daemon=True) for rank in range(job.ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        ended = _watch(processes, job, folder, limit_s, resume)
+    finally:
+        for process in processes:
+            _end(process)
+    codes = [process.exitcode for process in processes]
+    ends = []
+    for rank in range(job.ranks):
+        output = _output(folder, rank, resume).read_text(errors="replace")
+        hung = ended[rank] is None
+        ends.append(RankEnd(None if hung else codes[rank], ended[rank] or time.monotonic(), output))
+    return ends
+
+
+def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, resume: bool) -> dict[int, float | None]:
+    """When each rank ended; None for those that had not after ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    ended: dict[int, float | None] = dict.fromkeys(range(job.ranks))
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    stopped = {job.victim} if job.fault == STOP and not resume else set()
+    goes_on_at: float | None = None
+    while set(running.values()) - stopped and time.monotonic() < deadline:
+        for sentinel in wait(list(running), timeout=0.1):
+            ended[running.pop(sentinel)] = time.monotonic()  # type: ignore[index]
+        if job.fault == PAUSE and not resume and goes_on_at is None and (folder / FAULT_FILE).exists():
+            goes_on_at = float((folder / FAULT_FILE).read_text()) + PAUSE_S
+        if goes_on_at is not None and time.monotonic() > goes_on_at:
+            os.kill(processes[job.victim].pid, signal.SIGCONT)
+            goes_on_at = float("inf")
+    hanging = [rank for rank in running.values() if rank not in stopped]
+    for rank in hanging:
+        os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S if hanging else 0)
+    return ended
+
+
+def _end(process: Any) -> None:
+    """Kill a rank with the processes that it started."""
+    if process.pid is None:
+        return
+    if process.is_alive():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # not yet the leader of a session
+            process.kill()
+    process.join()
+
+
+def _host_store(ranks: int) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _output(folder: Path, rank: int, resume: bool) -> Path:
+    return folder / f"{'check' if resume else 'output'}{rank}.txt"
+
+
+def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str]) -> None:
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the watch, we with the server
+    output = os.open(_output(folder, rank, resume), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(folder)
+    gc.freeze()  # a full collection over what the server has loaded would copy all of its pages
+    warnings.simplefilter("ignore")
+    import torch
+
+    from benchmarks.faults.training import train
+
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        train(job, rank, folder, resume)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    atexit._run_exitfuncs()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the rest of the interpreter's way out takes seconds after DeepSpeed
