@@ -88,11 +88,11 @@ class _Record:
 
     def __init__(self, folder: Path, rank: int, resume: bool) -> None:
         self.folder, self.resume = folder, resume
-        self._path = folder / f"{'resumed' if resume else 'losses'}{rank}"
+        name = f"{'resumed' if resume else 'losses'}{rank}"
+        self._file = (folder / name).open("a", buffering=1)  # open before the rank may lose its rights
 
     def __call__(self, step: int, loss: float) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps([step, loss]) + "\n")
+        self._file.write(json.dumps([step, loss]) + "\n")
 
 
 def losses_by_step(folder: Path, rank: int, resumed: bool) -> dict[int, float]:
