@@ -1,5 +1,12 @@
 """The planner of documents: every position once, memory held, the same result everywhere, and how good it is."""
 
+import os
+import random
+import subprocess
+import sys
+from itertools import product
+from math import inf
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,6 +18,13 @@ from ds_hetero.errors import BatchError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
+from ds_hetero.planner.documents.baselines import over_all_units_s, over_one_node_s
+from ds_hetero.planner.documents.bins import Bins
+from ds_hetero.planner.documents.candidates import place_lengths
+from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
+from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
+from ds_hetero.planner.documents.score import ideal_s, loads_of
+from ds_hetero.planner.documents.two_level import node_bins
 from ds_hetero.schedule import Group, Schedule
 
 # --- random batches on random units -------------------------------------------------------------------
@@ -79,6 +93,155 @@ def test_lanes_come_between_nodes_first_then_inside_nodes_then_local_and_short_d
     for lane in placement.lanes:
         assert list(lane.members) == sorted(lane.members, key=lambda unit: (costs.node[unit], unit))
         assert list(lane.spans) == sorted(lane.spans)
+
+
+# --- how good ------------------------------------------------------------------------------------------
+
+
+@given(random_costs(), batches())
+def test_the_prediction_is_never_above_that_of_the_stream_or_of_simple_placements(costs, batch):
+    documents, length = batch
+    assume(documents and length <= sum(costs.most_tokens))
+    schedule = schedule_for(costs)
+    lengths = [stop - start for start, stop in documents]
+    placement = place_documents(schedule, documents, length, costs)
+    predicted_s = placement_loads(placement, documents, costs).predicted_s
+    if length == sum(lengths):
+        everywhere_s = over_all_units_s(lengths, costs)
+        assert predicted_s <= everywhere_s + rounding_s(lengths, costs)
+        one_node_s, _ = over_one_node_s(lengths, node_bins(costs), costs)
+        assert predicted_s <= one_node_s + rounding_s(lengths, costs)
+    if length >= schedule.sp_size:
+        stream = stream_placement(schedule, length)
+        if all(stream.group_tokens(unit) <= most for unit, most in enumerate(costs.most_tokens)):
+            stream_s = stream_loads(stream.lanes[0], documents, costs).predicted_s
+            assert predicted_s <= stream_s * (1 + 1e-9)
+
+
+def rounding_s(lengths, costs):
+    """One token of every document more on the slowest unit: the simple placements' times are those of fractions."""
+    return sum(max(costs.token_s) + n * max(costs.square_s) for n in lengths) * (1 + 1e-9)
+
+
+@given(batches())
+def test_loads_of_a_stream_are_those_of_counting(batch):
+    documents, length = batch
+    assume(length >= 6)
+    costs = two_nodes()
+    schedule = proportional((3, 2, 1, 1), 8, 4)
+    placement = stream_placement(schedule, length)
+    document_of = {p: (start, stop) for start, stop in documents for p in range(start, stop)}
+    held = [set(placement.positions(rank)) for rank in range(4)]
+    nodes = [held[0] | held[1], held[2] | held[3]]
+
+    def needed(positions):
+        reach = {}
+        for p in positions & document_of.keys():
+            reach[document_of[p]] = max(reach.get(document_of[p], 0), p)
+        return {p for (start, _), last in reach.items() for p in range(start, last + 1)}
+
+    loads = stream_loads(placement.lanes[0], documents, costs)
+    assert loads.tokens == tuple(map(len, held))
+    assert loads.received_tokens == sum(len(needed(positions) - positions) for positions in held)
+    assert loads.crossing_tokens == sum(len(needed(positions) - positions) for positions in nodes)
+    for rank, positions in enumerate(held):
+        pairs = sum(p - document_of[p][0] + 0.5 for p in positions & document_of.keys())
+        assert loads.attention_s[rank] == pytest.approx(2 * pairs * costs.square_s[rank])
+
+
+def two_nodes(**changes):
+    """Four units of speeds 3 : 2 : 1 : 1 on two nodes."""
+    plain = {
+        "token_s": (1.0, 1.5, 3.0, 3.0),
+        "square_s": (0.001, 0.0015, 0.003, 0.003),
+        "most_tokens": (10**9,) * 4,
+        "node": (0, 0, 1, 1),
+        "receive_s": (0.01, 0.01),
+        "cross_s": (0.1, 0.1),
+    }
+    return UnitCosts(**{**plain, **changes})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_five_documents_on_three_units_are_within_three_percent_of_brute_force(seed):
+    """Brute force deals the documents whole to units or cuts them over all, in every way."""
+    generator = random.Random(seed)
+    lengths = [generator.randint(1000, 20_000) for _ in range(5)]
+    speed = [generator.uniform(0.2, 1.0) for _ in range(3)]
+    costs = UnitCosts(
+        token_s=tuple(1 / s for s in speed),
+        square_s=tuple(1e-4 / s for s in speed),
+        most_tokens=(10**9,) * 3,
+        node=(0, 0, 0),
+        receive_s=(0.01,),
+        cross_s=(0.0,),
+    )
+    best_s = inf
+    for choice in product(range(4), repeat=5):
+        bins = Bins(list(costs.token_s), list(costs.square_s), list(costs.most_tokens))
+        order = sorted(range(5), key=lambda j: choice[j] == 3)  # cut ones last, so that they fill what is left
+        pieces = {j: bins.fill(range(3) if choice[j] == 3 else (choice[j],), lengths[j], lengths[j]) for j in order}
+        best_s = min(best_s, loads_of(lengths, [pieces[j] for j in range(5)], costs).predicted_s)
+    assert place_lengths(lengths, costs).predicted_s <= 1.03 * best_s
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("speed", [(1.0,), (4.0, 3.0, 2.0, 1.0)])
+def test_four_documents_per_unit_are_balanced_within_two_percent(name, speed):
+    generator = random.Random(name)
+    costs = a800_like(16, speed)
+    for _ in range(10):
+        lengths = [DISTRIBUTIONS[name].length(generator) for _ in range(64)]
+        assert place_lengths(lengths, costs).loads.compute_s <= 1.02 * ideal_s(lengths, costs)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("num_units", [16, 32, 64])
+def test_few_documents_are_balanced_within_eight_percent_on_average(name, num_units):
+    generator = random.Random(name)
+    costs = a800_like(num_units, (4.0, 3.0, 2.0, 1.0))
+    over_ideal = []
+    for _ in range(10):
+        lengths = DISTRIBUTIONS[name].batch(4096 * num_units, generator)
+        over_ideal.append(place_lengths(lengths, costs).loads.compute_s / ideal_s(lengths, costs))
+    assert sum(over_ideal) / len(over_ideal) <= 1.08
+
+
+def a800_like(num_units, speed):
+    """Nodes of eight units, of which the fastest is like an A800 with a layer of a 7B model; fast links."""
+    speeds = [speed[unit % len(speed)] / max(speed) for unit in range(num_units)]
+    num_nodes = -(-num_units // 8)
+    return UnitCosts(
+        token_s=tuple(7.1e-6 / s for s in speeds),
+        square_s=tuple(1.67e-10 / s for s in speeds),
+        most_tokens=(10**9,) * num_units,
+        node=tuple(unit // 8 for unit in range(num_units)),
+        receive_s=(3.3e-7,) * num_nodes,
+        cross_s=(6.6e-7,) * num_nodes,
+    )
+
+
+def test_another_process_with_another_hash_seed_comes_to_the_same_placement():
+    program = """
+import random
+from ds_hetero.baselines import ring
+from ds_hetero.planner.documents import UnitCosts, place_documents
+generator = random.Random(3)
+speeds = [generator.uniform(0.3, 1) for _ in range(24)]
+costs = UnitCosts(token_s=tuple(1 / s for s in speeds), square_s=tuple(1e-4 / s for s in speeds),
+    most_tokens=(20000,) * 24, node=tuple(i // 8 for i in range(24)), receive_s=(0.05,) * 3, cross_s=(0.1,) * 3)
+for _ in range(20):
+    ends = sorted(generator.sample(range(1, 200000), 40))
+    documents = tuple(zip([0, *ends], [*ends, 200000]))
+    print(place_documents(ring(24, 8, 8), documents, 200000, costs).fingerprint)
+"""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(outputs) == 1 and len(outputs.pop().split()) == 20
 
 
 # --- costs --------------------------------------------------------------------------------------------

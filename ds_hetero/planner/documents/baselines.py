@@ -1,34 +1,111 @@
-"""Simple placements: every document over all units, every document over one node, and the stream.
+"""Simple placements of documents: every one over all units, and every one over the units of one node.
 
-The planner is never predicted to be slower than any of them.
+The planner is never predicted to be slower than these two and the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hetero.errors import BatchError
-from ds_hetero.planner.documents.bins import Bins, Pieces
+from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.score import FRAGMENT_ROWS
+from ds_hetero.splits import share
 
-__all__ = ["everywhere"]
+__all__ = ["over_all_units", "over_all_units_s", "over_one_node", "over_one_node_at_least_s", "over_one_node_s"]
 
 
-def everywhere(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Every document over all units, in proportion to their speed as far as their memory goes.
+def over_all_units(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units in proportion to their speed: context parallelism as usual, but by speed."""
+    return [_over(range(len(costs.token_s)), length, costs) for length in lengths]
 
-    Raises:
-        BatchError: the units' memory does not suffice.
+
+def over_all_units_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """Predicted time of `over_all_units`, without its rounding to whole tokens."""
+    return _shared_s(range(len(costs.token_s)), lengths, costs, crossing=costs.num_nodes > 1)
+
+
+def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units of its node.
+
+    Args:
+        lengths: of the documents.
+        by_node: documents of every node.
+        costs: of the units.
     """
-    units = range(len(costs.token_s))
-    bins = Bins(list(costs.token_s), list(costs.square_s), list(costs.most_tokens))
-    placed = []
-    for length in lengths:
-        pieces = bins.fill(units, length, length)
-        if pieces is None:
-            raise BatchError(
-                f"a document of {length:,} tokens does not fit beside the others: units have room for "
-                f"{', '.join(f'{room:,}' for room in bins.room)} tokens."
-            )
-        placed.append(pieces)
+    placed: list[Pieces] = [[] for _ in lengths]
+    for units, documents in zip(costs.units_by_node, by_node, strict=True):
+        for j in documents:
+            placed[j] = _over(units, lengths[j], costs)
     return placed
+
+
+def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tuple[float, list[list[int]]]:
+    """Documents dealt whole to nodes, longest first: the predicted time of `over_one_node`, and who holds what.
+
+    Args:
+        lengths: of the documents.
+        nodes: empty bins, one per node, with the speed of all its units.
+        costs: of the units.
+
+    Returns:
+        Infinity and nothing where memory does not suffice.
+    """
+    order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], j))
+    dealt = deal([Part(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
+    if dealt is None or any(len(pieces) > 1 for pieces in dealt):
+        return float("inf"), []
+    by_node: list[list[int]] = [[] for _ in range(costs.num_nodes)]
+    for j, pieces in zip(order, dealt, strict=True):
+        by_node[pieces[0][0]].append(j)
+    times = (
+        _shared_s(units, [lengths[j] for j in documents], costs, crossing=False)
+        for units, documents in zip(costs.units_by_node, by_node, strict=True)
+    )
+    return max(times), by_node
+
+
+def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """A bound below every `over_one_node_s`: perfect balance, and what cutting every document adds on average."""
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    speed, added = 0.0, float("inf")
+    for units in costs.units_by_node:
+        speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
+        cut_s = (v * costs.square_s[unit] for v, unit in zip(speeds, units, strict=True))
+        added = min(added, FRAGMENT_ROWS * tokens * sum(cut_s) if len(units) > 1 else 0.0)
+        speed += sum(speeds)
+    return (1 + added) / speed
+
+
+def _shares(units: Sequence[int], costs: UnitCosts) -> list[float]:
+    """Share of every unit in a document: in proportion to its speed outside attention, 0 without memory."""
+    speeds = [1 / costs.token_s[unit] if costs.most_tokens[unit] else 0.0 for unit in units]
+    whole = sum(speeds)
+    return [speed / whole for speed in speeds]
+
+
+def _over(units: Sequence[int], length: int, costs: UnitCosts) -> Pieces:
+    tokens = share(length, _shares(units, costs))
+    return [(unit, count) for unit, count in zip(units, tokens, strict=True) if count]
+
+
+def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *, crossing: bool) -> float:
+    """Predicted time if ``units`` share all of these documents; infinity where a unit's memory does not suffice."""
+    if not any(costs.most_tokens[unit] for unit in units):
+        return float("inf") if lengths else 0.0
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    shares = dict(zip(units, _shares(units, costs), strict=True))
+    of_node = [0.0] * costs.num_nodes
+    for unit, part in shares.items():
+        of_node[costs.node[unit]] += part
+    slowest_s = 0.0
+    for unit, part in shares.items():
+        node = costs.node[unit]
+        if tokens * part > costs.most_tokens[unit]:
+            return float("inf")
+        attention_s = (squares * part + (FRAGMENT_ROWS * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
+        received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0
+        if crossing:
+            received_s = max(received_s, tokens * (1 - of_node[node]) * costs.cross_s[node])
+        slowest_s = max(slowest_s, tokens * part * costs.token_s[unit] + max(attention_s, received_s))
+    return slowest_s

@@ -8,9 +8,10 @@ same result.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 __all__ = ["Bins", "Part", "Pieces", "deal", "water_fill"]
@@ -92,64 +93,74 @@ def deal(
     Returns:
         The bins of every part with their tokens, or None if the rooms do not suffice.
     """
-    queues = _queues(bins)
-    token_s, square_s, room = bins.token_s, bins.square_s, bins.room
+    queues = _Queues(bins)
+    kinds, loads_s, room = queues.kinds, bins.load_s, bins.room
     placed: list[Pieces] = []
     for part in parts:
         _, length, tokens = part
-        best_s, chosen = float("inf"), None
-        for queue in queues:
-            for at, (load_s, i) in enumerate(queue):
-                if tokens <= room[i]:
-                    end_s = load_s + tokens * (token_s[i] + length * square_s[i])
-                    if end_s < best_s:
-                        best_s, chosen = end_s, (queue, at, i)
-                    break
-        if chosen is not None and (best_s <= budget_s or tokens < 2 * least_tokens):
-            queue, at, i = chosen
-            del queue[at]
-            bins.put(i, length, tokens)
-            insort(queue, (bins.load_s[i], i))
-            placed.append([(i, tokens)])
+        best_s, best = inf, -1
+        for token_s, square_s, queue in kinds:
+            load_s, i = queue[0]
+            if room[i] < tokens:
+                load_s, i = next((entry for entry in queue if room[entry[1]] >= tokens), (inf, -1))
+            end_s = load_s + tokens * (token_s + length * square_s)
+            if end_s < best_s:
+                best_s, best = end_s, i
+        if best >= 0 and (best_s <= budget_s or tokens < 2 * least_tokens):
+            load_s = loads_s[best]
+            bins.put(best, length, tokens)
+            queues.move(best, load_s)
+            placed.append([(best, tokens)])
             continue
+        before_s = loads_s.copy()
         pieces = _cut(part, bins, budget_s, least_tokens, widen)
         if pieces is None:
             return None
+        for i, _ in pieces:
+            queues.move(i, before_s[i])
         placed.append(pieces)
-        queues = _queues(bins)
     return placed
 
 
-def _queues(bins: Bins) -> list[Queue]:
-    """Bins of about the same speed in one queue, by load; every queue begins with its best choice."""
-    queues: list[Queue] = []
-    first = 0
-    order = sorted(range(len(bins.token_s)), key=lambda i: (bins.token_s[i], bins.square_s[i], i))
-    for i in order:
-        if not queues or not _is_like(bins, first, i):
-            queues.append([])
-            first = i
-        queues[-1].append((bins.load_s[i], i))
-    for queue in queues:
-        queue.sort()
-    return queues
+class _Queues:
+    """Bins by load, those of about the same speed in one queue: the first of each is its best choice.
 
+    Attributes:
+        kinds: seconds per token and per token and token of its document of the fastest bin of a queue, and the queue.
+    """
 
-def _is_like(bins: Bins, a: int, b: int) -> bool:
-    low, high = sorted((bins.square_s[a], bins.square_s[b]))
-    return bins.token_s[b] <= SAME_KIND * bins.token_s[a] and high <= SAME_KIND * low
+    def __init__(self, bins: Bins) -> None:
+        self._loads_s = bins.load_s
+        self.kinds: list[tuple[float, float, Queue]] = []
+        self._queue: list[Queue] = [[]] * len(bins.load_s)
+        slowest_token_s = slowest_square_s = 0.0
+        for token_s, square_s, i in sorted(zip(bins.token_s, bins.square_s, range(len(bins.token_s)), strict=True)):
+            if token_s > slowest_token_s or square_s > slowest_square_s or square_s < self.kinds[-1][1]:
+                self.kinds.append((token_s, square_s, []))
+                slowest_token_s, slowest_square_s = SAME_KIND * token_s, SAME_KIND * square_s
+            self._queue[i] = self.kinds[-1][2]
+            self._queue[i].append((bins.load_s[i], i))
+        for _, _, queue in self.kinds:
+            queue.sort()
+
+    def move(self, i: int, before_s: float) -> None:
+        """Put bin ``i`` where it belongs after its load has changed from ``before_s``."""
+        queue = self._queue[i]
+        del queue[bisect_left(queue, (before_s, i))]
+        insort(queue, (self._loads_s[i], i))
 
 
 def _cut(part: Part, bins: Bins, budget_s: float, least_tokens: int, widen: int) -> Pieces | None:
     """Cut a part over the fewest bins that hold it within the budget, or over as many as have room for it."""
     _, length, tokens = part
-    free: list[tuple[float, int]] = []
-    for i, load_s in enumerate(bins.load_s):
-        within = (budget_s - load_s) / (bins.token_s[i] + length * bins.square_s[i])
-        free.append((-min(within, bins.room[i]), i))
-    free.sort()
+    within = [
+        (budget_s - load_s) / (token_s + length * square_s)
+        for load_s, token_s, square_s in zip(bins.load_s, bins.token_s, bins.square_s, strict=True)
+    ]
+    free = sorted((-min(pair), i) for i, pair in enumerate(zip(within, bins.room, strict=True)))
     count, left = 0, float(tokens)
-    while count < len(free) and left > 0 and -free[count][0] >= min(least_tokens, tokens / len(free)):
+    least = min(least_tokens, tokens / len(free))
+    while count < len(free) and left > 0 and -free[count][0] >= least:
         left += free[count][0]
         count += 1
     count = min(max(count * widen, 2), max(tokens // least_tokens, 2), len(free))

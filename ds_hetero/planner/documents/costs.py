@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import isfinite
 
 from ds_hetero.common.limits import MAX_SEQ_LEN
@@ -97,10 +98,7 @@ class UnitCosts:
     @property
     def units_by_node(self) -> tuple[tuple[int, ...], ...]:
         """Units of every node, ascending."""
-        units: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for unit, node in enumerate(self.node):
-            units[node].append(unit)
-        return tuple(map(tuple, units))
+        return _units_by_node(self.node)
 
     def limited(self, max_tokens: int) -> UnitCosts:
         """The same costs where no unit may hold more than ``max_tokens`` tokens."""
@@ -131,3 +129,11 @@ class UnitCosts:
             at += count
         assert {*values, "exchange_per_receive"} == {field.name for field in fields(cls)}
         return cls(**values, exchange_per_receive=float(flat[2]))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _units_by_node(node: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    units: list[list[int]] = [[] for _ in range(max(node) + 1)]
+    for unit, where in enumerate(node):
+        units[where].append(unit)
+    return tuple(map(tuple, units))

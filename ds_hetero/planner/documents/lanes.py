@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_hetero.placement import Lane, Placement, Range
-from ds_hetero.planner.documents.bins import Pieces, water_fill
+from ds_hetero.planner.documents.candidates import PlacedLengths
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
 __all__ = ["make_placement"]
 
-ZONES = ("cluster", "node", "local")
-
 
 def make_placement(
-    schedule: Schedule, documents: Sequence[Range], length: int, pieces: Sequence[Pieces], costs: UnitCosts
+    schedule: Schedule, documents: Sequence[Range], length: int, placed: PlacedLengths, costs: UnitCosts
 ) -> Placement:
     """The placement of one batch row.
 
@@ -28,26 +26,22 @@ def make_placement(
         schedule: the replica's schedule.
         documents: intervals of the row, ascending and disjoint.
         length: tokens of the row.
-        pieces: units of every document with their tokens.
+        placed: units of every document with their tokens.
         costs: of the units.
     """
     cut: dict[tuple[int, ...], list[tuple[Range, tuple[int, ...]]]] = {}
     local: list[list[Range]] = [[] for _ in costs.token_s]
-    for document, ring in zip(documents, pieces, strict=True):
+    for document, ring in zip(documents, placed.pieces, strict=True):
         if len(ring) == 1:
             local[ring[0][0]].append(document)
         else:
             ring = sorted(ring, key=lambda piece: (costs.node[piece[0]], piece[0]))
             members = tuple(unit for unit, _ in ring)
             cut.setdefault(members, []).append((document, tuple(tokens for _, tokens in ring)))
-    held = [sum(stop - start for start, stop in spans) for spans in local]
-    for members, spans in cut.items():
-        for _, tokens in spans:
-            for unit, count in zip(members, tokens, strict=True):
-                held[unit] += count
-    for unit, gaps in enumerate(_padding(documents, length, held, costs)):
-        local[unit] = sorted(local[unit] + gaps)
-        held[unit] += sum(stop - start for start, stop in gaps)
+    for spans, gaps in zip(local, _padding(documents, length, placed.padding), strict=True):
+        if gaps:
+            spans += gaps
+            spans.sort()
     lanes = [
         Lane(
             members=members,
@@ -68,37 +62,30 @@ def make_placement(
         for unit, spans in enumerate(local)
         if spans
     ]
-    return Placement(schedule=schedule, length=length, rank_tokens=_rank_tokens(schedule, held), lanes=tuple(lanes))
+    return Placement(
+        schedule=schedule, length=length, rank_tokens=_rank_tokens(schedule, placed.loads.tokens), lanes=tuple(lanes)
+    )
 
 
 def _longest(lane: Lane) -> int:
     return max(stop - start for start, stop in lane.spans)
 
 
-def _padding(documents: Sequence[Range], length: int, held: Sequence[int], costs: UnitCosts) -> list[list[Range]]:
-    """Positions outside every document, shared so that units hold tokens in proportion to their speed; by unit."""
-    shares: list[list[Range]] = [[] for _ in held]
-    gaps, end = [], 0
+def _padding(documents: Sequence[Range], length: int, shares: Sequence[int]) -> list[list[Range]]:
+    """Positions outside every document by unit, ``shares[unit]`` of them."""
+    by_unit: list[list[Range]] = [[] for _ in shares]
+    unit, left, end = -1, 0, 0
     for start, stop in (*documents, (length, length)):
-        if end < start:
-            gaps.append((end, start))
-        end = stop
-    if not gaps:
-        return shares
-    load_s = [count * token_s for count, token_s in zip(held, costs.token_s, strict=True)]
-    room = [most - count for most, count in zip(costs.most_tokens, held, strict=True)]
-    counts = water_fill(load_s, costs.token_s, room, sum(stop - start for start, stop in gaps))
-    assert counts is not None, "the row fits into all units together"
-    unit = 0
-    for start, stop in gaps:
-        while start < stop:
-            while not counts[unit]:
+        while end < start:
+            while not left:
                 unit += 1
-            count = min(counts[unit], stop - start)
-            shares[unit].append((start, start + count))
-            counts[unit] -= count
-            start += count
-    return shares
+                left = shares[unit]
+            count = min(left, start - end)
+            by_unit[unit].append((end, end + count))
+            end += count
+            left -= count
+        end = stop
+    return by_unit
 
 
 def _rank_tokens(schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:

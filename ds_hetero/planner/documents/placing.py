@@ -1,38 +1,21 @@
-"""The planner of documents: from the documents of a batch to its placement, on every rank alike.
-
-A few candidates are judged by their predicted time. They differ in how much more than the ideal time a unit or a node
-may take before a document is cut: slow networks get unequal nodes rather than crossings, fast ones the reverse.
-"""
+"""The planner of documents: from the documents of a batch to its placement, on every rank alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hetero.common.text import listed
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Range, Rows, stream_placement
-from ds_hetero.planner.documents.baselines import everywhere
-from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS, Pieces
+from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.lanes import make_placement
-from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
-from ds_hetero.planner.documents.two_level import Effort, two_level
+from ds_hetero.planner.documents.placement_loads import stream_loads
 from ds_hetero.schedule import Schedule
 
 __all__ = ["DocumentPlacer", "place_documents"]
-
-EFFORTS = (
-    Effort(0.0, 0.0),
-    Effort(0.02, 0.02),
-    Effort(0.0, 0.08),
-    Effort(0.08, 0.08, widen=2),
-    Effort(0.02, 0.25),
-    Effort(0.02, 0.6),
-    Effort(0.02, 1.2),
-    Effort(0.08, 3.0),
-)
-GOOD = 1.02  # over the ideal time; a candidate within it ends the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +55,9 @@ def place_documents(
 ) -> Placement:
     """Place the documents of one batch row on the units of a schedule.
 
-    Positions outside every document are padding. They are placed too, as they are computed outside attention.
+    The result is never predicted to be slower than the stream, than every document over all units, and than every
+    document over one node. Positions outside every document are padding: they are placed too, as they are computed
+    outside attention.
 
     Args:
         schedule: the replica's schedule.
@@ -88,8 +73,25 @@ def place_documents(
     check_documents(documents, length)
     check_memory(length, costs)
     lengths = [stop - start for start, stop in documents]
-    pieces = _place(lengths, costs, max(min_cut_tokens // 2, 1)) if lengths else []
-    return make_placement(schedule, documents, length, pieces, costs)
+    best = place_lengths(lengths, costs, padding=length - sum(lengths), min_cut_tokens=min_cut_tokens)
+    stream = _stream(schedule, documents, length, costs)
+    if stream is not None and stream[0] < best.predicted_s:
+        return stream[1]
+    return make_placement(schedule, documents, length, best, costs)
+
+
+def _stream(
+    schedule: Schedule, documents: Sequence[Range], length: int, costs: UnitCosts
+) -> tuple[float, Placement] | None:
+    """Today's cut and its predicted time; None where it is not possible or a unit's memory does not suffice."""
+    try:
+        placement = stream_placement(schedule, length)
+    except ScheduleError:  # fewer tokens than ranks
+        return None
+    loads = stream_loads(placement.lanes[0], documents, costs)
+    if any(count > most for count, most in zip(loads.tokens, costs.most_tokens, strict=True)):
+        return None
+    return loads.predicted_s, placement
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:
@@ -121,26 +123,3 @@ def check_memory(length: int, costs: UnitCosts) -> None:
             f"{sum(costs.most_tokens):,} tokens, by unit {limits}. Use shorter rows, more ranks, or activation "
             "checkpointing."
         )
-
-
-def _place(lengths: Sequence[int], costs: UnitCosts, least_tokens: int) -> list[Pieces]:
-    """The candidate that is predicted to be fastest; the first within `GOOD` of the ideal time ends the search."""
-    bound_s = ideal_s(lengths, costs)
-    best: tuple[Loads, list[Pieces]] | None = None
-    for pieces in _candidates(lengths, costs, bound_s, least_tokens):
-        loads = loads_of(lengths, pieces, costs)
-        if best is None or loads.predicted_s < best[0].predicted_s:
-            best = loads, pieces
-        if best[0].predicted_s <= GOOD * bound_s:
-            break
-    return best[1] if best is not None else everywhere(lengths, costs)
-
-
-def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_tokens: int) -> Iterator[list[Pieces]]:
-    order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], j))
-    for effort in EFFORTS:
-        if effort.node_slack > effort.unit_slack and costs.num_nodes == 1:
-            continue
-        pieces = two_level(lengths, order, costs, bound_s, effort, least_tokens)
-        if pieces is not None:
-            yield pieces

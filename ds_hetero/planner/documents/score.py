@@ -1,21 +1,26 @@
 """Predicted time of one block for a batch whose documents are placed.
 
-    predicted = max over units of (outside attention + max(attention, received))
+    predicted = max over units of (outside attention + max(attention + fragments, received))
 
 No barrier separates attention from the rest, so it is sums that units have to balance; what a unit receives hides under
 all of its attention. A unit of a ring receives the keys and values of every token of a document that it does not hold,
-and a node those that none of its units holds.
+and a node those that none of its units holds. A document that is cut costs each of its units the tiles that its last
+query rows do not fill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 
-__all__ = ["Loads", "ideal_s", "loads_of"]
+__all__ = ["FRAGMENT_ROWS", "Loads", "ideal_s", "loads_of"]
+
+FRAGMENT_ROWS = (
+    128  # a fragment is two chunks, and kernels compute query rows in tiles of 128: half a tile each is waste
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +31,52 @@ class Loads:
         tokens: of every unit.
         linear_s: outside attention, of every unit.
         attention_s: of every unit.
+        fragments_s: what cutting adds to that.
         received_s: receiving keys and values and their gradients, of every unit.
-        received_tokens: tokens whose keys and values reach another unit of their node, in all.
-        crossing_tokens: the same from node to node.
+        received_tokens: tokens whose keys and values a unit receives, over all units.
+        crossing_tokens: tokens whose keys and values a node receives, over all nodes.
     """
 
     tokens: tuple[int, ...]
     linear_s: tuple[float, ...]
     attention_s: tuple[float, ...]
+    fragments_s: tuple[float, ...]
     received_s: tuple[float, ...]
     received_tokens: int
     crossing_tokens: int
 
     @property
     def compute_s(self) -> float:
-        """Time of the unit that computes the longest."""
+        """Time of the unit that computes the longest, whatever its documents are cut into."""
         return max(map(sum, zip(self.linear_s, self.attention_s, strict=True)))
 
     @property
     def predicted_s(self) -> float:
         """Time of the block."""
-        units = zip(self.linear_s, self.attention_s, self.received_s, strict=True)
-        return max(linear_s + max(attention_s, received_s) for linear_s, attention_s, received_s in units)
+        return max(self.units_s)
+
+    @property
+    def units_s(self) -> list[float]:
+        """Time of every unit."""
+        units = zip(self.linear_s, self.attention_s, self.fragments_s, self.received_s, strict=True)
+        return [linear + max(attention + fragments, received) for linear, attention, fragments, received in units]
+
+    def with_padding(self, tokens: Sequence[int], costs: UnitCosts) -> Loads:
+        """The loads if every unit has so many more tokens, which no attention looks at."""
+        held = tuple(a + b for a, b in zip(self.tokens, tokens, strict=True))
+        linear_s = tuple(count * s for count, s in zip(held, costs.token_s, strict=True))
+        return replace(self, tokens=held, linear_s=linear_s)
 
 
-def ideal_s(lengths: Sequence[int], costs: UnitCosts) -> float:
-    """Work over the sum of speeds: every unit takes the same mix of all documents, and links cost nothing."""
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float:
+    """Work over the sum of speeds: every unit takes the same mix of all documents, and links cost nothing.
+
+    Args:
+        lengths: of the documents.
+        costs: of the units.
+        padding: tokens outside every document.
+    """
+    tokens, squares = sum(lengths) + padding, sum(n * n for n in lengths)
     speed = 0.0
     for token_s, square_s, most in zip(costs.token_s, costs.square_s, costs.most_tokens, strict=True):
         if most:
@@ -60,34 +84,34 @@ def ideal_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     return 1 / speed
 
 
-def loads_of(lengths: Sequence[int], pieces: Sequence[Pieces], costs: UnitCosts) -> Loads:
+def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts) -> Loads:
     """The loads of a placement: ``pieces[j]`` are the units of document j with their tokens."""
-    units, nodes = len(costs.token_s), costs.num_nodes
-    tokens, token_squares = [0] * units, [0] * units
-    inside_s, crossed_s = [0.0] * units, [0.0] * nodes
-    received = crossing = 0
+    units, node_of = len(costs.token_s), costs.node
+    tokens, token_squares, cut_lengths, received = [0] * units, [0] * units, [0] * units, [0] * units
+    crossed = [0] * costs.num_nodes
     for length, ring in zip(lengths, pieces, strict=True):
-        for unit, count in ring:
-            tokens[unit] += count
-            token_squares[unit] += count * length
         if len(ring) == 1:
+            unit = ring[0][0]
+            tokens[unit] += length
+            token_squares[unit] += length * length
             continue
         of_node: dict[int, int] = {}
         for unit, count in ring:
-            node = costs.node[unit]
-            of_node[node] = of_node.get(node, 0) + count
-        for unit, count in ring:
-            inside_s[unit] += (length - count) * costs.receive_s[costs.node[unit]]
-            received += length - count
+            tokens[unit] += count
+            token_squares[unit] += count * length
+            cut_lengths[unit] += length
+            received[unit] += length - count
+            of_node[node_of[unit]] = of_node.get(node_of[unit], 0) + count
         if len(of_node) > 1:
             for node, count in of_node.items():
-                crossed_s[node] += (length - count) * costs.cross_s[node]
-                crossing += length - count
+                crossed[node] += length - count
+    inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
     return Loads(
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(token_squares, costs.square_s, strict=True)),
-        received_s=tuple(max(s, crossed_s[node]) for s, node in zip(inside_s, costs.node, strict=True)),
-        received_tokens=received - crossing,
-        crossing_tokens=crossing,
+        fragments_s=tuple(FRAGMENT_ROWS * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
+        received_s=tuple(max(s, crossed[k] * costs.cross_s[k]) for s, k in zip(inside_s, node_of, strict=True)),
+        received_tokens=sum(received),
+        crossing_tokens=sum(crossed),
     )

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.trim import trim
 
-__all__ = ["Effort", "two_level"]
+__all__ = ["Effort", "node_bins", "two_level"]
 
 
 class Effort(NamedTuple):
@@ -47,24 +48,26 @@ def two_level(
         Units of every document with their tokens, or None if the memory of a node or a unit does not suffice.
     """
     units = costs.units_by_node
-    nodes = Bins(
-        token_s=[_together(costs.token_s, of_node) for of_node in units],
-        square_s=[_together(costs.square_s, of_node) for of_node in units],
-        room=[sum(costs.most_tokens[unit] for unit in of_node) for of_node in units],
-    )
+    nodes = node_bins(costs)
     parts = [Part(j, lengths[j], lengths[j]) for j in order]
     if len(units) == 1:
         by_node: list[Pieces] | None = [[(0, part.tokens)] for part in parts]
     else:
-        fragment = max(least_tokens, min(8 * least_tokens, sum(lengths) // len(units) // 16))
+        fragment = max(least_tokens, min(4 * least_tokens, sum(lengths) // len(units) // 64))
         by_node = deal(parts, nodes, bound_s * (1 + effort.node_slack), fragment)
     if by_node is None:
         return None
+    if len(units) > 1:
+        # Attention of a node is that of its units together, so what it receives counts per unit.
+        trim(parts, by_node, nodes, costs.cross_s)
     inside: list[list[Part]] = [[] for _ in units]
     across: list[list[Part]] = [[] for _ in units]
     for part, pieces in zip(parts, by_node, strict=True):
-        for node, tokens in pieces:
-            (inside if len(pieces) == 1 else across)[node].append(part._replace(tokens=tokens))
+        if len(pieces) == 1:
+            inside[pieces[0][0]].append(part)
+        else:
+            for node, tokens in pieces:
+                across[node].append(part._replace(tokens=tokens))
     placed: list[Pieces] = [[] for _ in lengths]
     for node, of_node in enumerate(units):
         bins = Bins(
@@ -79,6 +82,16 @@ def two_level(
         for part, pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
             placed[part.document] += [(of_node[i], tokens) for i, tokens in pieces]
     return placed
+
+
+def node_bins(costs: UnitCosts) -> Bins:
+    """One empty bin per node, with the speed and the room of all its units."""
+    units = costs.units_by_node
+    return Bins(
+        token_s=[_together(costs.token_s, of_node) for of_node in units],
+        square_s=[_together(costs.square_s, of_node) for of_node in units],
+        room=[sum(costs.most_tokens[unit] for unit in of_node) for of_node in units],
+    )
 
 
 def _inside(
