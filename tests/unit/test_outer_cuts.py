@@ -63,12 +63,12 @@ def test_cuts_fit_into_memory_and_hold_every_layer():
                 assert option.memory_bytes(layers, first, last, in_flight) <= option.capacity_bytes
 
 
-def test_no_cut_is_beaten_by_another_in_both_times():
+def test_no_cut_is_beaten_by_another_in_all_times():
     costs = costs_of()
     cuts = LayerCuts(costs)(random_blocks(costs, random.Random(3)), 1, 1)
     for a, b in itertools.pairwise(cuts):
-        assert a.period_s < b.period_s
-        assert a.fill_s > b.fill_s
+        assert a.period_s <= b.period_s
+        assert a.fill_s > b.fill_s or a.latency_s > b.latency_s
 
 
 def test_equal_blocks_on_other_nodes_are_solved_once():

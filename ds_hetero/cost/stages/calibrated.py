@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.stages.pipeline_time import closed_form, run_pipeline
+from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
@@ -240,7 +240,7 @@ class CalibratedStageCosts:
         shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
         return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
 
-    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
         """See `ds_hetero.cost.stages.pipeline_time.closed_form`."""
         return closed_form(forward_s, backward_s, hop_s)
 

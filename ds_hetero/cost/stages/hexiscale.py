@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageOption
 from ds_hetero.models import ModelSpec
 
@@ -123,15 +124,17 @@ class HexiScaleStageCosts:
 
     # --- pipelines
 
-    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
         """Eq. 9, or with the code's barrier the sum over its steps; see `StageCosts.pipeline_times`."""
         step_CS = _steps(forward_s, backward_s, hop_s)
         period_C = step_CS.max(axis=1)
         if not self._code:
-            return step_CS.sum(axis=1), period_C
+            fill_C = step_CS.sum(axis=1)
+            return PipelineTimes(fill_C, period_C, fill_C)
         filling_C = np.maximum.accumulate(step_CS[:, :-1], axis=1).sum(axis=1)
         draining_C = np.maximum.accumulate(step_CS[:, :0:-1], axis=1).sum(axis=1)
-        return filling_C + draining_C - (step_CS.shape[1] - 2) * period_C, period_C
+        fill_C = filling_C + draining_C - (step_CS.shape[1] - 2) * period_C
+        return PipelineTimes(fill_C, period_C, fill_C)
 
     def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
         """The same without the assumption that there are as many micro-batches as stages."""
@@ -140,8 +143,7 @@ class HexiScaleStageCosts:
         if not self._code:
             return float(step_S.sum() + (micro_batches - 1) * step_S.max())
         if micro_batches >= stages:
-            fill, period = self.pipeline_times(forward_s[None], backward_s[None], hop_s)
-            return float(fill[0] + (micro_batches - 1) * period[0])
+            return float(self.pipeline_times(forward_s[None], backward_s[None], hop_s).of(micro_batches)[0])
         windows = range(micro_batches + stages - 1)
         return float(sum(step_S[max(0, j - micro_batches + 1) : j + 1].max() for j in windows))
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.models import ModelSpec
 
 __all__ = ["Block", "DeviceKind", "PlacedPipeline", "Pool", "Pools", "StageCosts", "StageOption"]
@@ -215,8 +216,8 @@ class StageCosts(Protocol):
     def kept_in_flight(self, stage: int, stages: int) -> int:
         """Micro-batches whose activations count in the memory of a stage."""
 
-    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> tuple[Floats, Floats]:
-        """Fill and period of pipelines that take ``fill + (m - 1) period`` for m micro-batches, each ``[C]``.
+    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
+        """What pipelines take in closed form, for the search.
 
         Args:
             forward_s: of every stage, ``[C, S]``.

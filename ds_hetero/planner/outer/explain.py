@@ -50,7 +50,7 @@ def reasons_of(
     name = f"pipeline {slowest}" if len(candidate.cuts) > 1 else "the pipeline"
     reasons = [f"{shape_text(candidate)}; {name} ends last, after {time_text(finished.pipelines_s)}"]
     reasons.append(_period_text(costs, blocks, cut))
-    fill = (cut.fill_s - cut.period_s) / finished.pipelines_s
+    fill = max(0.0, 1 - number * cut.period_s / finished.pipelines_s)
     reasons.append(f"filling and draining {name} takes {100 * fill:.0f} % of its {number} micro-batches' time")
     if len(candidate.cuts) > 1:
         shown = max(0.0, finished.step_s - costs.step_s(finished.pipelines_s, 0.0, 0.0))

@@ -4,7 +4,7 @@ A stage takes l t + o seconds for l layers, so a period tau leaves it room for (
 fit into its memory. For every period at which some stage gains a layer, layers go to the stages that are fastest per
 layer, as far as they have room: the least sum under this period (HexiScale's Eq. 9, arXiv:2409.01143, is a sum and a
 maximum). Where a law couples stages (round trips, barriers), single layers are then moved while that helps. What stays
-are the cuts that no other one beats in both fill and period; which of them is best depends on the micro-batches.
+are the cuts that no other one beats in fill, period and latency; which of them is best depends on the micro-batches.
 
 Dimension key: C candidates, S stages.
 """
@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import Block, StageCosts, StageOption
 
 __all__ = ["Cut", "LayerCuts", "hops_s", "links_between", "make_cut", "stage_options"]
@@ -27,17 +28,18 @@ Ints = npt.NDArray[np.int64]
 HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
 TOLERANCE = 1e-9  # of a period, for layers that just fit
 PERIODS = 96  # shortest periods that are all tried; of longer ones about as many
-POLISHED = (4, 32)  # micro-batches for which single layers are moved
+POLISHED = (4, 128)  # micro-batches for which single layers are moved
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Layers of every stage, and the time that follows: ``fill_s + (m - 1) period_s`` for m micro-batches.
+    """Layers of every stage, and the time that follows: see `PipelineTimes`.
 
     Args:
         layers: by stage.
-        fill_s: of the first micro-batch.
-        period_s: of each following one.
+        fill_s: what m micro-batches take besides m - 1 periods.
+        period_s: between two micro-batches.
+        latency_s: of a single micro-batch.
         forward_s: of a micro-batch, by stage.
         backward_s: likewise.
         hop_s: between neighbours, one direction.
@@ -46,13 +48,14 @@ class Cut:
     layers: tuple[int, ...]
     fill_s: float
     period_s: float
+    latency_s: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     hop_s: tuple[float, ...]
 
-    def time_s(self, micro_batches: int) -> float:
+    def time_s(self, micro_batches: float) -> float:
         """Closed form for ``micro_batches`` micro-batches."""
-        return self.fill_s + (micro_batches - 1) * self.period_s
+        return max(self.fill_s + (micro_batches - 1) * self.period_s, self.latency_s)
 
     @property
     def arrays(self) -> tuple[Floats, Floats, Floats]:
@@ -145,7 +148,7 @@ class LayerCuts:
         cuts = self(blocks, micro_batch_size, pipelines)
         if len(cuts) < 2:
             return cuts[0] if cuts else None
-        return min(cuts, key=lambda cut: cut.fill_s + (micro_batches - 1) * cut.period_s)
+        return min(cuts, key=lambda cut: cut.time_s(micro_batches))
 
 
 def stage_options(
@@ -198,8 +201,7 @@ def make_cut(
         if fits and number > option.max_layers(j == 0, j == stages - 1, costs.kept_in_flight(j, stages)):
             return None
     law = _Law(costs, options, hops_s(costs, blocks, links_between(costs, blocks), micro_batch_size))
-    layers_CS = np.array([layers])
-    return law.cuts(layers_CS, *law(layers_CS))[0]
+    return law.cuts(np.array([layers]))[0]
 
 
 class _Law:
@@ -220,29 +222,28 @@ class _Law:
         forward = layers_CS * self._forward_s + self._extra_forward_s
         return forward, layers_CS * self._backward_s + self._extra_backward_s
 
-    def __call__(self, layers_CS: Ints) -> tuple[Floats, Floats]:
-        """Fill and period, ``[C]`` each."""
+    def __call__(self, layers_CS: Ints) -> PipelineTimes:
+        """What these candidates take."""
         return self._costs.pipeline_times(*self.passes_s(layers_CS), self.hop_s)
 
-    def cuts(self, layers_CS: Ints, fill_C: Floats, period_C: Floats) -> tuple[Cut, ...]:
-        """Return the cuts with these layers and times."""
+    def cuts(self, layers_CS: Ints) -> tuple[Cut, ...]:
+        """Return the cuts with these layers."""
         hop_s = tuple(self.hop_s.tolist())
-        columns = [part.tolist() for part in (layers_CS, fill_C, period_C, *self.passes_s(layers_CS))]
+        columns = [part.tolist() for part in (layers_CS, *self(layers_CS), *self.passes_s(layers_CS))]
         return tuple(
-            Cut(tuple(layers), fill, period, tuple(forward), tuple(backward), hop_s)
-            for layers, fill, period, forward, backward in zip(*columns, strict=True)
+            Cut(tuple(layers), fill, period, latency, tuple(forward), tuple(backward), hop_s)
+            for layers, fill, period, latency, forward, backward in zip(*columns, strict=True)
         )
 
 
 def _solve(law: _Law, room_S: Ints, num_layers: int) -> tuple[Cut, ...]:
     """Undominated cuts, shortest period first."""
-    layers_CS = _candidates(law, room_S, num_layers)
-    layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
+    layers_CS = _undominated(law, _candidates(law, room_S, num_layers))
     if len(room_S) > 1:
-        polished = [_polish(law, layers_CS[_fastest(fill_C, period_C, m)], room_S, m) for m in POLISHED]
-        layers_CS = np.concatenate([layers_CS, polished])
-        layers_CS, fill_C, period_C = _undominated(layers_CS, *law(layers_CS))
-    return law.cuts(layers_CS, fill_C, period_C)
+        times = law(layers_CS)
+        polished = [_polish(law, layers_CS[int(times.of(m).argmin())], room_S, m) for m in POLISHED]
+        layers_CS = _undominated(law, np.concatenate([layers_CS, polished]))
+    return law.cuts(layers_CS)
 
 
 def _candidates(law: _Law, room_S: Ints, num_layers: int) -> Ints:
@@ -263,17 +264,14 @@ def _candidates(law: _Law, room_S: Ints, num_layers: int) -> Ints:
     return layers_CS
 
 
-def _undominated(layers_CS: Ints, fill_C: Floats, period_C: Floats) -> tuple[Ints, Floats, Floats]:
-    """Candidates that no other one beats in both fill and period, shortest period first."""
-    order = np.lexsort((fill_C, period_C))
-    fill_C = fill_C[order]
-    before_C = np.concatenate([[np.inf], np.minimum.accumulate(fill_C)[:-1]])
-    kept = order[fill_C < before_C]
-    return layers_CS[kept], fill_C[fill_C < before_C], period_C[kept]
-
-
-def _fastest(fill_C: Floats, period_C: Floats, micro_batches: int) -> int:
-    return int((fill_C + (micro_batches - 1) * period_C).argmin())
+def _undominated(law: _Law, layers_CS: Ints) -> Ints:
+    """Candidates that no other one beats in all of fill, period and latency, shortest period first."""
+    times = law(layers_CS)
+    order = np.lexsort((times.latency_s, times.fill_s, times.period_s))
+    kept = np.zeros(len(order), dtype=bool)
+    for each in (times.fill_s[order], times.latency_s[order]):
+        kept |= each < np.concatenate([[np.inf], np.minimum.accumulate(each)[:-1]])
+    return np.asarray(layers_CS[order[kept]])
 
 
 def _polish(law: _Law, layers_S: Ints, room_S: Ints, micro_batches: int) -> Ints:
@@ -285,9 +283,8 @@ def _polish(law: _Law, layers_S: Ints, room_S: Ints, micro_batches: int) -> Ints
     while True:
         tried = np.concatenate([layers_S[None], layers_S + moves])
         tried = tried[(tried >= 1).all(axis=1) & (tried <= room_S).all(axis=1)]
-        fill_C, period_C = law(tried)
-        best = _fastest(fill_C, period_C, micro_batches)
-        new_s = float(fill_C[best] + (micro_batches - 1) * period_C[best])
-        if new_s >= time_s * (1 - TOLERANCE):
+        time_C = law(tried).of(micro_batches)
+        best = int(time_C.argmin())
+        if time_C[best] >= time_s * (1 - TOLERANCE):
             return layers_S
-        layers_S, time_s = np.asarray(tried[best]), new_s
+        layers_S, time_s = np.asarray(tried[best]), float(time_C[best])

@@ -1,0 +1,141 @@
+"""Tangram from a cluster to a plan: islands, pruned questions, composition, and the devices of every lane.
+
+What the text leaves open: islands are tried in every order (of many, by speed up and down); the number of micro-batches
+follows from the degree of data parallelism, which all islands share, and from the micro-batch, both tried in full.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
+from ds_hetero.planner.outer.blocks import block_of
+from ds_hetero.planner.outer.search.evaluate import Candidate, judge_layers
+from ds_hetero.planner.outer.tangram.composition import Timing, compose, compose_exactly
+from ds_hetero.planner.outer.tangram.interface import PartialPlan, UniformParallelizer
+from ds_hetero.planner.outer.tangram.islands import Island, form_islands
+from ds_hetero.planner.outer.tangram.pruning import Answers, Rules, interface_s
+
+__all__ = ["TangramPlan", "plan_tangram"]
+
+ALL_ORDERS = 4  # islands up to which every order is tried
+
+
+@dataclass(frozen=True, slots=True)
+class TangramPlan:
+    """What Tangram chooses.
+
+    Args:
+        candidate: judged by the last word of the cost model.
+        islands: in the order of the pipeline.
+        layers: of every island.
+        calls: of the inner parallelizer.
+    """
+
+    candidate: Candidate
+    islands: tuple[Island, ...]
+    layers: tuple[int, ...]
+    calls: int
+
+
+def plan_tangram(
+    costs: StageCosts,
+    objective: Objective,
+    samples: int,
+    sizes: Sequence[int] = (1, 2),
+    *,
+    rules: Rules | None = None,
+    exact: bool = False,
+) -> TangramPlan | None:
+    """Return Tangram's plan; None if no composition fits.
+
+    Args:
+        costs: the cost model.
+        objective: what is made small.
+        samples: the global batch.
+        sizes: of micro-batches that are tried.
+        rules: of pruning; left out, all four.
+        exact: compose exactly instead of by Algorithm 2.
+    """
+    islands = form_islands(costs.pools)
+    parallelizer = UniformParallelizer(costs, samples, sizes)
+    ask = Answers(costs, islands, parallelizer, rules)
+    best: tuple[Candidate, tuple[Island, ...], tuple[int, ...]] | None = None
+    for order in _orders(islands):
+        for parts in _compositions(costs, ask, order, samples, exact):
+            placed = _placed(order, parts, samples)
+            candidate = None if placed is None else judge_layers(costs, objective, placed)
+            if candidate is not None and (best is None or candidate.value < best[0].value):
+                best = candidate, order, tuple(sum(part.layers) for part in parts)
+    return None if best is None else TangramPlan(*best, parallelizer.calls)
+
+
+def _orders(islands: Sequence[Island]) -> Iterator[tuple[Island, ...]]:
+    if len(islands) <= ALL_ORDERS:
+        yield from itertools.permutations(islands)
+    else:
+        yield tuple(islands)
+        yield tuple(reversed(islands))
+
+
+def _compositions(
+    costs: StageCosts, ask: Answers, order: Sequence[Island], samples: int, exact: bool
+) -> Iterator[list[PartialPlan]]:
+    """The best composition for every degree of data parallelism and micro-batch that all islands can have."""
+    num_layers, last = costs.model.num_layers, len(order) - 1
+    tables: list[dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]] = []
+    for k, island in enumerate(order):
+        starts = range(1) if k == 0 else range(1, num_layers)
+        stops = range(num_layers, num_layers + 1) if k == last else range(1, num_layers)
+        answers = {(start, stop): ask(start, stop, island) for start in starts for stop in stops if start < stop}
+        by_batch: dict[tuple[int, int], dict[tuple[int, int], PartialPlan]] = {}
+        for at, plans in answers.items():
+            for plan in plans:
+                by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
+        tables.append(by_batch)
+    for data, size in sorted(set.intersection(*(set(table) for table in tables))):
+        chosen = [table[data, size] for table in tables]
+        timings = [_timings(costs, ask, order, chosen, k) for k in range(len(order))]
+        ends = (compose_exactly if exact else compose)(timings, num_layers, samples // (data * size))
+        if ends is not None:
+            yield [plans[at] for plans, at in zip(chosen, itertools.pairwise((0, *ends)), strict=True)]
+
+
+def _timings(
+    costs: StageCosts,
+    ask: Answers,
+    order: Sequence[Island],
+    chosen: Sequence[dict[tuple[int, int], PartialPlan]],
+    k: int,
+) -> dict[tuple[int, int], Timing]:
+    """Period and latency of an island's slices with the hand-over to them; without those that rule 4 drops."""
+    timings = {}
+    degrees = {plan.tensor_parallel: plan for plan in chosen[k - 1].values()} if k else {}
+    for at, plan in chosen[k].items():
+        before = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in degrees.values()]
+        hand_over_s = min(before, default=0.0)
+        if ask.compatible(plan, hand_over_s):
+            timings[at] = plan.period_s, plan.latency_s + 2 * hand_over_s
+    return timings
+
+
+def _placed(order: Sequence[Island], parts: Sequence[PartialPlan], samples: int) -> list[PlacedPipeline] | None:
+    """Lanes over the islands' real blocks; a lane's blocks of an island are neighbours."""
+    data, size = parts[0].data_parallel, parts[0].micro_batch_size
+    lanes: list[list[Block]] = [[] for _ in range(data)]
+    for island, part in zip(order, parts, strict=True):
+        blocks = [
+            block_of(pool, part.tensor_parallel)
+            for pool in island.pools
+            for _ in range(len(pool.ranks) // part.tensor_parallel)
+        ]
+        stages = len(part.layers)
+        if len(blocks) < data * stages:
+            return None
+        for lane in range(data):
+            lanes[lane] += blocks[lane * stages : (lane + 1) * stages]
+    layers = tuple(count for part in parts for count in part.layers)
+    return [PlacedPipeline(tuple(lane), layers, size, samples // (data * size)) for lane in lanes]
