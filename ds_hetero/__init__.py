@@ -24,6 +24,7 @@ from ds_hetero.errors import (
     PeerError,
     PlanError,
     ScheduleError,
+    StepError,
     SyncError,
     VersionError,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "PlanError",
     "Schedule",
     "ScheduleError",
+    "StepError",
     "SyncError",
     "VersionError",
     "__version__",

@@ -9,6 +9,7 @@
       CheckpointError   a checkpoint that is incomplete, damaged, or of another model
       SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
       BatchError        a batch that cannot be sharded, or that differs between ranks
+      StepError         a forward, backward, step or batch that some ranks left out
       VersionError      an installed framework outside the range that works
       DependencyError (also ImportError)   a package that training needs is not installed
     PeerError (RuntimeError)   another rank failed or stopped answering
@@ -27,6 +28,7 @@ __all__ = [
     "PeerError",
     "PlanError",
     "ScheduleError",
+    "StepError",
     "SyncError",
     "VersionError",
 ]
@@ -66,6 +68,10 @@ class SyncError(HeteroError):
 
 class BatchError(HeteroError):
     """A batch cannot be sharded, or the ranks do not hold the same one."""
+
+
+class StepError(HeteroError):
+    """Some ranks left out a forward, a backward, a step or a batch that others wait for them in."""
 
 
 class VersionError(HeteroError):

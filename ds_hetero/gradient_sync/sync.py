@@ -29,7 +29,8 @@ from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
 from ds_hetero.gradient_sync.chunks import Chunk, chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shard, local_tensor
-from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.zero.partition import ALIGNMENT
 
 __all__ = ["AsymmetricGradientSync"]
@@ -350,7 +351,7 @@ class AsymmetricGradientSync:
                 self._weights = {rank: 1.0 for ranks in self._replicas for rank in ranks}
             else:
                 work, table = self._tokens
-                with reporting_lost_peers("waiting for the tokens of all replicas"):
+                with waiting_for_peers("waiting for the tokens of all replicas"):
                     work.wait()
                 self._weights = token_weights(table.tolist(), self._replicas)
         return self._weights

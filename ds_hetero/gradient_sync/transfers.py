@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from ds_hetero.gradient_sync.buckets import Bucket
 from ds_hetero.gradient_sync.chunks import Box, Chunk, box_size
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = ["BucketDtypes", "BucketTransfer", "Shard", "local_tensor"]
 
@@ -195,7 +195,7 @@ class BucketTransfer:
 
     def _finish(self) -> Tensor:
         if self._work is not None:
-            with reporting_lost_peers(f"sending {self._what} among ranks {self._members}"):
+            with waiting_for_peers(f"sending {self._what} among ranks {self._members}"):
                 self._work.wait()
         received = self._received
         assert received is not None

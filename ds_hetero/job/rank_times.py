@@ -20,7 +20,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.unit_cost import UnitCost
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepTimes
 
 __all__ = [
@@ -174,7 +174,7 @@ def gather(own: RankTimes, device: torch.device) -> list[RankTimes]:
     """
     row = torch.tensor(astuple(own), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    with reporting_lost_peers("comparing the times of the ranks"):
+    with waiting_for_peers("comparing the times of the ranks"):
         dist.all_gather(rows, row)
     names = [f.name for f in fields(RankTimes)]
     return [RankTimes(**dict(zip(names, values, strict=True))) for values in torch.stack(rows).tolist()]

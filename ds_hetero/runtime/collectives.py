@@ -9,28 +9,33 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero import errors
-from ds_hetero.errors import HeteroError, PeerError
+from ds_hetero.errors import HeteroError, PeerError, StepError
+from ds_hetero.runtime.peers.calls import REMEDY, ranks_by_value, ranks_text
+from ds_hetero.runtime.peers.waiting import current_phase, waiting_for_peers
 
 __all__ = [
     "all_gather_bytes",
     "encode_failure",
     "message_device",
+    "messages_group",
     "on_all_ranks",
     "pairs_by_order",
     "raise_failures",
-    "reporting_lost_peers",
 ]
 
 T = TypeVar("T")
+
+_WIDTH = 16  # integers in every all_gather of this module, so that ranks in different phases find out
+_LONGEST_PHASE = 64  # bytes of its name
 
 
 def message_device(group: ProcessGroup | None = None) -> torch.device:
@@ -51,28 +56,73 @@ def all_gather_bytes(
     """Give every rank the integers and the bytes of every rank.
 
     Args:
-        numbers: as many on every rank.
+        numbers: at most 14, as many on every rank.
         payload: of any length.
         group: the ranks that take part; None for the whole job.
 
     Returns:
         The integers and the bytes, by rank of ``group``.
 
-    Caller: every rank of ``group``.
-    Collectives: one all_gather of ``len(numbers) + 1`` integers; one more of the longest payload, if there is any.
+    Caller: every rank of ``group``, in the same phase of the job (`waiting_for_peers`).
+    Collectives: one all_gather of 16 integers; one more of the longest payload, if there is any. For the whole job they
+        run on a process group of their own (`messages_group`), where nothing else can meet them.
+
+    Raises:
+        StepError: ranks are in different phases, such as the next batch and a checkpoint; on every rank.
+        PeerError: a rank is gone.
     """
-    own = torch.tensor([*numbers, len(payload)], dtype=torch.int64, device=message_device(group))
+    group = messages_group() if group is None else group
+    phase = current_phase()
+    row = [crc32(phase.encode()), len(payload), *numbers]
+    with waiting_for_peers(phase):
+        rows = _gather(torch.tensor(row + [0] * (_WIDTH - len(row)), dtype=torch.int64), group).tolist()
+        if len({code for code, *_ in rows}) > 1:
+            phases = _gather_bytes(phase.encode(), [_LONGEST_PHASE] * len(rows), group)
+            _raise_different_phases(dist.get_process_group_ranks(group), phases)
+        payloads = _gather_bytes(payload, [size for _, size, *_ in rows], group)
+    return [of_rank[2 : len(row)] for of_rank in rows], payloads
+
+
+_messages_group: tuple[ProcessGroup, ProcessGroup] | None = None  # the default group, and ours of the same ranks
+
+
+def messages_group() -> ProcessGroup:
+    """All ranks, in a process group for the messages of this module; the first call makes it, on every rank."""
+    global _messages_group
+    world = dist.group.WORLD
+    assert world is not None
+    if _messages_group is None or _messages_group[0] is not world:
+        _messages_group = world, dist.new_group()
+    return _messages_group[1]
+
+
+def _gather(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Every rank's ``own``, by rank of ``group``."""
+    own = own.to(message_device(group))
     table = own.new_empty(dist.get_world_size(group), own.numel())
     dist.all_gather(list(table.unbind()), own, group=group)
-    rows = table.tolist()
-    sizes = [row.pop() for row in rows]
+    return table.cpu()
+
+
+def _gather_bytes(own: bytes, sizes: Sequence[int], group: ProcessGroup) -> list[bytes]:
+    """Every rank's ``own``, of known sizes, by rank of ``group``."""
     if not any(sizes):
-        return rows, [b""] * len(rows)
-    padded = torch.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=torch.uint8).to(own.device)
-    gathered = padded.new_empty(len(rows), max(sizes))
-    dist.all_gather(list(gathered.unbind()), padded, group=group)
-    texts = gathered.cpu().numpy()
-    return rows, [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
+        return [b""] * len(sizes)
+    padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    texts = _gather(padded, group).numpy()
+    return [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
+
+
+def _raise_different_phases(ranks: Sequence[int], phases: Sequence[bytes]) -> NoReturn:
+    """Name the phase of every rank, on all of them.
+
+    Raises:
+        StepError: always.
+    """
+    names = [phase.rstrip(b"\0").decode() for phase in phases]
+    by_phase = ranks_by_value(zip(ranks, names, strict=True))
+    listed = "; ".join(f"{phase} on {ranks_text(of_phase)}" for phase, of_phase in by_phase.items())
+    raise StepError(f"the ranks are not in the same place of the script: {listed}. {REMEDY}")
 
 
 def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
@@ -173,21 +223,3 @@ def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]
     ]
     rules = [failure.rule for failure in ranks_by_failure if failure.rule is not None]
     return (rules[0] if rules else PeerError)("\n".join(lines))
-
-
-@contextmanager
-def reporting_lost_peers(doing: str) -> Iterator[None]:
-    """Raise `PeerError` when a collective or a message inside fails.
-
-    Args:
-        doing: what this rank waits for, to complete "rank 3 failed while ...".
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, PeerError):
-            raise
-        raise PeerError(
-            f"rank {dist.get_rank()} failed while {doing}: another rank has failed or stopped answering. The log of "
-            f"the rank that stopped first has the cause; this one saw: {str(error).splitlines()[0]}"
-        ) from error

@@ -13,14 +13,14 @@ import ds_hetero
 from tests.support import run_deepspeed
 
 ORDER = {
-    "forward": ["time_forward", "name_lost_peers"],
-    "backward": ["time_backward", "name_lost_peers", "scale_loss"],
-    "step": ["time_step", "record_step", "name_lost_peers", "expect_scaled_loss"],
+    "forward": ["record_call", "time_forward", "name_lost_peers"],
+    "backward": ["record_call", "time_backward", "name_lost_peers", "scale_loss"],
+    "step": ["record_call", "time_step", "record_step", "name_lost_peers", "expect_scaled_loss"],
     "destroy": ["report_times", "report_prediction"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],
-    "save_checkpoint": ["write_latest_last"],
-    "_load_checkpoint": ["raise_on_all_ranks", "examine"],
+    "save_checkpoint": ["record_call", "name_lost_peers", "write_latest_last"],
+    "_load_checkpoint": ["name_lost_peers", "raise_on_all_ranks", "examine"],
     "_load_zero_checkpoint": ["load_any_layout", "load_state"],
     "load_module_state_dict": ["load_frozen_parameters"],
     "_get_all_ckpt_names": ["list_model_files"],

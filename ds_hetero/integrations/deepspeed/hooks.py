@@ -8,14 +8,12 @@ file that replaces methods of an engine.
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -27,7 +25,8 @@ from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkp
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.prediction_check import PredictionCheck
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP, own_calls
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "HookedEngine",
     "expect_scaled_loss",
     "install_hooks",
-    "name_lost_peers",
     "record_step",
     "refuse_batch_sizes",
     "report_prediction",
@@ -46,11 +44,6 @@ __all__ = [
     "time_forward",
     "time_step",
 ]
-
-# What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
-_LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|timed out|timeout|NCCL error|connection refused", re.I
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,17 +121,6 @@ def record_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kw
     return result
 
 
-def name_lost_peers(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report a collective that broke or timed out inside the engine as `PeerError`."""
-    try:
-        return method(*args, **kwargs)
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST_PEER.search(str(error)):
-            raise
-        with reporting_lost_peers(f"running the engine's {method.__name__}"):
-            raise
-
-
 def scale_loss(
     hooked: HookedEngine,
     backward: Callable[..., Any],
@@ -187,6 +169,35 @@ def refuse_batch_sizes(hooked: HookedEngine, method: Callable[..., Any], *args: 
     return method(*args, **kwargs)
 
 
+def _waiting(phase: str) -> Hook:
+    """Make a hook that reports a collective which broke or timed out inside the engine as `PeerError`."""
+
+    def name_lost_peers(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with waiting_for_peers(phase):
+            return method(*args, **kwargs)
+
+    return name_lost_peers
+
+
+def _recording(call: str) -> Hook:
+    """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`.
+
+    A forward of a whole batch, or without gradients, is this rank's own affair.
+    """
+
+    def record_call(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if call == FORWARD and not (hooked.model.waits_in_forward and torch.is_grad_enabled()):
+            return method(*args, **kwargs)
+        own_calls.record(call)
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            own_calls.fail(error)
+            raise
+
+    return record_call
+
+
 def _checkpoint(hook: Callable[..., Any]) -> Hook:
     """Make a hook of a function of the engine alone."""
 
@@ -210,14 +221,18 @@ def _stage3(hook: Callable[..., Any]) -> Hook:
 
 
 HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (time_forward, name_lost_peers),
-    "backward": (time_backward, name_lost_peers, scale_loss),
-    "step": (time_step, record_step, name_lost_peers, expect_scaled_loss),
+    "forward": (_recording(FORWARD), time_forward, _waiting("running a forward")),
+    "backward": (_recording(BACKWARD), time_backward, _waiting("running a backward"), scale_loss),
+    "step": (_recording(STEP), time_step, record_step, _waiting("running the engine's step"), expect_scaled_loss),
     "destroy": (report_times, report_prediction),
     "set_train_batch_size": (refuse_batch_sizes,),
     "set_train_micro_batch_size": (refuse_batch_sizes,),
-    "save_checkpoint": (_checkpoint(write_latest_last),),
-    "_load_checkpoint": (_checkpoint(raise_on_all_ranks), _stage3(Stage3Checkpoints.examine)),
+    "save_checkpoint": (_recording(SAVE), _waiting("saving a checkpoint"), _checkpoint(write_latest_last)),
+    "_load_checkpoint": (
+        _waiting("loading a checkpoint"),
+        _checkpoint(raise_on_all_ranks),
+        _stage3(Stage3Checkpoints.examine),
+    ),
     "_load_zero_checkpoint": (_checkpoint(load_any_layout), _stage3(Stage3Checkpoints.load_state)),
     "load_module_state_dict": (_stage3(Stage3Checkpoints.load_frozen_parameters),),
     "_get_all_ckpt_names": (_stage3(Stage3Checkpoints.list_model_files),),

@@ -119,6 +119,11 @@ class ShardedModel:
         return self._takes_shards(self._decoder)
 
     @property
+    def waits_in_forward(self) -> bool:
+        """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
+        return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+
+    @property
     def moves_labels(self) -> bool:
         """Whether a token predicts the label of the next one, as in language models, and not its own."""
         return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)

@@ -28,7 +28,8 @@ from ds_hetero.runtime.attention.documents import (
 )
 from ds_hetero.runtime.attention.ring_steps import Ring, make_rings
 from ds_hetero.runtime.attention.ring_table import RingTable
-from ds_hetero.runtime.collectives import message_device, reporting_lost_peers
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Schedule
 
@@ -137,7 +138,7 @@ def _gather_headers(replica: Replica, local: LocalBatch) -> list[dict[str, int]]
 
 def _all_gather(replica: Replica, part: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in replica.ranks]
-    with reporting_lost_peers("comparing the batch with the other ranks of its replica"):
+    with waiting_for_peers("comparing the batch with the other ranks of its replica"):
         dist.all_gather(parts, part, group=replica.sp_group)
     return parts
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.runtime.collectives import pairs_by_order, reporting_lost_peers
+from ds_hetero.runtime.collectives import pairs_by_order
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = ["NOTHING", "Channel", "Message", "PendingReceives"]
 
@@ -96,6 +97,6 @@ class _Pending:
         """Wait for the messages; later calls return at once, since gloo would wait for another message."""
         if self._work is None:
             return
-        with reporting_lost_peers(f"{self._doing} in ring attention"):
+        with waiting_for_peers(f"{self._doing} in ring attention"):
             self._work.wait()
         self._work, self._tensors = None, ()

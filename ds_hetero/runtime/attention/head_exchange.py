@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.placement import Placement
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
 __all__ = [
@@ -89,7 +89,7 @@ class Exchange:
         if self.process_group is None:
             recv.copy_(send)
         else:
-            with reporting_lost_peers("exchanging heads and tokens in its all-to-all group"):
+            with waiting_for_peers("exchanging heads and tokens in its all-to-all group"):
                 dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=self.process_group)
 
 

@@ -20,6 +20,8 @@ from ds_hetero.placement import Placer
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
+from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["Fetcher", "Progress", "Report", "Reports"]
@@ -119,7 +121,7 @@ class Fetcher(ABC):
         Caller: every rank of the world.
 
         Raises:
-            BatchError, PeerError: see `ds_hetero.runtime.data.loader.ShardedLoader`; on every rank.
+            BatchError, StepError, PeerError: see `ds_hetero.runtime.data.loader.ShardedLoader`; on every rank.
         """
         placed: list[PlacedBatch] = []
         error: Exception | None = None
@@ -130,10 +132,15 @@ class Fetcher(ABC):
             error = raised
         report = self._report(replica, placed, number) if error is None else Report(replica.replica_id, 0)
         numbers = [_OK if error is None else _ERROR, *vars(report).values()]
-        rows, payloads = all_gather_bytes(numbers, self._payload(placed) if error is None else encode_failure(error))
+        numbers += own_calls.begin_fetch(number)
+        with waiting_for_peers("reading the next batch"):
+            payload = self._payload(placed) if error is None else encode_failure(error)
+            rows, payloads = all_gather_bytes(numbers, payload)
         failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
         raise_failures(failures, error, "the next batch could not be read")
-        return self._shards(replica, placed, Reports(number, [Report(*row[1:]) for row in rows], payloads))
+        expect_same_counts([Counts(*row[-len(Counts._fields) :]) for row in rows])
+        reports = [Report(*row[1 : -len(Counts._fields)]) for row in rows]
+        return self._shards(replica, placed, Reports(number, reports, payloads))
 
     @abstractmethod
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:

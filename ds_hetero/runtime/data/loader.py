@@ -27,6 +27,7 @@ from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.fetchers import make_fetcher
 from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.whole_batches import WholeBatches
+from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["ShardedLoader"]
@@ -59,13 +60,15 @@ class ShardedLoader:
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
-        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of seven integers
+        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of 16 integers
         over the world. With "own", per sp_size steps: two small all_gathers over the world and one all_to_all_single of
         the bytes of all shards; entries that are not tensors are pickled into the second all_gather, if there are any.
 
     Raises:
         BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch
             cannot be cut, the ranks do not hold the same one, or the replicas run out at different steps.
+        StepError: in iteration, on every rank: a rank has left out a forward, backward or step of the batch before, or
+            is elsewhere, as after a `break` of its own.
         PeerError: another rank could not read its batch; that rank raises what happened to it.
     """
 
@@ -128,7 +131,7 @@ class ShardedLoader:
             for number, shard in enumerate(shards[progress.used :], progress.used + 1):
                 is_last = number == len(shards)
                 self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)
-                yield shard
+                yield from _noting_break(shard)
             progress = Progress(progress.fetches + 1)
         self._progress = Progress()
 
@@ -202,3 +205,12 @@ class ShardedLoader:
 
     def _compatibility(self) -> dict[str, Any]:
         return {"version": _STATE_VERSION, **self._fetcher.compatibility(self.replica)}
+
+
+def _noting_break(shard: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield one batch; record if the loop over them ends here."""
+    try:
+        yield shard
+    except GeneratorExit:
+        own_calls.leave_loop()
+        raise

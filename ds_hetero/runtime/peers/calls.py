@@ -1,0 +1,193 @@
+"""The calls that all ranks make together, in the order in which this rank made them.
+
+A step is a contract: every rank takes the batch, runs its forward and backward, and steps. A rank that leaves one of
+them out keeps the others waiting for ever. So each rank records its calls. The loader's exchange carries how many have
+followed the last one, and ranks that wait elsewhere compare their records (`first_difference`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from ds_hetero.errors import StepError
+
+__all__ = [
+    "BACKWARD",
+    "FETCH",
+    "FORWARD",
+    "REMEDY",
+    "SAVE",
+    "STEP",
+    "Calls",
+    "Counts",
+    "History",
+    "expect_same_counts",
+    "first_difference",
+    "own_calls",
+    "ranks_by_value",
+    "ranks_text",
+]
+
+FETCH = "the next batch"
+FORWARD = "a forward"
+BACKWARD = "a backward"
+STEP = "the engine's step"
+SAVE = "the saving of a checkpoint"
+REMEDY = (
+    "Every rank has to use every batch and to make the same calls. Decide `continue`, `break`, the end of training and "
+    "what follows a caught exception on all ranks together, for instance by an all_reduce of a flag."
+)
+
+_KEPT = 64  # the latest calls; ranks that differ are never more than a fetch apart
+
+T = TypeVar("T")
+
+
+class Counts(NamedTuple):
+    """What this rank has done since its last fetch.
+
+    Args:
+        forwards: on shards and with gradients, where ranks wait for one another.
+        backwards: of the engine.
+        steps: of the engine.
+        number: of the fetch that begins, in its epoch.
+    """
+
+    forwards: int
+    backwards: int
+    steps: int
+    number: int
+
+    def __str__(self) -> str:
+        passes = (
+            f"{_times(self.forwards, 'forward')}, {_times(self.backwards, 'backward')}, {_times(self.steps, 'step')}"
+        )
+        return f"ran {passes} since its last batch and waits for batch {self.number} of its epoch"
+
+
+_UNKNOWN_COUNTS = Counts(-1, -1, -1, -1)
+
+
+class History(NamedTuple):
+    """The latest calls of one rank.
+
+    Args:
+        calls: what it called, oldest first.
+        num_before: calls before these.
+        has_left: whether it has left a loop over its batches since, before the loop's end.
+    """
+
+    calls: Sequence[str]
+    num_before: int
+    has_left: bool
+
+    def at(self, index: int) -> str | None:
+        """The call of that number since the start; None where it is not known, or not made yet."""
+        place = index - self.num_before
+        return self.calls[place] if 0 <= place < len(self.calls) else None
+
+    @property
+    def end(self) -> int:
+        """Calls made so far."""
+        return self.num_before + len(self.calls)
+
+
+class Calls:
+    """The calls of this process; `own_calls` is the one instance."""
+
+    def __init__(self) -> None:
+        self._latest: deque[str] = deque(maxlen=_KEPT)
+        self._number = 0
+        self._since_fetch = dict.fromkeys((FORWARD, BACKWARD, STEP), 0)
+        self._training_thread: int | None = None
+        self._left_after = -1
+
+    def record(self, call: str) -> None:
+        """Add a call that all ranks make."""
+        self._latest.append(call)
+        self._number += 1
+        if call in self._since_fetch:
+            self._since_fetch[call] += 1
+            self._training_thread = threading.get_ident()
+
+    def fail(self, error: BaseException) -> None:
+        """Note that ``error`` ended the latest call on this rank."""
+        if self._latest:
+            self._latest[-1] += f", which ended with {type(error).__name__}: {error}"
+
+    def begin_fetch(self, number: int) -> Counts:
+        """Record a fetch; return what was called since the last one.
+
+        A loader that is read by a thread of its own, ahead of the training, says nothing about steps.
+
+        Args:
+            number: of the fetch in its epoch.
+        """
+        forwards, backwards, steps = (self._since_fetch[call] for call in (FORWARD, BACKWARD, STEP))
+        counts = Counts(forwards, backwards, steps, number)
+        self._since_fetch = dict.fromkeys(self._since_fetch, 0)
+        if self._training_thread not in (None, threading.get_ident()):
+            return _UNKNOWN_COUNTS
+        self.record(FETCH)
+        return counts
+
+    def leave_loop(self) -> None:
+        """Note that this rank has left a loop over its batches before the loop's end."""
+        self._left_after = self._number
+
+    def history(self) -> History:
+        """The latest calls."""
+        latest = list(self._latest)
+        return History(latest, self._number - len(latest), self._left_after == self._number)
+
+
+own_calls = Calls()
+"""What this process has called."""
+
+
+def expect_same_counts(counts: Sequence[Counts]) -> None:
+    """Check that all ranks did the same since the last fetch.
+
+    Args:
+        counts: by rank.
+
+    Raises:
+        StepError: they did not; the message names ranks and what is missing. The same on every rank.
+    """
+    if len(set(counts)) > 1 and _UNKNOWN_COUNTS not in counts:
+        listed = "; ".join(f"{ranks_text(ranks)} {did}" for did, ranks in ranks_by_value(enumerate(counts)).items())
+        raise StepError(f"the ranks did not do the same with the batch before this one: {listed}. {REMEDY}")
+
+
+def first_difference(histories: Mapping[int, History]) -> str | None:
+    """Where the calls of the ranks part, in words; None as long as they agree.
+
+    Args:
+        histories: by rank; one that is behind agrees as far as it goes.
+    """
+    first = max(history.num_before for history in histories.values())
+    for index in range(first, max(history.end for history in histories.values())):
+        calls = {rank: call for rank, history in histories.items() if (call := history.at(index)) is not None}
+        if len(set(calls.values())) > 1:
+            return "; ".join(f"{call} on {ranks_text(ranks)}" for call, ranks in ranks_by_value(calls.items()).items())
+    return None
+
+
+def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Ranks with equal values together, in the order of their first rank."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,119 @@
+"""A step is a contract: what one rank leaves out, or decides alone, is one error on all ranks and no hang.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.test_features import start
+from tests.integration.tiny import batches, llama
+from tests.support import run_deepspeed
+
+
+def step(handle: Any, engine: Any, batch: Any) -> None:
+    """One training step."""
+    engine.backward(handle.loss(engine(**batch), batch))
+    engine.step()
+
+
+def test_a_loop_left_by_one_rank_meets_the_others_in_a_checkpoint(tmp_path: Any) -> None:
+    messages = run_deepspeed(_leave_and_save, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert "saving a checkpoint on rank 0; reading the next batch on rank 1" in messages[0]
+
+
+def _leave_and_save(rank: int, folder: str) -> str:
+    from ds_hetero import StepError
+
+    handle, engine = start(llama(), stage=1)
+    with pytest.raises(StepError) as caught:
+        for number, batch in enumerate(handle.dataloader(batches(4), batches="same")):
+            step(handle, engine, batch)
+            if rank == 0 and number == 1:
+                break
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_a_loop_left_by_one_rank_for_another_epoch() -> None:
+    messages = run_deepspeed(_leave_and_begin_anew, 2)
+    assert messages[0] == messages[1]
+    assert "rank 0 ran 1 forward, 1 backward, 1 step since its last batch and waits for batch 2" in messages[0]
+    assert "rank 1 ran 1 forward, 1 backward, 1 step since its last batch and waits for batch 0" in messages[0]
+
+
+def _leave_and_begin_anew(rank: int) -> str:
+    from ds_hetero import StepError
+
+    handle, engine = start(llama(), stage=1)
+    loader = handle.dataloader(batches(4), batches="same")
+    with pytest.raises(StepError) as caught:
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                step(handle, engine, batch)
+                if rank == 1 and number == 1:
+                    break
+    return str(caught.value)
+
+
+def test_a_step_left_out_in_the_middle_of_accumulation() -> None:
+    messages = run_deepspeed(_leave_out_a_step, 2)
+    assert messages[0] == messages[1]
+    assert "rank 0 ran 1 forward, 1 backward, 1 step" in messages[0]
+    assert "rank 1 ran 1 forward, 1 backward, 0 steps" in messages[0]
+
+
+def _leave_out_a_step(rank: int) -> str:
+    from ds_hetero import StepError
+
+    handle, engine = start(llama(), stage=1, gradient_accumulation_steps=2)
+    with pytest.raises(StepError) as caught:
+        for number, batch in enumerate(handle.dataloader(batches(4), batches="same")):
+            engine.backward(handle.loss(engine(**batch), batch))
+            if rank == 0 or number != 2:
+                engine.step()
+    return str(caught.value)
+
+
+def test_what_all_ranks_decide_together_stays_legal() -> None:
+    run_deepspeed(_do_odd_things, 2)
+
+
+def _do_odd_things(rank: int) -> None:
+    import threading
+    from queue import Queue
+
+    import torch
+
+    handle, engine = start(llama(), stage=1)
+    loader, other = (handle.dataloader(batches(3), batches="same") for _ in range(2))
+    for batch in loader:  # left by all
+        step(handle, engine, batch)
+        break
+    for first, second in zip(loader, other, strict=True):  # two forwards, then two backwards
+        losses = [handle.loss(engine(**batch), batch) for batch in (first, second)]
+        for loss in reversed(losses):
+            engine.backward(loss)
+            engine.step()
+    for batch in loader:  # evaluation on one rank amid training, and a batch skipped by all
+        step(handle, engine, batch)
+        if rank == 0:
+            engine.eval()
+            with torch.no_grad():
+                engine(**batches(1)[0])
+            engine.train()
+        next(loader, None)
+    queue: Queue[Any] = Queue(1)
+
+    def read() -> None:
+        for batch in loader:
+            queue.put(batch)
+        queue.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (batch := queue.get()) is not None:  # read ahead by a thread
+        step(handle, engine, batch)
