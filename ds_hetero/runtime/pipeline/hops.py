@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.placement import Range
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.plans.activations import Transfer, held_intervals, transfers
-from ds_hetero.runtime.collectives import reporting_lost_peers
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = ["Boundary", "BoundaryGroups", "Receiving", "Sending", "make_boundary_groups"]
 
@@ -61,7 +61,7 @@ class Sending:
 
     def wait(self) -> None:
         """Wait until the parts may be freed."""
-        with reporting_lost_peers("sending to the next stage of its pipeline"):
+        with waiting_for_peers("sending to the next stage of its pipeline"):
             for work in self._works:
                 work.wait()
 
@@ -76,7 +76,7 @@ class Receiving:
 
     def wait(self) -> Tensor:
         """Return ``[b, s, H]``, this rank's tokens in its order."""
-        with reporting_lost_peers("waiting for a neighbouring stage of its pipeline"):
+        with waiting_for_peers("waiting for a neighbouring stage of its pipeline"):
             for work in self._works:
                 work.wait()
         for local, part in self._parts:
