@@ -76,10 +76,11 @@ def _is_full(parallel: str, global_batch: int | None) -> bool:
     Raises:
         PlanError: an unknown kind of parallelism, or one without the batch that it needs.
     """
+    from ds_hetero.common.reading import shortened
     from ds_hetero.errors import PlanError
 
     if parallel not in ("sequence", "full"):
-        raise PlanError(f"--parallel {parallel!r} is unknown; it is sequence or full.")
+        raise PlanError(f"--parallel {shortened(parallel)} is unknown; it is sequence or full.")
     if parallel == "full" and global_batch is None:
         raise PlanError("--parallel full shares the samples of a step among pipelines. Give --global-batch.")
     return parallel == "full"

@@ -22,12 +22,17 @@ def check_out(out: Path) -> None:
         PlanError: its folder does not exist or may not be written to, or it is a folder itself.
     """
     try:
-        folder = out.resolve().parent
+        folder, is_folder = out.resolve().parent, out.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that no file can have
-        raise PlanError(f"--out {shortened(str(out))} cannot be written: {error}.") from None
-    if out.is_dir() or not os.access(folder, os.W_OK):
-        reason = "it is a folder" if out.is_dir() else f"{folder} is no folder that may be written to"
-        raise PlanError(f"--out {out} cannot be written: {reason}.")
+        raise PlanError(f"--out {shortened(str(out))} cannot be written: {_reason(error)}.") from None
+    if is_folder or not os.access(folder, os.W_OK):
+        where = shortened(str(folder))
+        reason = "it is a folder" if is_folder else f"{where} is no folder that may be written to"
+        raise PlanError(f"--out {shortened(str(out))} cannot be written: {reason}.")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else shortened(str(error))
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 
 from ds_hetero.cli.printing import check_out, print_json, terms_text
 from ds_hetero.cli.scenario import Scenario, read_schedule
+from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
@@ -41,7 +42,7 @@ GREY = "#666666"
 def run(scenario: Scenario, source: str, out: Path, as_json: bool) -> None:
     """Draw and write the picture."""
     if out.suffix not in FORMATS:
-        raise PlanError(f"--out must end in one of {', '.join(FORMATS)}, got {str(out)!r}.")
+        raise PlanError(f"--out must end in one of {', '.join(FORMATS)}, got {shortened(str(out))}.")
     check_out(out)
     cost = scenario.cost
     schedule = read_schedule(source, cost)

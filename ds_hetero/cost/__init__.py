@@ -1,6 +1,7 @@
 """Analytical cost models: how long a schedule takes and how much memory it needs. No torch, no DeepSpeed."""
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
@@ -34,5 +35,5 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
         PlanError: the name is unknown.
     """
     if name not in COST_MODELS:
-        raise PlanError(f"cost model {name!r} is unknown; it is one of {', '.join(COST_MODELS)}.")
+        raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
     return COST_MODELS[name](cluster, model, workload)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 
 __all__ = ["OBJECTIVES", "TOO_LONG", "Objective"]
@@ -68,7 +69,7 @@ class Objective:
             ]
             busy = tuple((full - rest) / tokens for full, rest in zip(watts, idle, strict=True))
             return cls(name, 0.0, tuple(rest / tokens for rest in idle), busy, at_most_s)
-        raise PlanError(f"objective {name!r} is unknown; it is one of {', '.join(OBJECTIVES)}.")
+        raise PlanError(f"objective {shortened(name)} is unknown; it is one of {', '.join(OBJECTIVES)}.")
 
     def value(self, step_s: float, per_s: float, busy: float) -> float:
         """Return the objective of a plan; at least `TOO_LONG` where its step takes too long, more the longer it takes.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_hetero.baselines import COMPARED
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
@@ -94,9 +95,9 @@ def check_workload(cluster: Cluster, workload: Workload) -> None:
 def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, token_unit: int) -> None:
     check_workload(cluster, workload)
     if layout is not None and layout not in LAYOUTS:
-        raise PlanError(f"layout {layout!r} is unknown; it is one of {', '.join(LAYOUTS)}.")
+        raise PlanError(f"layout {shortened(layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
     if not 1 <= token_unit <= workload.seq_len:
-        raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {token_unit!r}.")
+        raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {shortened(token_unit)}.")
 
 
 def _search(cost: CostModel, layout: str | None, token_unit: int) -> list[Candidate]:

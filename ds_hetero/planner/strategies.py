@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_hetero.baselines import COMPARED, STRATEGIES, even, proportional
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.candidates import Baselines
@@ -46,4 +47,4 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
     if name == "formula":
         formula = fit_formula(table)
         return proportional([formula.performance(cost.workload.seq_len, speed) for speed in speeds], *heads)
-    raise PlanError(f"strategy {name!r} is unknown; it is one of {', '.join(STRATEGIES)}.")
+    raise PlanError(f"strategy {shortened(name)} is unknown; it is one of {', '.join(STRATEGIES)}.")

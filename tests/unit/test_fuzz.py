@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.fuzz import KINDS, fuzz
+from benchmarks.fuzz.kinds import KINDS
+from benchmarks.fuzz.trials import fuzz
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_hetero.cli import main
 from ds_hetero.cli.doctor import examine, model_facts
 from ds_hetero.cluster import load_cluster
 from ds_hetero.config import read_section
@@ -172,3 +173,25 @@ def test_a_global_batch_of_billions_is_refused_at_once():
         plan_replicas([load_cluster("lab")], load_model("gpt-3b"), Workload(seq_len=4096), 10**12)
     with pytest.raises(PlanError, match="global_batch must be a whole number <= 1,048,576"):
         check_batch(10**12, [1])
+
+
+_JOB = ["--cluster", "hexiseq-setting-1", "--model", "gpt-7b", "--seq-len", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["plan", *_JOB], "--parallel"),
+        (["plan", *_JOB], "--layout"),
+        (["plan", *_JOB], "--cost-model"),
+        (["plan", *_JOB], "--out"),
+        (["plan", *_JOB, "--parallel", "full", "--global-batch", "4"], "--objective"),
+        (["plan", *_JOB, "--parallel", "full", "--global-batch", "4"], "--cost-model"),
+        (["show", *_JOB], "--out"),
+        (["simulate", *_JOB], "--schedule"),
+    ],
+)
+def test_messages_show_long_values_of_options_in_short(command, option, capsys):
+    assert main([*command, option, "x" * 5_000]) == 2
+    message = capsys.readouterr().err
+    assert "xxx" in message and len(message) < 600 and message.count("\n") == 1

@@ -12,7 +12,7 @@ from typing import Any
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import read_file
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.models import make_stage_costs
@@ -142,7 +142,9 @@ def replan(
     names = [node.name for node in cluster.nodes]
     unknown = [name for name in lost_nodes if name not in names]
     if unknown:
-        raise PlanError(f"--lost-node {', '.join(unknown)}: the nodes of the cluster are {', '.join(names)}.")
+        raise PlanError(
+            f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
+        )
     gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_nodes}
     own = True if old.activation_checkpointing is None else old.activation_checkpointing
     tasks = [_with_checkpointing(task, choice) for choice in (own, not own)]

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from ds_hetero.cli.pipelines.commands import Task, costs_for, read_plan_file
 from ds_hetero.cli.printing import check_out, print_json
+from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
@@ -37,7 +38,9 @@ FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 def run(task: Task, path: Path, out: Path, as_json: bool) -> None:
     """Draw a plan file and write the picture."""
     if out.suffix not in FORMATS:
-        raise PlanError(f"--out must end in one of {', '.join(FORMATS)} for a plan of pipelines, got {str(out)!r}.")
+        raise PlanError(
+            f"--out must end in one of {', '.join(FORMATS)} for a plan of pipelines, got {shortened(str(out))}."
+        )
     check_out(out)
     plan = read_plan_file(path)
     costs, objective = costs_for(task, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import shortened
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.stages.stage import StageCosts
@@ -32,4 +33,4 @@ def make_stage_costs(name: str, cluster: Cluster, model: ModelSpec, workload: Wo
     if name == "hexiscale":
         recomputation = workload.activation_checkpointing
         return HexiScaleStageCosts(cluster, model, workload.seq_len, recomputation=recomputation)
-    raise PlanError(f"cost model {name!r} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")
+    raise PlanError(f"cost model {shortened(name)} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")

@@ -1,0 +1,19 @@
+"""What the server imports from which invocations of the command line are forked."""
+
+from __future__ import annotations
+
+import matplotlib.backends.backend_svg  # noqa: F401
+import rich.console
+import rich.table  # noqa: F401
+import torch  # noqa: F401
+import yaml  # noqa: F401
+
+import ds_hetero.cli.app
+import ds_hetero.cli.compare
+import ds_hetero.cli.doctor
+import ds_hetero.cli.pipelines.commands
+import ds_hetero.cli.plan
+import ds_hetero.cli.profile
+import ds_hetero.cli.replicas
+import ds_hetero.cli.show
+import ds_hetero.cli.simulate  # noqa: F401

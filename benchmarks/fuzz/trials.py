@@ -1,0 +1,115 @@
+"""Mutations of one kind of input through its reader, in this process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fuzz.kinds import Kind, Nonsense
+from benchmarks.fuzz.mutations import mutate, places, tear
+from ds_hetero.common.reading import parse
+from ds_hetero.errors import ConfigError, HeteroError
+
+__all__ = ["LONGEST_MESSAGE", "Tally", "fuzz", "names_one_of"]
+
+CPU_LIMIT_S = 5.0
+LONGEST_MESSAGE = 3_000  # characters
+
+
+class Hang(BaseException):
+    """Reading took more than `CPU_LIMIT_S` of CPU time."""
+
+
+@dataclass
+class Tally:
+    """What came of the mutations of one kind."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    single: int = 0
+    named: int = 0
+    faults: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every mutation was refused clearly or made sense."""
+        return not self.faults
+
+
+def fuzz(kind: Kind, count: int, rng: random.Random) -> Tally:
+    """Read ``count`` mutations of a kind's example."""
+    tally = Tally()
+    for _ in range(count):
+        content, names = copy.deepcopy(kind.example), ()
+        as_object = rng.random() < 0.4 and kind.names_keys
+        changes = rng.choice((1, 1, 1, 2, 3))
+        for _ in range(changes):
+            if any(places(content)) and isinstance(content, (dict, list)) and content:
+                content, names = mutate(content, rng, as_object)
+        given: Any = content
+        if not as_object:
+            try:
+                given = json.dumps(content)
+            except RecursionError:
+                given = "[" * 100_000
+            if rng.random() < 0.15:
+                given, names = tear(given, rng), ()
+        outcome, message = _outcome(kind, given)
+        tally.outcomes[outcome] += 1
+        if outcome in ("traceback", "hang", "nonsense"):
+            tally.faults.append(f"{message}\n  of {repr(given)[:300]}")
+        if outcome == "clear error" and changes == 1 and names and kind.names_keys:
+            tally.single += 1
+            if names_one_of(message, names):
+                tally.named += 1
+            else:
+                tally.unnamed.append(f"{names[0][:40]}: {message[:300]}")
+    return tally
+
+
+def names_one_of(message: str, names: Sequence[str]) -> bool:
+    """Whether a message has one of these keys, as it is or with escapes."""
+    return any(name in message or ascii(name)[1:-1] in message for name in names)
+
+
+def _outcome(kind: Kind, given: Any) -> tuple[str, str]:
+    try:
+        with _cpu_limit(CPU_LIMIT_S):
+            if isinstance(given, str) and kind.names_keys:
+                given = parse(given, "input", ConfigError)
+            kind.read(given)
+    except HeteroError as error:
+        return (
+            ("clear error", str(error)) if len(str(error)) < LONGEST_MESSAGE else ("traceback", "a message without end")
+        )
+    except Hang:
+        return "hang", f"more than {CPU_LIMIT_S} s of CPU time"
+    except Nonsense as error:
+        return "nonsense", f"nonsense: {error}"
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return "traceback", f"{type(error).__name__}: {str(error)[:200]} at {Path(frame.filename).name}:{frame.lineno}"
+    return "accepted", ""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
