@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -65,7 +65,11 @@ def tensor_parallel_layouts(
 
 
 def pipeline_layouts(
-    parameters: Mapping[str, nn.Parameter], plan: Plan, group: ProcessGroup | None = None
+    parameters: Mapping[str, nn.Parameter],
+    plan: Plan,
+    group: ProcessGroup | None = None,
+    *,
+    partial: Collection[str] = (),
 ) -> dict[str, ParameterLayout]:
     """What every rank holds of every parameter that takes a gradient, where ranks are stages of pipelines.
 
@@ -77,6 +81,7 @@ def pipeline_layouts(
         parameters: of this rank, by the names of the whole model; a tied parameter under one name in every stage.
         plan: what all ranks do; idle ranks hold nothing.
         group: all ranks of the job; None for the default group.
+        partial: of this rank's parameters, those whose copies in a ``"tensor"`` stage have parts of a sum too.
 
     Returns:
         By name, in the order of the first pipeline's stages and of their parameters; the same on every rank.
@@ -91,7 +96,8 @@ def pipeline_layouts(
     assert group is not None, "torch.distributed is not initialized"
 
     def describe() -> dict[str, _HeldPart]:
-        return {name: _held_part(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        return {name: _held_part(name, p)._replace(is_partial=name in partial) for name, p in trained.items()}
 
     by_rank = dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
     stages = [(i, stage) for i, pipeline in enumerate(plan.pipelines) for stage in pipeline.stages]
@@ -101,7 +107,8 @@ def pipeline_layouts(
         holding = [(i, stage) for i, stage in stages if any(rank in parts for rank in stage.ranks)]
         if {i for i, _ in holding} != set(range(len(plan.pipelines))):
             raise SyncError(f"{name} takes a gradient in pipelines {sorted({i for i, _ in holding})} only.")
-        layouts[name] = _layout_of_cuts(name, [(s.ranks, s.inner == "sequence") for _, s in holding], parts)
+        summed = [(s.ranks, s.inner == "sequence" or parts[s.ranks[0]].is_partial) for _, s in holding]
+        layouts[name] = _layout_of_cuts(name, summed, parts)
     return layouts
 
 
@@ -113,12 +120,14 @@ class _HeldPart(NamedTuple):
         dim: the dimension that is cut; None where the rank holds all of it.
         place: of the rank's shard among the shards.
         size: of the rank's shard, in units of ``dim``.
+        is_partial: gradients of copies are parts of a sum.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     place: int = 0
     size: int = 0
+    is_partial: bool = False
 
 
 def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:

@@ -19,7 +19,9 @@ from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
+from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.schedule import Schedule
@@ -60,7 +62,8 @@ class Handle:
             ConfigError: the engine was not built since `ds_hetero.register`, or the handle was undone.
         """
         model = engine.module
-        if self.registry.find(model) is None and not self.registry.is_unsplit(model):
+        known = self.registry.find(model) is not None or self.registry.is_pipelined(model)
+        if not known and not self.registry.is_unsplit(model):
             raise ConfigError(
                 "handle.for_engine was given an engine that ds_hetero does not know: it was built before "
                 "ds_hetero.register(), or the handle was undone."
@@ -118,6 +121,13 @@ class Handle:
         return self._prepared if unsplit is None else unsplit
 
     @property
+    def _pipelined(self) -> nn.Module | None:
+        """The model of this handle's engine, if it was cut into stages of pipelines."""
+        if self._model is not None:
+            return self._model if self.registry.is_pipelined(self._model) else None
+        return self.registry.pipelined_model if self.registry.latest is None else None
+
+    @property
     def _prepared(self) -> PreparedModel:
         prepared = self.registry.latest if self._model is None else self.registry.find(self._model)
         if prepared is None:
@@ -143,6 +153,10 @@ class Handle:
             device: where batches shall be; left out, where the model is.
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
+        if (pipelined := self._pipelined) is not None:
+            held = next(pipelined.parameters(), None)
+            on = default_device() if held is None else held.device
+            return SameBatches(dataloader, on if device is None else torch.device(device))
         chosen = self._choose("dataloader")
         model = chosen if isinstance(chosen, nn.Module) else chosen.model.model
         target = next(model.parameters()).device if device is None else torch.device(device)
@@ -162,6 +176,9 @@ class Handle:
 
         Collectives: one all_reduce of two numbers.
         """
+        if self._pipelined is not None:
+            loss: Tensor = outputs.loss
+            return loss
         labels = _labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         mean = getattr(outputs, "loss", None)

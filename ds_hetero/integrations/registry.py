@@ -60,6 +60,7 @@ class Registry:
         self.ds_config = ds_config
         self.patches = Patches()
         self._unsplit: list[weakref.ref[nn.Module]] = []
+        self._pipelined: list[weakref.ref[nn.Module]] = []
         self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
         self._groups = ProcessGroups()
@@ -90,6 +91,20 @@ class Registry:
         self._unsplit = [weak for weak in self._unsplit if weak() not in (None, model)]
         if model is not None:
             self._unsplit.append(weakref.ref(model))
+
+    def note_pipelined(self, model: nn.Module) -> None:
+        """``model`` was cut into stages of pipelines."""
+        self._pipelined = [weak for weak in self._pipelined if weak() is not None]
+        self._pipelined.append(weakref.ref(model))
+
+    def is_pipelined(self, model: nn.Module) -> bool:
+        """Whether ``model`` was cut into stages of pipelines."""
+        return any(weak() is model for weak in self._pipelined)
+
+    @property
+    def pipelined_model(self) -> nn.Module | None:
+        """The model cut last into stages of pipelines, if it still exists."""
+        return next((model for weak in reversed(self._pipelined) if (model := weak()) is not None), None)
 
     def find(self, model: nn.Module) -> PreparedModel | None:
         """What was prepared for ``model``, if it was."""

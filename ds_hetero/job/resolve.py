@@ -32,6 +32,7 @@ __all__ = [
     "clusters_of_replicas",
     "needs_measuring",
     "needs_planner",
+    "pipelines_in_file",
     "plan_in_file",
     "replica_size",
     "resolve",
@@ -149,22 +150,53 @@ def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
         ScheduleError: the file cannot be read, or its schedules do not fit the world.
         PlanError: a plan of version 2 is wrong, or cannot be run yet.
     """
-    source = section.schedule
-    if isinstance(source, str) and source in STRATEGIES:
+    plan, name = _read_plan(section, world_size)
+    if plan is None:
         return None
-    name = shortened(source)[1:-1] if isinstance(source, str) else "the inline schedule"
-    content = _read_json(source) if isinstance(source, str) else source
-    try:
-        plan = read_plan(content, world_size)
-    except (ScheduleError, PlanError) as error:
-        raise type(error)(f"{name}: {error}") from None
-    _expect_runnable(plan, name)
+    _expect_replicas(plan, name)
     if plan.ranks != tuple(range(world_size)):
         raise ScheduleError(
             f"the schedules of the replicas hold ranks {shortened([list(p.ranks) for p in plan.pipelines])}, the "
             f"job has {world_size} processes; each needs one place."
         )
     return plan
+
+
+def pipelines_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
+    """Return the plan of pipelines in the section's file, or inline in it; None if it names anything else.
+
+    Args:
+        section: from `read_section`.
+        world_size: ranks of the job.
+
+    Raises:
+        ConfigError: there is no such file.
+        ScheduleError: the file cannot be read.
+        PlanError: the plan is wrong, has ranks that the job has not, or says no batches.
+    """
+    plan, name = _read_plan(section, world_size)
+    if plan is None or plan.is_replicas:
+        return None
+    if plan.ranks[-1] >= world_size:
+        raise PlanError(f"{name}: the plan has ranks up to {plan.ranks[-1]}, the job has {world_size} processes.")
+    if plan.batch_split is None or any(stage.layers is None for p in plan.pipelines for stage in p.stages):
+        raise PlanError(
+            f"{name}: a plan of pipelines says micro_batch_size, micro_batches and the layers of every stage."
+        )
+    return plan
+
+
+def _read_plan(section: HeterogeneitySection, world_size: int) -> tuple[Plan | None, str]:
+    """The plan that the section's schedule is, and how to call it; None for a strategy."""
+    source = section.schedule
+    if isinstance(source, str) and source in STRATEGIES:
+        return None, source
+    name = shortened(source)[1:-1] if isinstance(source, str) else "the inline schedule"
+    content = _read_json(source) if isinstance(source, str) else source
+    try:
+        return read_plan(content, world_size), name
+    except (ScheduleError, PlanError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def _read_json(path: str) -> Any:
@@ -174,19 +206,13 @@ def _read_json(path: str) -> Any:
     return read_file(path, "schedule", ScheduleError)
 
 
-def _expect_runnable(plan: Plan, name: str) -> None:
-    """Refuse what can be planned but not trained yet."""
-    for i, pipeline in enumerate(plan.pipelines):
-        if len(pipeline.stages) > 1:
-            raise PlanError(
-                f"{name}: pipelines[{i}] has {len(pipeline.stages)} stages; pipelines of several stages are planned, "
-                "not run yet. Give every pipeline one stage with a schedule."
-            )
-        if pipeline.stages[0].inner != "sequence":
-            raise PlanError(
-                f'{name}: pipelines[{i}] is a stage with "inner": "{pipeline.stages[0].inner}"; such stages are '
-                'planned, not run yet. Use "inner": "sequence" with a schedule, also for a single rank.'
-            )
+def _expect_replicas(plan: Plan, name: str) -> None:
+    """Refuse what is no plan of replicas, and what such a plan cannot say."""
+    if not plan.is_replicas:
+        raise PlanError(
+            f'{name}: the plan has pipelines of several stages, or stages that are not "inner": "sequence". Such '
+            "plans run in a loop of one's own, through deepspeed.initialize."
+        )
     if plan.zero is not None:
         raise PlanError(
             f'{name}: "zero" of a plan is not used yet. Set "zero_optimization" and "{SECTION}.zero_partition" in the '

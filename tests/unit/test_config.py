@@ -22,7 +22,7 @@ from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.job.forecast import Searcher, forecast
 from ds_hetero.job.report import forecast_text
-from ds_hetero.job.resolve import needs_measuring, needs_planner, plan_in_file, resolve, sp_size_of
+from ds_hetero.job.resolve import needs_measuring, needs_planner, pipelines_in_file, plan_in_file, resolve, sp_size_of
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
 
@@ -196,22 +196,28 @@ def test_a_plan_of_replicas_is_a_schedule_too(tmp_path: Path) -> None:
         schedules({"schedule": plan_of_version_2({**stage, "layers": [0, 3]})})
 
 
-@pytest.mark.parametrize(
-    ("stages", "says"),
-    [
-        (
-            [{"ranks": [0], "layers": [0, 3]}, {"ranks": [1], "layers": [3, 4]}],
-            r"pipelines\[0\] has 2 stages; pipelines of several stages are planned, not run yet",
-        ),
-        (
-            [{"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}],
-            r'pipelines\[0\] is a stage with "inner": "tensor"; such stages are planned, not run yet',
-        ),
-    ],
-)
-def test_a_plan_that_cannot_run_yet_is_refused_by_name(stages: list[dict[str, Any]], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+TWO_STAGES = [{"ranks": [0], "layers": [0, 3]}, {"ranks": [1], "layers": [3, 4]}]
+
+
+@pytest.mark.parametrize("stages", [TWO_STAGES, [{"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}]])
+def test_a_plan_of_pipelines_is_no_schedule(stages: list[dict[str, Any]]) -> None:
+    with pytest.raises(PlanError, match=r"run in a loop of one's own, through deepspeed.initialize"):
         schedules({"schedule": plan_of_version_2(*stages)})
+
+
+def test_a_plan_of_pipelines_is_read() -> None:
+    plan = plan_of_version_2(*TWO_STAGES)
+    plan["pipelines"][0] |= {"micro_batch_size": 1, "micro_batches": 4}
+    found = pipelines_in_file(read(schedule=plan), 2)
+    assert found is not None and found.ranks == (0, 1)
+    assert pipelines_in_file(read(schedule=INLINE), 2) is pipelines_in_file(read(schedule="ring"), 2) is None
+
+
+def test_a_plan_of_pipelines_that_cannot_run_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="says micro_batch_size, micro_batches and the layers of every stage"):
+        pipelines_in_file(read(schedule=plan_of_version_2(*TWO_STAGES)), 2)
+    with pytest.raises(PlanError, match="the plan has ranks up to 1, the job has 1 processes"):
+        pipelines_in_file(read(schedule=plan_of_version_2(*TWO_STAGES)), 1)
 
 
 def test_zero_of_a_plan_is_refused_by_name() -> None:

@@ -33,14 +33,22 @@ from ds_hetero.errors import ModelError
 from ds_hetero.integrations.deepspeed import checkpoints
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.integrations.deepspeed.facts import enabled, expect_section_spelled, expect_supported
+from ds_hetero.integrations.deepspeed.facts import (
+    enabled,
+    expect_section_spelled,
+    expect_supported,
+    section_of,
+)
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
 from ds_hetero.integrations.deepspeed.losses import LossScaling
+from ds_hetero.integrations.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
 from ds_hetero.integrations.registry import PreparedModel, Registry
+from ds_hetero.job.pipelines import agree_on_pipelines
 from ds_hetero.job.resolve import sp_size_of
+from ds_hetero.job.start import World
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "EngineInstaller", "install"]
@@ -113,6 +121,9 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()
+        plan = agree_on_pipelines(World.current(), lambda: section_of(ds_config))
+        if plan is not None:
+            return PipelineInstaller(registry, stock, given, ds_config, plan).install()
         return EngineInstaller(registry, stock, given, ds_config).install()
 
     return initialize

@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from ds_hetero.runtime.step_clock import IDLE
 __all__ = [
     "HOOKS",
     "Hook",
+    "Hooked",
     "HookedEngine",
     "expect_scaled_loss",
     "install_hooks",
@@ -43,6 +44,7 @@ __all__ = [
     "time_backward",
     "time_forward",
     "time_step",
+    "waiting",
 ]
 
 
@@ -72,16 +74,29 @@ class HookedEngine:
 Hook = Callable[..., Any]
 
 
-def install_hooks(hooked: HookedEngine) -> None:
-    """Put the hooks of `HOOKS` around the methods of an engine."""
-    for name, hooks in HOOKS.items():
+class Hooked(Protocol):
+    """What hooks are given: an engine and whatever else they need."""
+
+    @property
+    def engine(self) -> Engine:
+        """DeepSpeed's, as it was built."""
+
+
+def install_hooks(hooked: Hooked, table: Mapping[str, tuple[Hook, ...]] | None = None) -> None:
+    """Put hooks around the methods of an engine.
+
+    Args:
+        hooked: what every hook is given.
+        table: by method, outermost first; left out, `HOOKS`.
+    """
+    for name, hooks in (HOOKS if table is None else table).items():
         method = getattr(hooked.engine, name)
         for hook in reversed(hooks):
             method = _around(hook, hooked, method)
         setattr(hooked.engine, name, method)
 
 
-def _around(hook: Hook, hooked: HookedEngine, method: Callable[..., Any]) -> Callable[..., Any]:
+def _around(hook: Hook, hooked: Hooked, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         return hook(hooked, method, *args, **kwargs)
@@ -169,10 +184,10 @@ def refuse_batch_sizes(hooked: HookedEngine, method: Callable[..., Any], *args: 
     return method(*args, **kwargs)
 
 
-def _waiting(phase: str) -> Hook:
+def waiting(phase: str) -> Hook:
     """Make a hook that reports a collective which broke or timed out inside the engine as `PeerError`."""
 
-    def name_lost_peers(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def name_lost_peers(hooked: Hooked, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with waiting_for_peers(phase):
             return method(*args, **kwargs)
 
@@ -221,15 +236,15 @@ def _stage3(hook: Callable[..., Any]) -> Hook:
 
 
 HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (_recording(FORWARD), time_forward, _waiting("running a forward")),
-    "backward": (_recording(BACKWARD), time_backward, _waiting("running a backward"), scale_loss),
-    "step": (_recording(STEP), time_step, record_step, _waiting("running the engine's step"), expect_scaled_loss),
+    "forward": (_recording(FORWARD), time_forward, waiting("running a forward")),
+    "backward": (_recording(BACKWARD), time_backward, waiting("running a backward"), scale_loss),
+    "step": (_recording(STEP), time_step, record_step, waiting("running the engine's step"), expect_scaled_loss),
     "destroy": (report_times, report_prediction),
     "set_train_batch_size": (refuse_batch_sizes,),
     "set_train_micro_batch_size": (refuse_batch_sizes,),
-    "save_checkpoint": (_recording(SAVE), _waiting("saving a checkpoint"), _checkpoint(write_latest_last)),
+    "save_checkpoint": (_recording(SAVE), waiting("saving a checkpoint"), _checkpoint(write_latest_last)),
     "_load_checkpoint": (
-        _waiting("loading a checkpoint"),
+        waiting("loading a checkpoint"),
         _checkpoint(raise_on_all_ranks),
         _stage3(Stage3Checkpoints.examine),
     ),

@@ -49,6 +49,9 @@ class PretrainedModel(Protocol):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What calling the model runs; its parameters say which arguments it takes."""
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The head that turns hidden states into logits."""
+
     def is_backend_compatible(self) -> bool:
         """Whether every layer takes its attention function from transformers' registry."""
 

@@ -1,0 +1,1 @@
+"""Pipelines of unequal stages behind an engine of DeepSpeed's: the loop of the user does not change."""

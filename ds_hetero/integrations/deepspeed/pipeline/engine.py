@@ -1,0 +1,217 @@
+"""`deepspeed.initialize` with a plan of pipelines: this rank's stage of the model, behind an engine of DeepSpeed's.
+
+The forward of the engine runs all passes of an optimizer step, 1F1B through the pipelines, and returns the loss of the
+global batch; its backward keeps the books; its step synchronizes, clips and updates. So the commonest loop does what it
+says, with a global batch in the place of a micro-batch:
+
+    for batch in handle.dataloader(batches):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.integrations.deepspeed.hooks import install_hooks
+from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS, PipelinedEngine
+from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
+    LoneRank,
+    clipping_of,
+    expect_supported_with_pipelines,
+    lone_configuration,
+)
+from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
+    Groups,
+    PipelineOptimizer,
+    expect_elementwise,
+    groups_by_name,
+    optimizer_of_section,
+)
+from ds_hetero.integrations.registry import Registry
+from ds_hetero.integrations.transformers.stages import StageModel, check_stages
+from ds_hetero.plans import Plan, Stage
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.pipeline.batches import samples_of_step
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Group, Schedule
+
+__all__ = ["PipelineInstaller"]
+
+
+class PipelineInstaller:
+    """One call of `deepspeed.initialize` with a plan of pipelines.
+
+    Args:
+        registry: of this process.
+        stock: DeepSpeed's own function.
+        given: the arguments of the call, by name.
+        ds_config: the configuration among them.
+        plan: what all ranks do.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        stock: Callable[..., Any],
+        given: Mapping[str, Any],
+        ds_config: Mapping[str, Any],
+        plan: Plan,
+    ) -> None:
+        self._registry, self._stock, self._given, self._ds_config, self._plan = registry, stock, given, ds_config, plan
+        self._rank = dist.get_rank()
+        place = plan.place_of(self._rank)
+        self._stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
+
+    def install(self) -> tuple[Any, ...]:
+        """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
+
+        Caller: every rank of the world.
+
+        Raises:
+            HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
+        """
+        model: nn.Module = self._given["model"]
+        groups = on_all_ranks(self._examine)[self._rank]
+        assert self._plan.model is not None
+        if self._plan.activation_checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        if _wants_bf16(self._ds_config):
+            _cast(model, torch.bfloat16)
+        stage = StageModel(model, self._stage, self._plan.model.num_layers, self._rank)
+        replica = make_replica(_plan_of_stages(self._plan)) if _has_sequence_stages(self._plan) else None
+        if self._stage is not None and self._stage.inner == "sequence":
+            assert replica is not None
+            stage.shard_sequences(replica, None)
+        boundaries = make_boundary_groups(self._plan)
+        engine, *rest = self._build(stage, groups)
+        runner = None
+        if self._stage is not None:
+            neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
+            runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype)
+        pipelined = PipelinedEngine(engine=engine, plan=self._plan, stage=stage, runner=runner)
+        install_hooks(pipelined, PIPELINE_HOOKS)
+        self._registry.note_pipelined(model)
+        return (engine, *rest)
+
+    def _examine(self) -> Groups:
+        """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
+        model: nn.Module = self._given["model"]
+        expect_supported_with_pipelines(self._ds_config, samples_of_step(self._plan))
+        check_stages(model, self._plan)
+        optimizer = self._given.get("optimizer")
+        if isinstance(optimizer, Optimizer):
+            expect_elementwise(type(optimizer))
+        elif optimizer is None and "optimizer" not in self._ds_config:
+            raise ConfigError(
+                'pipelines need an optimizer: "optimizer" in ds_config.json, or one given to deepspeed.initialize.'
+            )
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if isinstance(optimizer, Optimizer):
+            return groups_by_name(optimizer.param_groups, names)
+        given = list(self._given.get("model_parameters") or [p for p in model.parameters() if p.requires_grad])
+        if given and not isinstance(given[0], Mapping):
+            given = [{"params": given}]
+        return groups_by_name(given, names)
+
+    def _build(self, stage: StageModel, groups: Groups) -> tuple[Any, ...]:
+        """Have stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
+        arguments = {
+            **self._given,
+            "config": lone_configuration(self._ds_config, samples_of_step(self._plan)),
+            "config_params": None,
+            "optimizer": lambda _: self._optimizer(stage, groups),
+            "model_parameters": None,
+            "mpu": LoneRank(),
+            "mesh_param": None,
+        }
+        built: tuple[Any, ...] = self._stock(**arguments)
+        built[0].enable_backward_allreduce = False
+        return built
+
+    def _optimizer(self, stage: StageModel, groups: Groups) -> PipelineOptimizer:
+        """Cut tensor-parallel stages, start the synchronizer, and make the user's optimizer over what it owns."""
+        meshes = _meshes(self._plan)
+        if self._stage is not None and self._stage.inner == "tensor":
+            stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
+        parameters = {name: p for name, p in stage.parameters().items() if p.requires_grad}
+        layouts = pipeline_layouts(parameters, self._plan, partial=stage.partial_parameters())
+        zero = self._plan.zero
+        sync = AsymmetricGradientSync(
+            parameters,
+            layouts,
+            replicas=[pipeline.ranks for pipeline in self._plan.pipelines],
+            owner_weights=dict(zero.owner_weights) if zero is not None and zero.owner_weights else None,
+        )
+        owned = [
+            {**group, "params": [sync.owned[name] for name in group["params"] if name in sync.owned] or [_nothing()]}
+            for group in groups
+        ]
+        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config))
+
+    def _inner(self, groups: Groups) -> Optimizer:
+        optimizer = self._given.get("optimizer")
+        if optimizer is None:
+            return optimizer_of_section(self._ds_config["optimizer"], groups)
+        if isinstance(optimizer, Optimizer):
+            return type(optimizer)(groups)  # type: ignore[call-arg]  # the groups have its settings
+        made: Optimizer = optimizer(groups)
+        expect_elementwise(type(made))
+        return made
+
+
+def _nothing() -> nn.Parameter:
+    """What a group holds on a rank that owns none of its parameters, so that every rank has the same groups."""
+    return nn.Parameter(torch.zeros(0, device=default_device()))
+
+
+def _wants_bf16(ds_config: Mapping[str, Any]) -> bool:
+    section = ds_config.get("bf16")
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters in place; buffers, such as rotary frequencies, keep theirs."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _has_sequence_stages(plan: Plan) -> bool:
+    return any(stage.inner == "sequence" for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def _plan_of_stages(plan: Plan) -> Plan:
+    """Return a plan of replicas in which every sequence stage is one, and every other rank of the job is one alone."""
+    assert plan.model is not None
+    num_heads, num_kv_heads = plan.model.num_heads, plan.model.num_kv_heads
+
+    def alone(rank: int) -> Schedule:
+        group = Group(ranks=(rank,), tokens=(1.0,), heads=(num_heads,))
+        return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=(group,))
+
+    stages: list[Stage] = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    schedules = [stage.schedule for stage in stages if stage.schedule is not None]
+    held = {rank for schedule in schedules for rank in schedule.ranks}
+    schedules += [alone(rank) for rank in range(dist.get_world_size()) if rank not in held]
+    return Plan.of_replicas(sorted(schedules, key=lambda schedule: schedule.ranks))
+
+
+def _meshes(plan: Plan) -> dict[tuple[int, ...], DeviceMesh]:
+    """Make the mesh of every tensor-parallel stage, on every rank in one order: each makes a process group."""
+    device = default_device().type
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.inner == "tensor"]
+    return {stage.ranks: DeviceMesh(device, list(stage.ranks)) for stage in stages}

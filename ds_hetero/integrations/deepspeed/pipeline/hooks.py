@@ -1,0 +1,129 @@
+"""What an engine's methods do where its model is a stage of a pipeline: `PIPELINE_HOOKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+from ds_hetero.integrations.deepspeed.hooks import Hook, waiting
+from ds_hetero.integrations.deepspeed.protocols import Engine
+from ds_hetero.integrations.transformers.stages import StageBatch, StageModel, outputs_with
+from ds_hetero.plans import Plan
+from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.pipeline.batches import micro_batches
+from ds_hetero.runtime.pipeline.runner import PipelineRunner
+
+__all__ = ["PIPELINE_HOOKS", "PipelinedEngine", "expect_passes", "keep_books", "run_passes"]
+
+_NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict")
+
+
+@dataclass(kw_only=True)
+class PipelinedEngine:
+    """An engine whose model is a stage of a pipeline.
+
+    Args:
+        engine: DeepSpeed's, as it was built.
+        plan: what all ranks do.
+        stage: this rank's part of the model.
+        runner: of its passes; None on a rank that is idle.
+        loss: of the passes that have yet to be followed by a step.
+    """
+
+    engine: Engine
+    plan: Plan
+    stage: StageModel
+    runner: PipelineRunner[StageBatch] | None
+    loss: Tensor | None = field(default=None)
+
+
+def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: Any, **batch: Any) -> Any:
+    """In place of the engine's forward: all passes of a step, or in evaluation the forwards alone.
+
+    Args:
+        pipelined: the engine.
+        forward: the engine's own, which is not called.
+        args: nothing; a batch is given by names.
+        batch: the global batch, the same on every rank.
+
+    Returns:
+        An output of transformers' with ``loss``, the mean over the labels of the global batch, on every rank.
+
+    Caller: every rank of the world.
+    Collectives: the hops of the pipelines, the buckets of gradients, and one all_reduce of the loss.
+    """
+    if args:
+        raise BatchError("give the engine a batch by names: engine(**batch).")
+    is_training = pipelined.engine.module.training and torch.is_grad_enabled()
+    if is_training and pipelined.loss is not None:
+        raise BatchError(
+            "engine.step() must follow every forward of a training step: with pipelines a forward runs all "
+            "micro-batches of a step, and the plan says how many there are."
+        )
+    whole = read_batch({name: entry for name, entry in batch.items() if name not in _NOT_FOR_MODELS})
+    loss = _loss_of_passes(pipelined, whole, is_training)
+    dist.all_reduce(loss)
+    if is_training:
+        pipelined.loss = loss
+    return outputs_with(loss)
+
+
+def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: bool) -> Tensor:
+    """This rank's summand of the loss."""
+    plan, place = pipelined.plan, pipelined.plan.place_of(dist.get_rank())
+    dtype = torch.promote_types(pipelined.stage.dtype, torch.float32)
+    nothing = torch.zeros((), dtype=dtype, device=default_device())
+    num_labels = whole.num_labels()
+    if num_labels is None:
+        raise BatchError("a batch needs labels, of which the last stages compute the loss.")
+    if place is None:
+        return nothing
+    assert pipelined.runner is not None
+    scale = 1 / max(num_labels, 1)
+    batches = [StageBatch(whole=rows, scale=scale) for rows in micro_batches(plan, place[0], whole)]
+    sync = pipelined.engine.optimizer.sync
+    value = pipelined.runner.train(batches, sync.no_sync) if is_training else pipelined.runner.evaluate(batches)
+    stage = plan.pipelines[place[0]].stages[place[1]]
+    is_copy = stage.inner == "tensor" and dist.get_rank() != stage.ranks[0]
+    return nothing if value is None or is_copy else value.to(dtype)
+
+
+def keep_books(pipelined: PipelinedEngine, backward: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Tensor:
+    """In place of the engine's backward: the gradients are there already.
+
+    Raises:
+        BatchError: ``loss`` is not what the forward returned, so the gradients are not its.
+    """
+    expected = pipelined.loss
+    if expected is None:
+        raise BatchError("engine.backward needs the loss of a forward of this step, in training mode.")
+    if not torch.equal(loss.detach().to(expected), expected):
+        raise BatchError(
+            f"with pipelines the forward computes the gradients of the loss that it returns, {expected.item():.6g}, "
+            f"but engine.backward was given {loss.item():.6g}. Give it engine(**batch).loss as it is; other losses and "
+            "added terms are not supported."
+        )
+    return loss
+
+
+def expect_passes(pipelined: PipelinedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a step without a forward; after it, the next may begin."""
+    if pipelined.loss is None:
+        raise BatchError("engine.step() needs a forward of this step before it.")
+    pipelined.loss = None
+    return step(*args, **kwargs)
+
+
+PIPELINE_HOOKS: Mapping[str, tuple[Hook, ...]] = {
+    "forward": (waiting("running the passes of a step"), run_passes),
+    "backward": (keep_books,),
+    "step": (waiting("running the engine's step"), expect_passes),
+}
+"""By method of the engine, the hooks around it: outermost first."""

@@ -1,0 +1,120 @@
+"""A stock engine that sees itself alone: DeepSpeed broadcasts and reduces nothing, and every rank has its own files.
+
+DeepSpeed is shown a job in which every rank is a data-parallel group of one, and one of as many model-parallel ranks as
+there are processes. What ranks exchange is the pipeline's and the gradient synchronizer's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
+from torch.distributed import ProcessGroup
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.deepspeed.facts import read_training_facts
+
+__all__ = ["LoneRank", "clipping_of", "expect_supported_with_pipelines", "lone_configuration"]
+
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
+
+
+class LoneRank:
+    """An mpu: data parallelism of one, model parallelism over all ranks.
+
+    Caller: every rank of the world makes one, in the same order as whatever else makes process groups.
+    Collectives: one new_group for every rank, and one for all.
+    """
+
+    def __init__(self) -> None:
+        world_size = dist.get_world_size()
+        self._own: ProcessGroup = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
+        self._all: ProcessGroup = dist.new_group(list(range(world_size)))
+
+    def get_data_parallel_world_size(self) -> int:
+        """One."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """This rank alone."""
+        return self._own
+
+    def get_model_parallel_world_size(self) -> int:
+        """All ranks of the job."""
+        return dist.get_world_size()
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """All ranks of the job."""
+        return self._all
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+def expect_supported_with_pipelines(ds_config: Mapping[str, Any], samples: int) -> None:
+    """Refuse what ds_config.json asks for and pipelines do not do.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        samples: of an optimizer step of the plan.
+
+    Raises:
+        ConfigError: names the key, its value and what to do.
+    """
+    facts = read_training_facts(ds_config)
+    if facts.zero_stage == 3:
+        raise ConfigError(
+            '"zero_optimization.stage": 3 does not work with pipelines, whose ranks hold their layers whole. Use 0, 1 '
+            "or 2: optimizer state is partitioned over the holders of every parameter."
+        )
+    if facts.offloads_optimizer or facts.offloads_parameters:
+        raise ConfigError('"zero_optimization.offload_..." does not work with pipelines yet; leave it out.')
+    if facts.mixed_precision == "float16":
+        raise ConfigError('"fp16" does not work with pipelines yet; use "bf16", or fp32.')
+    if isinstance(ds_config.get("torch_autocast"), Mapping) and ds_config["torch_autocast"].get("enabled"):
+        raise ConfigError('"torch_autocast" does not work with pipelines; use "bf16".')
+    given = {
+        "train_batch_size": facts.train_batch_size,
+        "train_micro_batch_size_per_gpu": facts.micro_batch_size,
+    }
+    for key, value in given.items():
+        if value is not None and value != samples:
+            raise ConfigError(
+                f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. Every '
+                f"rank is given the global batch: set it to {samples}, or leave it out."
+            )
+    if facts.accumulation_steps not in (None, 1):
+        raise ConfigError(
+            f'"gradient_accumulation_steps" is {facts.accumulation_steps}; with pipelines it is 1, and the plan says '
+            "how many micro-batches a step has."
+        )
+
+
+def clipping_of(ds_config: Mapping[str, Any]) -> float:
+    """The largest gradient norm, as DeepSpeed reads it; 0 does not clip."""
+    value = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def lone_configuration(ds_config: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """Make the configuration of an engine that sees one rank in fp32, without ZeRO and without clipping.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        samples: of an optimizer step of the plan.
+    """
+    kept = {key: value for key, value in ds_config.items() if key not in (*_OURS, "sequence_parallel_size")}
+    batches = dict(zip(_BATCHES, (samples, samples, 1), strict=True))
+    return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}

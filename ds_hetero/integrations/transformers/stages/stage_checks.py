@@ -1,0 +1,128 @@
+"""What a transformers model must be like to run as stages of a pipeline, checked before it is cut.
+
+The cut relies on a decoder that does nothing but run its parts in order. Two short forwards without any layer show it:
+they must give back the hidden states that they are given, and hand the layers the same arguments whatever those are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.errors import ModelError, PlanError
+from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.stages.parts import Absent, DecoderParts, parts_of
+from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_stages
+from ds_hetero.plans import Plan
+
+__all__ = ["check_stages"]
+
+_HEAD = "ForCausalLM"
+_PROBE_TOKENS = 4
+
+
+def check_stages(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model that cannot be cut as the plan says, or another one than the plan is for.
+
+    Args:
+        model: a PreTrainedModel, or a module around one, whole and on this rank.
+        plan: of pipelines with layers.
+
+    Raises:
+        ModelError: the model cannot be cut; with the reason.
+        PlanError: the plan is for a model with other numbers of layers or heads.
+    """
+    pretrained = pretrained_of(model)
+    name = type(pretrained).__name__
+    if not name.endswith(_HEAD):
+        raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
+    parts = parts_of(pretrained)
+    _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts.layers)))
+    _expect_runs_parts_only(pretrained, parts)
+    inners = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    if "sequence" in inners:
+        check_model(model)
+    if "tensor" in inners:
+        check_tensor_stages(model, plan)
+
+
+def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: int) -> None:
+    assert plan.model is not None
+    heads = head_counts(pretrained)
+    planned = plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads
+    if planned != (num_layers, *heads):
+        raise PlanError(
+            f"the plan is for a model of {planned[0]} layers, {planned[1]} heads and {planned[2]} KV heads; "
+            f"{type(pretrained).__name__} has {num_layers}, {heads[0]} and {heads[1]}. Make a plan for this model."
+        )
+
+
+def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) -> None:
+    decoder = pretrained.base_model
+    weight = next(decoder.parameters())
+    if weight.is_meta:
+        return
+    hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
+    given = [torch.full((1, _PROBE_TOKENS, hidden_size), x, dtype=weight.dtype, device=weight.device) for x in (1, 2)]
+    positions = torch.arange(_PROBE_TOKENS, device=weight.device)[None]
+    with _without_layers(decoder, parts) as recorded, torch.no_grad():
+        try:
+            results = [decoder(inputs_embeds=x, position_ids=positions, use_cache=False)[0] for x in given]
+        except (AttributeError, TypeError, KeyError, RuntimeError) as error:
+            raise ModelError(
+                f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder does not run without its "
+                f"layers ({type(error).__name__}: {error})."
+            ) from None
+    does_more = any(not torch.equal(result, x) for result, x in zip(results, given, strict=True))
+    half = len(recorded) // 2
+    depends = any(not _equal(a, b) for a, b in zip(recorded[:half], recorded[half:], strict=True))
+    if does_more or depends:
+        what = "changes the hidden states outside its layers" if does_more else "hands layers more than hidden states"
+        raise ModelError(
+            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder {what}, which the stages "
+            "after the first would do again or lack."
+        )
+
+
+class _Recording(Absent):
+    """An absent layer that remembers its arguments."""
+
+    def __init__(self, recorded: list[list[Any]]) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._recorded.append([*args, *kwargs.values()])
+        return hidden
+
+
+@contextlib.contextmanager
+def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[Any]]]:
+    """Have the decoder run no layer and no norm inside, and record what it hands to its layers."""
+    layers = getattr(decoder, parts.layers)
+    kept, after = list(layers), {name: getattr(decoder, name) for name in parts.after}
+    recorded: list[list[Any]] = []
+    try:
+        for i in range(len(layers)):
+            layers[i] = _Recording(recorded)
+        for name in after:
+            setattr(decoder, name, Absent())
+        yield recorded
+    finally:
+        for i, layer in enumerate(kept):
+            layers[i] = layer
+        for name, module in after.items():
+            setattr(decoder, name, module)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b)

@@ -1,0 +1,188 @@
+"""One stage of a transformers model: the parts that its rank holds, and the forward of a micro-batch through them.
+
+The decoder of a stage is the whole model's, in which the parts of other stages give back what they are given. Its
+masks and rotary embeddings are made of positions, which every stage has; only hidden states travel. Parameters keep
+the names of the whole model.
+
+Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ds_hetero.errors import BatchError
+from ds_hetero.integrations.transformers.model_checks import pretrained_of
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
+from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of
+from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
+from ds_hetero.placement import stream_placement
+from ds_hetero.plans import Stage
+from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
+from ds_hetero.runtime.loss import cross_entropy_sum
+from ds_hetero.runtime.replica import Replica
+
+__all__ = ["StageBatch", "StageModel", "outputs_with"]
+
+_LABELS = "shift_labels"
+_TAKEN = ("input_ids", "position_ids", "attention_mask", _LABELS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageBatch:
+    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`.
+
+    Args:
+        whole: from `ds_hetero.runtime.data.shards.read_batch`.
+        scale: by which the sum of its token losses counts in the loss of the step.
+    """
+
+    whole: WholeBatch
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.whole.batch_size
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.whole.length
+
+
+class StageModel:
+    """A model of which this rank keeps one stage; `ds_hetero.runtime.pipeline.runner.StageCompute`.
+
+    Args:
+        model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are taken
+            out of it and freed.
+        stage: with its layers; None on a rank that is idle, which keeps nothing.
+        num_layers: of the whole model.
+        rank: this process's.
+
+    Attributes:
+        width: H.
+        dtype: of the parameters and of the activations between stages.
+        is_last: it computes the loss.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage | None, num_layers: int, rank: int) -> None:
+        self.model, self._stage, self._rank = model, stage, rank
+        self._pretrained = pretrained_of(model)
+        self._decoder = self._pretrained.base_model
+        self.dtype: torch.dtype = self._pretrained.dtype
+        self.width: int = self._pretrained.config.get_text_config().to_dict()["hidden_size"]
+        self._names = _names_of_whole_model(model)
+        layers = (0, 0) if stage is None or stage.layers is None else stage.layers
+        self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
+        self._take_out(layers)
+        self._sharded: ShardedModel | None = None
+
+    def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
+        """Switch a ``"sequence"`` stage to the attention of its schedule.
+
+        Args:
+            replica: the stage's ranks.
+            kernel: see `ShardedModel`.
+        """
+        self._sharded = ShardedModel(self.model, replica, kernel)
+
+    def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's shards of a ``"tensor"`` stage; the model is on its device."""
+        cut_by_tensor_parallelism(self._pretrained, mesh)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds, by the names of the whole model; a tied parameter under its first name."""
+        held = self.model.named_parameters(remove_duplicate=False)
+        return {self._names[name]: parameter for name, parameter in held}
+
+    def partial_parameters(self) -> frozenset[str]:
+        """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
+        if self._stage is None or self._stage.inner != "tensor":
+            return frozenset()
+        ids = {id(p) for name, p in self._decoder.named_parameters() if name in partial_parameters(self._pretrained)}
+        return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
+
+    def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
+        """Run the forward of a micro-batch: ``[b, s, H]`` or, on the last stage, this rank's summand of the loss.
+
+        Raises:
+            BatchError: the batch has entries that a stage cannot take.
+        """
+        inputs = self._inputs(batch)
+        labels = inputs.pop(_LABELS, None)
+        is_placeholder = hidden is not None and hidden.shape[1] == 0
+        if hidden is not None:
+            inputs.pop("input_ids")
+            inputs["inputs_embeds"] = nn.functional.pad(hidden, (0, 0, 0, 1)) if is_placeholder else hidden
+        with self._forward_of_stage():
+            if self.is_last:
+                logits = self._pretrained(**inputs, use_cache=False).logits  # type: ignore[operator]
+                if labels is None:
+                    raise BatchError("a batch needs labels, of which the last stage computes the loss.")
+                return cross_entropy_sum(logits, labels) * batch.scale
+            output: Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
+        tokens = output.shape[1] if hidden is None else hidden.shape[1]
+        return output[:, : self._tokens(batch.length, tokens)]
+
+    def _tokens(self, length: int, otherwise: int) -> int:
+        """Tokens of this rank, 0 where a column of placeholders stands for none."""
+        if self._stage is None or self._stage.schedule is None:
+            return otherwise
+        return stream_placement(self._stage.schedule, length).tokens(self._rank)
+
+    def _inputs(self, batch: StageBatch) -> dict[str, Any]:
+        """What a forward takes of a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
+        device = next(iter(self.model.parameters())).device
+        unknown = [*(name for name in batch.whole.sequences if name not in _TAKEN), *batch.whole.constants]
+        if unknown:
+            raise BatchError(f"pipelines take batches of {', '.join(_TAKEN)} and labels alone, got {unknown}.")
+        assert self._stage is not None
+        if self._stage.schedule is None:
+            return {name: tensor.to(device) for name, tensor in batch.whole.sequences.items()}
+        placed = PlacedBatch(batch.whole, stream_placement(self._stage.schedule, batch.length))
+        return model_inputs(placed.shard(self._rank), device)
+
+    @contextlib.contextmanager
+    def _forward_of_stage(self) -> Iterator[None]:
+        if self._sharded is None:
+            yield
+            return
+        with sharding(True):
+            yield
+
+    def _take_out(self, layers: tuple[int, int]) -> None:
+        """Put `Absent` in the place of what other stages hold."""
+        parts = parts_of(self._pretrained)
+        held = getattr(self._decoder, parts.layers)
+        for i in range(len(held)):
+            if not layers[0] <= i < layers[1]:
+                held[i] = Absent()
+        absent = [*(() if self.is_first else parts.before), *(() if self.is_last else parts.after)]
+        for name in absent:
+            setattr(self._decoder, name, Absent())
+        if not self.is_last:
+            head = self._pretrained.get_output_embeddings()
+            name = next(name for name, module in self._pretrained.named_modules() if module is head)
+            setattr(self._pretrained, name, Absent())
+
+
+def outputs_with(loss: Tensor) -> Any:
+    """Return what a model of transformers returns, with the loss alone."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss)
+
+
+def _names_of_whole_model(model: nn.Module) -> Mapping[str, str]:
+    """By every name of a parameter, the first one: those of a tied parameter share it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,111 @@
+"""The batch of an optimizer step: the same on every rank, and cut into the micro-batches of the pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+from ds_hetero.plans import Plan
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+
+__all__ = ["SameBatches", "micro_batches", "samples_of_step"]
+
+
+def samples_of_step(plan: Plan) -> int:
+    """Sequences of an optimizer step over all pipelines: the global batch."""
+    split = plan.batch_split
+    assert split is not None, "a plan of several stages has batches"
+    return split.samples
+
+
+def micro_batches(plan: Plan, pipeline: int, batch: WholeBatch) -> list[WholeBatch]:
+    """Return the micro-batches of a pipeline: its run of the rows of a global batch, in order.
+
+    A global batch with fewer rows than the plan's, as the last one of an epoch, leaves the last pipelines with less.
+
+    Args:
+        plan: with the batches of all pipelines.
+        pipeline: index of the pipeline.
+        batch: the global batch.
+
+    Raises:
+        BatchError: it has more rows than the plan's pipelines take.
+    """
+    if batch.batch_size > samples_of_step(plan):
+        taken = " + ".join(f"{p.micro_batches} x {p.micro_batch_size}" for p in plan.pipelines)
+        raise BatchError(
+            f"the batch has {batch.batch_size} sequences, the pipelines of the plan take {samples_of_step(plan)} "
+            f"({taken}) in an optimizer step. Give the engine the batch of a whole step, no more."
+        )
+    before = sum((p.micro_batch_size or 0) * (p.micro_batches or 0) for p in plan.pipelines[:pipeline])
+    size, count = plan.pipelines[pipeline].micro_batch_size or 0, plan.pipelines[pipeline].micro_batches or 0
+    starts = range(before, min(before + size * count, batch.batch_size), size)
+    return [_rows(batch, start, min(start + size, before + size * count, batch.batch_size)) for start in starts]
+
+
+def _rows(batch: WholeBatch, start: int, stop: int) -> WholeBatch:
+    sequences = {name: tensor[start:stop] for name, tensor in batch.sequences.items()}
+    return replace(batch, batch_size=stop - start, sequences=sequences)
+
+
+class SameBatches:
+    """A loader of global batches that every rank reads alike; yields them on ``device`` when all ranks agree.
+
+    Args:
+        dataloader: yields mappings with ``input_ids`` and ``labels``.
+        device: where the tensors of a batch shall be.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
+        self.dataloader: Any = dataloader
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield batches.
+
+        Caller: every rank of the world.
+        Collectives: one `on_all_ranks` per batch, and one at the end.
+
+        Raises:
+            BatchError: on every rank, when ranks were given different batches, or some have run out.
+        """
+        batches = iter(self.dataloader)
+        while True:
+            batch: Any = None
+
+            def fingerprint() -> dict[str, str] | None:
+                nonlocal batch
+                batch = next(batches, None)
+                return None if batch is None else read_batch(batch).fingerprints()
+
+            _expect_same(on_all_ranks(fingerprint))
+            if batch is None:
+                return
+            yield {name: e.to(self._device) if isinstance(e, Tensor) else e for name, e in batch.items()}
+
+
+def _expect_same(by_rank: list[dict[str, str] | None]) -> None:
+    if all(fingerprints == by_rank[0] for fingerprints in by_rank):
+        return
+    out = [rank for rank, fingerprints in enumerate(by_rank) if fingerprints is None]
+    if out:
+        raise BatchError(f"the loaders of ranks {out} have no more batches, those of the others have.")
+    first = by_rank[0] or {}
+    rank = next(rank for rank, fingerprints in enumerate(by_rank) if fingerprints != first)
+    other = by_rank[rank] or {}
+    name = next(name for name in sorted({*first, *other}) if first.get(name) != other.get(name))
+    raise BatchError(
+        f"all {dist.get_world_size()} ranks must be given the same batches, of which the pipelines take their rows, "
+        f"but {name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}. Seed the loader alike on all "
+        "ranks, and use no sampler that shares the data out."
+    )
