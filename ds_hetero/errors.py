@@ -6,7 +6,7 @@
       ClusterError      a cluster file or device catalogue entry
       PlanError         no schedule exists for this cluster, model and length
       ModelError        a model, layer or attention feature that cannot be split over the sequence
-      CheckpointError   a checkpoint that is incomplete, damaged, or of another model
+      CheckpointError   a checkpoint that cannot be saved, is incomplete, damaged, of two saves, or of another model
       SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
       BatchError        a batch that cannot be sharded, or that differs between ranks
       StepError         a forward, backward, step or batch that some ranks left out
@@ -59,7 +59,7 @@ class ModelError(HeteroError):
 
 
 class CheckpointError(HeteroError):
-    """A checkpoint is incomplete or damaged, or was written for another model."""
+    """A checkpoint cannot be saved, is incomplete or damaged, of two saves, or was written for another model."""
 
 
 class SyncError(HeteroError):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Protocol
+from typing import Any, Protocol
 
 from ds_hetero.job.rank_times import (
     RankTimes,
@@ -24,6 +24,7 @@ from ds_hetero.job.rank_times import (
 from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.report import announce
 from ds_hetero.job.start import JobStart, World
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.step_clock import StepClock
@@ -115,10 +116,30 @@ class StepMonitor:
             return
         self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else times
         if self.replanning is not None and self.replanning.observe(self._steps, times):
-            self._clock.restart()
-            self._unit_costs.restart()
-            self._steps_to_skip = AFTER_CHANGE
+            self._begin_anew()
         self._write_events(times, samples)
+
+    @property
+    def changed_plan(self) -> Plan | None:
+        """What re-planning has given the job; None while it runs what it began with."""
+        return None if self.replanning is None else self.replanning.changed_plan
+
+    def resume(self, plan: Mapping[str, Any]) -> None:
+        """Go on with the plan that re-planning had come to when a checkpoint was saved, if it fits this job.
+
+        Args:
+            plan: as in a file of version 2; the same on every rank.
+
+        Caller: every rank of the world, between two steps.
+        """
+        if self.replanning is not None and self.replanning.resume(plan):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what was observed under another plan."""
+        self._clock.restart()
+        self._unit_costs.restart()
+        self._steps_to_skip = AFTER_CHANGE
 
     def _write_events(self, times: Sequence[RankTimes], samples: int) -> None:
         if self._writer.enabled and self._world.rank == 0:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ds_hetero.common.reading import shortened
+from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.job.rank_times import RankTimes, observation_of
 from ds_hetero.job.report import announce
 from ds_hetero.job.start import JobStart, World
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.planner.replan.policy import Decision
-from ds_hetero.plans import Plan
+from ds_hetero.plans import Plan, read_plan
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Replanning", "ScheduleChange", "wants_replanning"]
@@ -55,7 +58,8 @@ class Replanning:
     def __init__(self, start: JobStart, change_plan: Callable[[Plan], None]) -> None:
         self.changes: list[ScheduleChange] = []
         self._world = World.current()
-        self._plan, self._change_plan = start.plan, change_plan
+        self._plan = self._first = start.plan
+        self._change_plan = change_plan
         self._s_per_token_before: float | None = None  # of the latest change, until it has been judged
         self._replanner: Replanner | None = None
         if self._world.rank == 0:
@@ -99,6 +103,39 @@ class Replanning:
         self._s_per_token_before = _s_per_token(times)
         return True
 
+    @property
+    def changed_plan(self) -> Plan | None:
+        """The plan, if it is not the one that the job began with."""
+        return None if self._plan.fingerprint == self._first.fingerprint else self._plan
+
+    def resume(self, content: Mapping[str, Any]) -> bool:
+        """Go on with a changed plan of an earlier run, if it is one for these ranks and this model.
+
+        Args:
+            content: as in a file of version 2; the same on every rank.
+
+        Returns:
+            Whether the plan has changed.
+
+        Caller: every rank of the world, between two steps.
+        """
+        try:
+            plan = read_plan(content)
+            _expect_same_job(plan, self._plan)
+        except HeteroError as error:
+            self._announce(f"the plan that re-planning had come to is left, and the job goes on with its own: {error}")
+            return False
+        if plan.fingerprint == self._plan.fingerprint:
+            return False
+        self._announce(f"goes on with the plan that re-planning had come to: {plan.schedules[0].to_json()}")
+        self._plan = plan
+        self._change_plan(plan)
+        return True
+
+    def _announce(self, text: str) -> None:
+        if self._world.rank == 0:
+            announce(f"the checkpoint is of a job that changed its plan; {text}")
+
     def _decide(self, times: Sequence[RankTimes]) -> dict[int, Decision]:
         """The decisions by replica; none on ranks other than 0."""
         if self._replanner is None:
@@ -118,6 +155,22 @@ class Replanning:
         if before is not None and self._world.rank == 0:
             part = _s_per_token(times) / before
             announce(f"step {step}: since the schedule changed, a token takes {part:.1%} of the time it took")
+
+
+def _expect_same_job(saved: Plan, plan: Plan) -> None:
+    """Refuse a plan that is not for the ranks, batches and model of ``plan``.
+
+    Raises:
+        PlanError: names what differs.
+    """
+    ranks, saved_ranks = ([pipeline.ranks for pipeline in of.pipelines] for of in (plan, saved))
+    if not saved.is_replicas or ranks != saved_ranks:
+        raise PlanError(f"it is for other replicas, of the ranks {shortened(saved_ranks)}.")
+    if saved.batch_split != plan.batch_split:
+        raise PlanError(f"its replicas take other batches, {saved.batch_split}.")
+    heads, saved_heads = ((s.num_heads, s.num_kv_heads) for s in (plan.schedules[0], saved.schedules[0]))
+    if heads != saved_heads:
+        raise PlanError(f"its model has num_heads={saved_heads[0]}, num_kv_heads={saved_heads[1]}.")
 
 
 def _s_per_token(times: Sequence[RankTimes]) -> float:

@@ -19,8 +19,9 @@ ORDER = {
     "destroy": ["report_times", "report_prediction"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],
-    "save_checkpoint": ["record_call", "name_lost_peers", "write_latest_last"],
-    "_load_checkpoint": ["name_lost_peers", "raise_on_all_ranks", "examine"],
+    "save_checkpoint": ["record_call", "name_lost_peers", "save_checkpoint"],
+    "_copy_recovery_script": ["copy_script_last"],
+    "_load_checkpoint": ["name_lost_peers", "load_checkpoint", "raise_on_all_ranks", "examine"],
     "_load_zero_checkpoint": ["load_any_layout", "load_state"],
     "load_module_state_dict": ["load_frozen_parameters"],
     "_get_all_ckpt_names": ["list_model_files"],
@@ -73,7 +74,7 @@ def test_the_first_hook_of_a_method_is_the_outermost(monkeypatch: pytest.MonkeyP
 
 def test_no_other_file_replaces_a_method_of_an_engine() -> None:
     """Data of an engine may be set elsewhere; its methods, and names that are not known here, only by the table."""
-    data = {"_config", "dp_world_size", "seq_parallel_group", "tput_timer"}
+    data = {"_config", "checkpoint_engine", "dp_world_size", "seq_parallel_group", "tput_timer"}
     root = Path(ds_hetero.__file__).parent
     replaced = {
         (path.name, target.attr)

@@ -151,9 +151,11 @@ def test_a_rank_that_becomes_slow_gets_less_to_do(tmp_path: Path, prefetch: bool
     assert set(second["tokens"][changed_at:]) == {LENGTH // 2 if prefetch else tokens[1]}
     _check_monitor(tmp_path / "job")
     if not prefetch:
-        again = run_deepspeed(_train, 2, ds_config(1, EVEN), whole[STEPS:], None, False, 0.0, checkpoint)[0]
         expected, _ = train_on_one_process(llama(), [[batch] for batch in whole])
-        np.testing.assert_allclose(again["losses"], expected[STEPS:], rtol=1e-4)
+        for config, share in ((ds_config(1, EVEN), LENGTH // 2), (_replanning(ds_config(1, EVEN)), tokens[1])):
+            _, again = run_deepspeed(_train, 2, config, whole[STEPS:], None, False, 0.0, checkpoint)
+            np.testing.assert_allclose(again["losses"], expected[STEPS:], rtol=1e-4)
+            assert again["tokens"] == [share] * MORE_STEPS
 
 
 def _check_monitor(folder: Path) -> None:

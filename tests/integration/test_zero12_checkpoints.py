@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.job.manifest import MANIFEST
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.test_zero12 import two_groups, whole_state
 from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama, needs_weights
@@ -205,11 +206,15 @@ def _load_universal(rank: int, folder: str, expected: dict[str, Any]) -> None:
 
 def test_what_is_missing_damaged_or_of_another_model_is_refused(saved: tuple[str, dict[str, Any]]) -> None:
     folder, _ = saved
-    for tag in ("missing", "damaged"):
-        shutil.copytree(f"{folder}/A", f"{folder}/{tag}")
     shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    Path(folder, "missing", shard).unlink()
-    os.truncate(Path(folder, "damaged", shard), 1000)
+    for tag in ("missing", "damaged", "missing before 0.3", "damaged before 0.3"):
+        shutil.copytree(f"{folder}/A", f"{folder}/{tag}")
+        if "before" in tag:
+            Path(folder, tag, MANIFEST).unlink()
+        if "missing" in tag:
+            Path(folder, tag, shard).unlink()
+        else:
+            os.truncate(Path(folder, tag, shard), 1000)
     run_deepspeed(_refuse, 2, folder)
 
 
@@ -218,12 +223,14 @@ def _refuse(rank: int, folder: str) -> None:
 
     deepspeed.init_distributed("gloo")
     for tag, options, said in (
-        ("missing", {}, r"saved by 4 ranks, but 1 of their files are missing: .*rank_1_mp_rank_00_optim"),
-        ("damaged", {}, r"rank_1_mp_rank_00_optim_states.pt is damaged"),
+        ("missing", {}, r"step 3, but zero_pp_rank_1_mp_rank_00_optim_states.pt is missing"),
+        ("damaged", {}, r"step 3, but zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged \(1,000 bytes instead of"),
+        ("missing before 0.3", {}, r"saved by 4 ranks, but 1 of their files are missing: .*rank_1_mp_rank_00_optim"),
+        ("damaged before 0.3", {}, r"rank_1_mp_rank_00_optim_states.pt is damaged"),
         ("A", {"size": 16}, r"cannot be loaded: .*size mismatch for model.embed_tokens.weight"),
         ("A", {"groups": _one_group}, "2 parameter groups hold"),
         ("stock", {"groups": _one_group}, "has 2 parameter groups, but the optimizer has 1"),
-        ("nowhere", {}, "there is no finished checkpoint in it"),
+        ("nowhere", {}, "there is no finished checkpoint in .*nowhere"),
     ):
         engine = make_engine(OF_TWO, 1, **options)
         with pytest.raises(CheckpointError, match=f"(?s){said}"):
@@ -238,7 +245,7 @@ def _one_group(model: Any) -> Any:
 def test_ranks_killed_while_saving_leave_the_checkpoint_before(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died of signal SIGKILL"):
         run_deepspeed(_die_while_saving, 2, str(tmp_path))
-    assert (tmp_path / "second").is_dir()
+    assert (tmp_path / "second.saving").is_dir()
     whole, resumed = run_deepspeed(_resume, 2, str(tmp_path))[0]
     np.testing.assert_allclose(resumed, whole, rtol=RTOL)
 
@@ -271,8 +278,12 @@ def _resume(rank: int, folder: str) -> tuple[list[float], list[float]]:
     path, _ = engine.load_checkpoint(folder)
     assert Path(path).parent.name == "first"
     resumed = train(engine, 2, STEPS)
-    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt is damaged"):
-        engine.load_checkpoint(folder, "second")
+    for tag, said in (
+        ("second", r"no finished checkpoint in .*second\. second\.saving beside it is what a save that was cut off"),
+        ("second.saving", "is what a save that was cut off has left"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            engine.load_checkpoint(folder, tag)
     return whole[2:], resumed
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.job.manifest import MANIFEST
 from tests.integration.test_zero3 import start, states
 from tests.integration.tiny import (
     UNEVEN_2,
@@ -179,10 +180,14 @@ def _meet_faults(rank: int, folder: str) -> None:
         files[1].unlink()
     deepspeed.comm.barrier()
     _, again = launch("1:4", **bf16)
-    with pytest.raises(CheckpointError) as caught:
-        again.load_checkpoint(f"{folder}/bad")
-    assert f"{files[0].name} cannot be read" in str(caught.value)
-    assert f"{files[1].name} is missing" in str(caught.value)
+    for manifest, fault in ((True, "is damaged (1,000 bytes instead of"), (False, "cannot be read")):
+        if not manifest:  # as earlier versions saved
+            Path(folder, "bad", "t", MANIFEST).unlink(missing_ok=True)
+        deepspeed.comm.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            again.load_checkpoint(f"{folder}/bad")
+        assert f"{files[0].name} {fault}" in str(caught.value)
+        assert f"{files[1].name} is missing" in str(caught.value)
     larger = llama(num_hidden_layers=3, intermediate_size=48)
     _, other = launch("1:4", larger, **bf16)
     with pytest.raises(CheckpointError, match="of another model") as caught:
@@ -206,7 +211,7 @@ def _meet_faults(rank: int, folder: str) -> None:
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died of signal SIGKILL"):
         run_deepspeed(_die_while_saving, 2, str(tmp_path))
-    assert (tmp_path / "second").is_dir()
+    assert (tmp_path / "second.saving").is_dir()
     run_deepspeed(_go_on, 2, str(tmp_path))
 
 
@@ -225,7 +230,7 @@ def _go_on(rank: int, folder: str) -> None:
     path, _ = engine.load_checkpoint(folder)
     assert Path(path).parent.name == "first"
     assert engine.global_steps == 1
-    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt is missing"):
+    with pytest.raises(CheckpointError, match=r"second\.saving beside it is what a save that was cut off has left"):
         engine.load_checkpoint(folder, "second")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: `latest` names finished ones only, and parts of any layout can be loaded.
+"""Loading an engine's checkpoint: whole, of one save, and under any layout of its parts.
 
 Everything goes through DeepSpeed's own files and methods. The functions here run around methods of the engine, see
 `hooks.HOOKS`. A fault in a checkpoint is raised on every rank with the same message.
@@ -6,25 +6,31 @@ Everything goes through DeepSpeed's own files and methods. The functions here ru
 
 from __future__ import annotations
 
+import logging
 import os
-import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.protocols import Engine
+from ds_hetero.integrations.deepspeed.saving import STAMP
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import read_shard
+from ds_hetero.job.checkpoint_folder import expect_finished, recover
+from ds_hetero.job.manifest import Manifest, changed_parts, read_manifest
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["PRIVATE_NAMES", "load_any_layout", "raise_on_all_ranks", "write_latest_last"]
+__all__ = ["PRIVATE_NAMES", "expect_one_save", "load_any_layout", "raise_on_all_ranks"]
+
+logger = logging.getLogger(__name__)
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PRIVATE_NAMES = (
-    f"{_ENGINE}.save_checkpoint",
     f"{_ENGINE}.load_checkpoint",
     f"{_ENGINE}._load_checkpoint",
     f"{_ENGINE}._load_zero_checkpoint",
@@ -37,33 +43,95 @@ PRIVATE_NAMES = (
 )
 
 
-def write_latest_last(
-    engine: Engine,
-    save: Callable[..., Any],
-    save_dir: str,
-    tag: Any = None,
-    client_state: Any = None,
-    save_latest: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Around ``save_checkpoint``: write the file ``latest`` when all ranks have saved their parts.
+def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Manifest | None:
+    """Check that every part of a checkpoint is as one save wrote it, a share of the parts on each rank.
 
-    DeepSpeed's rank 0 writes it as soon as it has saved its own part.
+    Args:
+        engine: that is about to load it.
+        folder: of the checkpoint.
+        with_optimizer: check the parts that only the optimizer's state is read from.
 
-    Collectives: one `on_all_ranks` and one barrier.
+    Returns:
+        The manifest; None where there is none, as in checkpoints of DeepSpeed alone and universal ones.
+
+    Collectives: two `on_all_ranks`, none for universal checkpoints.
 
     Raises:
-        CheckpointError: a rank cannot write into the folder; the same on every rank, before anything is saved.
+        CheckpointError: parts are missing, damaged or of another save; the same on every rank.
     """
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    on_all_ranks(lambda: _expect_writable(Path(save_dir, tag)))
-    if engine.checkpoint_engine.is_decoupled():  # it writes later, and then `latest` as well
-        return save(save_dir, tag, client_state or {}, save_latest, **kwargs)
-    saved = save(save_dir, tag, client_state or {}, save_latest=False, **kwargs)  # ends with a barrier
-    if save_latest and dist.get_rank() == 0:
-        _write_whole(Path(save_dir, "latest"), tag)
-    dist.barrier()
-    return saved
+    if engine.load_universal_checkpoint():
+        return None
+    on_all_ranks(lambda: _recover(folder) if dist.get_rank() == 0 else None)
+    manifests: list[Manifest | None] = []
+
+    def examine() -> tuple[_Save | None, dict[str, str]]:
+        expect_finished(folder)
+        manifest = read_manifest(folder)
+        manifests.append(manifest)
+        if manifest is None:
+            return None, {}
+        names = [name for name in sorted(manifest.parts) if with_optimizer or not name.endswith("optim_states.pt")]
+        faults = changed_parts(folder, manifest, names[dist.get_rank() :: dist.get_world_size()])
+        faults = {name: _of_another_save(folder / name, manifest) or fault for name, fault in faults.items()}
+        return _Save(manifest.save_id, manifest.step), faults
+
+    examined = on_all_ranks(examine)
+    _expect_one(folder, [save for save, _ in examined])
+    faults = {name: fault for _, of_rank in examined for name, fault in of_rank.items()}
+    manifest = manifests[0]
+    if manifest is not None and faults:
+        listed = "; ".join(f"{name} {fault}" for name, fault in sorted(faults.items()))
+        raise CheckpointError(
+            f"the checkpoint {folder} is of step {manifest.step}, but {listed}. Put the parts of one save "
+            "together, or load an earlier checkpoint."
+        )
+    if manifest is None and dist.get_rank() == 0:
+        logger.warning(
+            "the checkpoint %s has no manifest, as DeepSpeed alone and earlier versions of ds_hetero save it: whether "
+            "its parts are undamaged and of one save is not checked",
+            folder,
+        )
+    return manifest
+
+
+class _Save(NamedTuple):
+    """Which save a manifest is of."""
+
+    save_id: str
+    step: int
+
+
+def _recover(folder: Path) -> None:
+    try:
+        recover(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the last save of {folder} was cut off between two renames, and finishing it fails: {error}."
+        ) from error
+
+
+def _expect_one(folder: Path, saves: Sequence[_Save | None]) -> None:
+    """Refuse folders of one name that hold different saves, as on the disks of several nodes."""
+    if len(set(saves)) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {'no manifest' if save is None else f'step {save.step}'}" for rank, save in enumerate(saves)
+        )
+        raise CheckpointError(
+            f"the ranks see different saves in {folder} ({listed}). Have all of them see the parts of one save."
+        )
+
+
+def _of_another_save(file: Path, manifest: Manifest) -> str | None:
+    """Say of which step a part is that another save has written; None if this one has, or it cannot be read."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+    except Exception:  # torch.load raises what it meets in the bytes
+        return None
+    stamp = content.get(STAMP, {}) if isinstance(content, dict) else {}
+    if stamp.get("save_id") == manifest.save_id:
+        return None
+    step = stamp.get("step", content.get("global_steps") if isinstance(content, dict) else None)
+    return "is of another save" if step is None else f"is of another save, of step {step}"
 
 
 def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, tag: Any, **kwargs: Any) -> Any:
@@ -88,7 +156,10 @@ def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, 
                 raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
 
     on_all_ranks(load_own_file)
-    return load(load_dir, tag, **kwargs) if partitioned else loaded[0]
+    path, client_state = load(load_dir, tag, **kwargs) if partitioned else loaded[0]
+    if client_state is not None:
+        client_state.pop(STAMP, None)
+    return path, client_state
 
 
 def load_any_layout(
@@ -132,28 +203,3 @@ def _shard_paths(engine: Engine, load_dir: str, tag: Any) -> list[str]:
             "died while saving it, or this rank does not see the files of the others. Load an earlier one."
         )
     return shards
-
-
-def _expect_writable(folder: Path) -> None:
-    """Write a little into the folder of a checkpoint: most of what fails there fails before a rank waits for others."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(1 << 16))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be saved, since {folder} cannot be written to: {error}. Nothing was saved; the "
-            "checkpoint that `latest` names is as it was."
-        ) from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file such that a reader gets the old content or the new one, whatever happens."""
-    draft = path.with_name(f"{path.name}.new")
-    with open(draft, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

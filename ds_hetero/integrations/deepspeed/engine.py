@@ -30,7 +30,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.deepspeed import checkpoints
+from ds_hetero.integrations.deepspeed import checkpoints, saving
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.integrations.deepspeed.facts import (
@@ -82,6 +82,7 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
     *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
+    *saving.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
     *stage3.PRIVATE_NAMES,
     *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),

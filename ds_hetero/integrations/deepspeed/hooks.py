@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.checkpoints import load_any_layout, raise_on_all_ranks, write_latest_last
+from ds_hetero.integrations.deepspeed.checkpoints import expect_one_save, load_any_layout, raise_on_all_ranks
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.protocols import Engine
+from ds_hetero.integrations.deepspeed.saving import copy_script_last, save_whole
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.monitor import StepMonitor
@@ -36,10 +38,12 @@ __all__ = [
     "HookedEngine",
     "expect_scaled_loss",
     "install_hooks",
+    "load_checkpoint",
     "record_step",
     "refuse_batch_sizes",
     "report_prediction",
     "report_times",
+    "save_checkpoint",
     "scale_loss",
     "time_backward",
     "time_forward",
@@ -213,6 +217,23 @@ def _recording(call: str) -> Hook:
     return record_call
 
 
+def save_checkpoint(hooked: HookedEngine, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Save whole or not at all, with the plan that re-planning has come to."""
+    return save_whole(hooked.engine, save, hooked.monitor.changed_plan, *args, **kwargs)
+
+
+def load_checkpoint(hooked: HookedEngine, load: Callable[..., Any], load_dir: str, tag: Any, **kwargs: Any) -> Any:
+    """Load the parts of one save only, and go on with the plan that re-planning had come to."""
+    engine = hooked.engine
+    weights_alone = kwargs.get("load_module_only", False) or not kwargs.get("load_optimizer_states", True)
+    with_optimizer = not weights_alone or engine.zero_optimization_partition_weights()
+    manifest = expect_one_save(engine, Path(load_dir, str(tag)), with_optimizer=with_optimizer)
+    loaded = load(load_dir, tag, **kwargs)
+    if manifest is not None and manifest.plan is not None and not weights_alone:
+        hooked.monitor.resume(manifest.plan)
+    return loaded
+
+
 def _checkpoint(hook: Callable[..., Any]) -> Hook:
     """Make a hook of a function of the engine alone."""
 
@@ -242,9 +263,11 @@ HOOKS: Mapping[str, tuple[Hook, ...]] = {
     "destroy": (report_times, report_prediction),
     "set_train_batch_size": (refuse_batch_sizes,),
     "set_train_micro_batch_size": (refuse_batch_sizes,),
-    "save_checkpoint": (_recording(SAVE), waiting("saving a checkpoint"), _checkpoint(write_latest_last)),
+    "save_checkpoint": (_recording(SAVE), waiting("saving a checkpoint"), save_checkpoint),
+    "_copy_recovery_script": (_checkpoint(copy_script_last),),
     "_load_checkpoint": (
         waiting("loading a checkpoint"),
+        load_checkpoint,
         _checkpoint(raise_on_all_ranks),
         _stage3(Stage3Checkpoints.examine),
     ),

@@ -35,6 +35,9 @@ class CheckpointEngine(Protocol):
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file."""
 
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file."""
+
 
 class Engine(Protocol):
     """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `hooks.HOOKS`."""
@@ -45,6 +48,7 @@ class Engine(Protocol):
     dp_world_size: int
     global_samples: int
     global_steps: int
+    local_rank: int
     module: nn.Module
     monitor: EventWriter
     optimizer: Any  # of a class for each ZeRO stage, or the user's
@@ -72,6 +76,8 @@ class Engine(Protocol):
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
+
+    def _copy_recovery_script(self, save_path: str) -> None: ...
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]: ...
 

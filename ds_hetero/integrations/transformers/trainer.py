@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
 
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import CheckpointError, ConfigError, HeteroError, PeerError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
 from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
@@ -31,13 +34,18 @@ __all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = (
     "transformers:Trainer._get_dataloader",
+    "transformers:Trainer._get_output_dir",
     "transformers:Trainer._inner_training_loop",
+    "transformers:Trainer._save_checkpoint",
+    "transformers:Trainer._save_optimizer_and_scheduler",
+    "transformers:Trainer._save_rng_state",
     "transformers:Trainer._track_num_input_tokens",
     "transformers:Trainer.compute_loss",
     "transformers:Trainer.get_batch_samples",
     "transformers:Trainer.get_sp_size",
     "transformers:Trainer.get_total_train_batch_size",
     "transformers:Trainer.loss_is_scaled_for_ga",
+    "transformers:Trainer.save_model",
     "transformers:Trainer.set_initial_training_values",
     "transformers.trainer:skip_first_batches",
 )
@@ -53,6 +61,9 @@ def install(registry: Registry) -> None:
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
     replace(Trainer, "_track_num_input_tokens", _not_counting_placeholders)
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
+    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
+        replace(Trainer, name, _failing_together)
+    replace(Trainer, "_save_checkpoint", _marking_unfinished)
 
 
 def _accumulating_micro_steps(stock: Any) -> Any:
@@ -188,6 +199,53 @@ def _not_counting_placeholders(stock: Any) -> Any:
         stock(trainer, inputs)
 
     return track_num_input_tokens
+
+
+def _failing_together(stock: Any) -> Any:
+    """A step of saving a checkpoint that ends on all ranks if it fails on one; they wait for each other in the next."""
+
+    @functools.wraps(stock)
+    def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
+        if by_user or not asks_for_engine(trainer.accelerator):
+            stock(trainer, *args, **kwargs)
+            return
+
+        def save_own_part() -> None:
+            try:
+                stock(trainer, *args, **kwargs)
+            except (HeteroError, PeerError):
+                raise
+            except Exception as error:  # torch and safetensors raise almost anything here
+                raise CheckpointError(
+                    f"{stock.__name__} of the Trainer cannot write the checkpoint: {type(error).__name__}: {error}."
+                ) from error
+
+        on_all_ranks(save_own_part)
+
+    return save
+
+
+def _marking_unfinished(stock: Any) -> Any:
+    """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
+    save_all = _failing_together(stock)
+
+    @functools.wraps(stock)
+    def save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
+        try:
+            save_all(trainer, model, trial)
+        except CheckpointError as error:
+            folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
+            unfinished = folder.with_name(f"{folder.name}.unfinished")
+            if trainer.args.should_save and folder.exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            raise CheckpointError(
+                f"{error} What the Trainer has written is in {unfinished}; delete it, and resume from the checkpoint "
+                "before."
+            ) from error
+
+    return save_checkpoint
 
 
 def _replica_batches(trainer: Any) -> ReplicaBatches | None:

@@ -1,0 +1,53 @@
+"""A resumed job goes on with the plan that re-planning had come to, if it is one for its ranks and its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_hetero.config import read_section
+from ds_hetero.job.replanning import Replanning
+from ds_hetero.plans import Plan
+from ds_hetero.schedule import Group, Schedule
+
+
+def _plan(*tokens: float, heads: int = 4) -> Plan:
+    groups = tuple(Group(ranks=(rank,), tokens=(share,), heads=(heads,)) for rank, share in enumerate(tokens))
+    return Plan.of_replicas([Schedule(num_heads=heads, num_kv_heads=2, groups=groups)])
+
+
+def _replanning(plan: Plan, changed: list[Plan]) -> Replanning:
+    section = read_section({"replan": {"enabled": True}})
+    assert section is not None
+    facts: Any = SimpleNamespace(model=SimpleNamespace(causal=True))
+    start: Any = SimpleNamespace(plan=plan, forecasts=(), section=section, facts=facts)
+    return Replanning(start, changed.append)
+
+
+def test_a_changed_plan_is_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    changed: list[Plan] = []
+    replanning, other = _replanning(_plan(1, 1), changed), _plan(3, 1)
+    assert replanning.changed_plan is None
+    assert replanning.resume(other.to_dict())
+    assert changed == [other] and replanning.changed_plan == other
+    assert "goes on with the plan that re-planning had come to" in capsys.readouterr().err
+    assert not replanning.resume(other.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (_plan(3, 1, 1).to_dict(), "other replicas, of the ranks [(0, 1, 2)]"),
+        (_plan(3, 1, heads=2).to_dict(), "num_heads=2"),
+        ({"version": 7}, "version"),
+    ],
+)
+def test_a_plan_for_another_job_is_left(content: Any, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changed: list[Plan] = []
+    replanning = _replanning(_plan(1, 1), changed)
+    assert not replanning.resume(content)
+    assert not changed and replanning.changed_plan is None
+    printed = capsys.readouterr().err
+    assert "goes on with its own" in printed and said in printed
