@@ -1,0 +1,24 @@
+"""Ways to place documents, by name: the planner's, Zeppelin's, and every document over all units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ds_hetero.planner.documents.baselines import over_all_units
+from ds_hetero.planner.documents.bins import Pieces
+from ds_hetero.planner.documents.candidates import place_lengths
+from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.zeppelin import zeppelin
+
+__all__ = ["PLACEMENT_STRATEGIES"]
+
+
+def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    return place_lengths(lengths, costs).pieces
+
+
+PLACEMENT_STRATEGIES: dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]] = {
+    "plan": _plan,
+    "zeppelin": zeppelin,
+    "everywhere": over_all_units,
+}
