@@ -22,22 +22,20 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.faults.jobs import START, Job, all_jobs, quick_jobs
+from benchmarks.faults.jobs import Job, all_jobs, quick_jobs
+from benchmarks.faults.run import LIMIT_S, run_job
 from benchmarks.faults.table import show
-from benchmarks.faults.training import last_checkpoint
-from benchmarks.faults.verdict import Verdict, judge, judge_checkpoint
-from benchmarks.faults.world import run_world
+from benchmarks.faults.verdict import Verdict
 from benchmarks.measure.results import FOLDER, header, progress, write
 
 RESULT = FOLDER / "faults.json"
-LIMIT_S = 45.0
 
 
 def main() -> int:
@@ -55,49 +53,27 @@ def main() -> int:
         print("\n".join(job.name for job in jobs))
         return 0
     result = header(" ".join(["python -m benchmarks.faults", *sys.argv[1:]]))
+    paths = [RESULT] * (len(jobs) == len(all_jobs())) + [options.json] * (options.json is not None)
+    verdicts: list[Verdict] = []
     begin = time.monotonic()
-    verdicts = _run_all(jobs, options.limit_s, options.keep)
-    result |= {"seconds": round(time.monotonic() - begin, 1), "jobs": [_as_json(verdict) for verdict in verdicts]}
-    if len(jobs) == len(all_jobs()):
-        write(result, RESULT)
-    if options.json is not None:
-        write(result, options.json)
-    show(verdicts, result["seconds"], Console(width=max(Console().width, 160)))
+    for verdict in _run_all(jobs, options.limit_s, options.keep):
+        verdicts.append(verdict)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        for path in paths:  # after every job: a run that is cut short leaves what it came to
+            write({**result, "jobs": [_as_json(verdict) for verdict in verdicts]}, path)
+    show(verdicts, result.get("seconds", 0.0), Console(width=max(Console().width, 160)))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 
-def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> list[Verdict]:
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "ACCELERATE_USE_CPU": "false",
-    }
-    verdicts = []
+def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> Iterator[Verdict]:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # before the server imports DeepSpeed
     with progress(Console(stderr=True)) as report:
         for number, job in enumerate(jobs):
             report(number / len(jobs), job.name[:48])
             with tempfile.TemporaryDirectory(prefix="ds_hetero_faults_") as scratch:
                 folder = Path(scratch) if keep is None else keep / f"{all_jobs().index(job):03}"
                 folder.mkdir(parents=True, exist_ok=keep is None)
-                verdicts.append(run_job(job, folder, limit_s))
-    return verdicts
-
-
-def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S) -> Verdict:
-    """Run one job and go on from its last checkpoint.
-
-    Args:
-        job: what to run.
-        folder: empty, for its output and checkpoints.
-        limit_s: seconds after which it counts as a hang.
-    """
-    folder.chmod(0o755)  # for a rank that gives its rights up
-    verdict = judge(job, folder, run_world(job, folder, limit_s))
-    if job.phase not in START and not verdict.hung:
-        last = last_checkpoint(job, folder)
-        judge_checkpoint(verdict, folder, None if last is None else run_world(job, folder, limit_s, resume=True))
-    return verdict
+                yield run_job(job, folder, limit_s)
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:

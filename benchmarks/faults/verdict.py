@@ -153,7 +153,7 @@ def _is_raw(word: str) -> bool:
 def _named(word: str, rank: int, job: Job) -> str:
     """Whom a survivor's last word accuses; its own rank is whose word it is."""
     mentioned = {int(number) for numbers in _RANKS.findall(word) for number in re.findall(r"\d+", numbers)}
-    if job.fault in MISMATCHES:
+    if job.fault in (*MISMATCHES, *LOCAL):  # what every rank has or did is listed
         return "right" if job.victim in mentioned else "nobody"
     accused = mentioned - ({rank} if rank != job.victim else set())
     if not accused:

@@ -71,6 +71,8 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
         "XDG_CACHE_HOME": str(folder / "cache"),
+        "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed alone where it is told to use the CPU
+        "TRANSFORMERS_VERBOSITY": "error",
     }
     processes = [
         _server.Process(target=_main, args=(job, rank, folder, resume, env), daemon=True) for rank in range(job.ranks)

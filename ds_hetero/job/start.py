@@ -10,14 +10,15 @@ of its own: a job that goes on with other ranks is started again, with another `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.common.reading import shortened
 from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.decide import Decision, decide, depends_on_measuring
@@ -31,6 +32,7 @@ from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, has_native_bf16
+from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
 
 __all__ = [
     "JobStart",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_MISSING = "missing"
 
 _USUAL_HEAD_DIM = 128  # where a model does not say
 
@@ -181,8 +184,8 @@ def _by_device(slow_types: Sequence[str | None]) -> str:
 def _expect_equal(facts_by_rank: Sequence[JobFacts]) -> None:
     """Refuse facts that differ between ranks where they must not."""
     views = [
-        {
-            SECTION: facts.section.model_dump(exclude_unset=True),
+        dict(_leaves(facts.section.model_dump(exclude_unset=True), SECTION))
+        | {
             "model": facts.model.name,
             "num_heads": facts.model.num_heads,
             "num_kv_heads": facts.model.num_kv_heads,
@@ -191,10 +194,24 @@ def _expect_equal(facts_by_rank: Sequence[JobFacts]) -> None:
         }
         for facts in facts_by_rank
     ]
-    for name in views[0]:
-        values = [view[name] for view in views]
+    for name in dict.fromkeys(name for view in views for name in view):
+        values = [view.get(name, _MISSING) for view in views]
         if any(value != values[0] for value in values):
-            raise ConfigError(f"the ranks must agree, but {name} by rank is {values}. Give every rank the same.")
+            by_rank = ranks_by_value((rank, shortened(value)) for rank, value in enumerate(values)).items()
+            listed = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_rank)
+            raise ConfigError(f"the ranks must agree, but {name} is {listed}. Give every rank the same.")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of everything in nested objects and lists of them, lists of plain values as one."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, Sequence) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{index}]")
+    else:
+        yield path, value
 
 
 def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before: JobStart | None = None) -> JobStart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,11 +191,22 @@ def test_a_second_start_keeps_the_plan_as_long_as_the_section_stays() -> None:
     assert other.plan != before.plan
 
 
-def test_facts_that_differ_between_ranks_are_refused_by_name() -> None:
-    class TwoRanks(World):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (facts_of(schedule="ring"), "heterogeneity.schedule is 'ulysses' on ranks 0, 2; 'ring' on rank 1"),
+        (facts_of(schedule="ulysses", seq_len=64), "heterogeneity.seq_len is 'missing' on ranks 0, 2; 64 on rank 1"),
+        (
+            replace(facts_of(schedule="ulysses"), model=replace(facts_of().model, num_heads=64)),
+            "num_heads is 32 on ranks 0, 2; 64 on rank 1",
+        ),
+    ],
+)
+def test_facts_that_differ_between_ranks_are_refused_by_key_and_rank(other: JobFacts, message: str) -> None:
+    class ThreeRanks(World):
         def on_all_ranks(self, compute: Any) -> list[Any]:
-            facts = compute()
-            return [facts, replace(facts, model=replace(facts.model, num_heads=64))]
+            own = compute()
+            return [own, (other, None), own]
 
-    with pytest.raises(ConfigError, match=r"the ranks must agree, but num_heads by rank is \[32, 64\]"):
-        agree_on_facts(TwoRanks(rank=0, size=2), lambda: facts_of(schedule="ring"))
+    with pytest.raises(ConfigError, match=f"the ranks must agree, but {re.escape(message)}"):
+        agree_on_facts(ThreeRanks(rank=0, size=3), lambda: facts_of(schedule="ulysses"))

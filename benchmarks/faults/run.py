@@ -1,0 +1,30 @@
+"""One job from its start to the verdict on its last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.faults.jobs import START, Job
+from benchmarks.faults.training import last_checkpoint
+from benchmarks.faults.verdict import Verdict, judge, judge_checkpoint
+from benchmarks.faults.world import run_world
+
+__all__ = ["LIMIT_S", "run_job"]
+
+LIMIT_S = 45.0
+
+
+def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S) -> Verdict:
+    """Run one job and go on from its last checkpoint.
+
+    Args:
+        job: what to run.
+        folder: empty, for its output and checkpoints.
+        limit_s: seconds after which it counts as a hang.
+    """
+    folder.chmod(0o755)  # for a rank that gives its rights up
+    verdict = judge(job, folder, run_world(job, folder, limit_s))
+    if job.phase not in START and not verdict.hung:
+        last = last_checkpoint(job, folder)
+        judge_checkpoint(verdict, folder, None if last is None else run_world(job, folder, limit_s, resume=True))
+    return verdict
