@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from ds_hetero.baselines import STRATEGIES
 from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
@@ -23,6 +23,7 @@ from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
 __all__ = [
     "SECTION",
     "HeterogeneitySection",
+    "PlacementSection",
     "ReplanSection",
     "accepted",
     "did_you_mean",
@@ -49,6 +50,26 @@ class ReplanSection(BaseModel):
     min_gain: float = Field(default=0.05, ge=0, lt=1)
 
 
+class PlacementSection(BaseModel):
+    """``"placement"``: which positions of a batch each rank holds. A string stands for an object with that mode.
+
+    Args:
+        mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it.
+        max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
+        min_cut_tokens: shorter documents stay whole.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Literal["stream", "documents"] = "stream"
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
+
+
+def _as_object(value: Any) -> Any:
+    return {"mode": value} if isinstance(value, str) else value
+
+
 class HeterogeneitySection(BaseModel):
     """The section as the user wrote it, checked. docs/configuration.md is its manual."""
 
@@ -59,6 +80,7 @@ class HeterogeneitySection(BaseModel):
     schedule: str | dict[str, Any] = "plan"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
+    placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
     attention: KernelName | None = None
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
@@ -80,17 +102,23 @@ _ACCEPTED = {
     + ", ".join(STRATEGIES),
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
+    "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',
     "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
     "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
+    "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch)',
+    "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
+    "all-to-all group may hold",
+    "placement.min_cut_tokens": f"a whole number >= 2 and <= {MAX_SEQ_LEN:,}; shorter documents stay whole",
     "replan.enabled": "true or false",
     "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",
 }
 
 
+_OBJECTS: dict[str, type[BaseModel]] = {"placement": PlacementSection, "replan": ReplanSection}
 _NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
 
 
@@ -139,7 +167,7 @@ def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
     """One line per wrong key, each naming the key, the value and what is accepted."""
     seen = set()
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"][: 2 if problem["loc"][:1] == ("replan",) else 1])
+        path = _path(problem["loc"], raw)
         if path in seen:  # a union reports once per member
             continue
         seen.add(path)
@@ -147,12 +175,18 @@ def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
         if not path:
             yield f'"{SECTION}": {message}.'
         elif problem["type"] == "extra_forbidden":
-            model = ReplanSection if path.startswith("replan.") else HeterogeneitySection
-            name = path.removeprefix("replan.")
+            outer, _, name = path.rpartition(".")
+            model = _OBJECTS.get(outer, HeterogeneitySection)
             yield f'"{SECTION}.{path}" is unknown{did_you_mean(name, model.model_fields)}. The keys are {_keys(model)}.'
         else:
             rule = f" {message}" if problem["type"] == "value_error" else ""
             yield f'"{SECTION}.{path}": {_value(raw, path)}{rule}. {accepted(path)}'
+
+
+def _path(location: tuple[int | str, ...], raw: Mapping[str, Any]) -> str:
+    """Of the key that a problem is with; inside an object only where the user wrote one."""
+    is_inside = location[:1] and location[0] in _OBJECTS and isinstance(raw.get(str(location[0])), Mapping)
+    return ".".join(str(part) for part in location[: 2 if is_inside else 1])
 
 
 def accepted(path: str) -> str:

@@ -32,7 +32,8 @@ from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import agree_on_batch
+from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Schedule
 

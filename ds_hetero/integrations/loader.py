@@ -36,7 +36,13 @@ class ModelLoader(ShardedLoader):
     ) -> None:
         self._model, self._target = model, device
         super().__init__(
-            dataloader, model.replica, batches=batches, keep_labels=not model.moves_labels, names=KNOWN_LOADERS
+            dataloader,
+            model.replica,
+            batches=batches,
+            keep_labels=not model.moves_labels,
+            placer=model.place,
+            by_documents=model.places_documents,
+            names=KNOWN_LOADERS,
         )
 
     @property
@@ -51,7 +57,11 @@ class ModelLoader(ShardedLoader):
             return
         for shard in super().__iter__():
             self._verify()
-            yield model_inputs(shard, self._target)
+            inputs = model_inputs(shard, self._target)
+            info = shard_info(inputs["position_ids"])
+            assert info is not None
+            self._model.note_shard(info)
+            yield inputs
             self._expect_split_model()
 
     def _expect_split_model(self) -> None:

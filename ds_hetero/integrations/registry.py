@@ -13,6 +13,7 @@ from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_model_facts
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.job.document_costs import agree_on_placer
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.monitor import EventWriter, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
@@ -156,6 +157,7 @@ class Registry:
         known.model.record_batches(known.prediction_check.record_batch)
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
+        known.model.place_documents(agree_on_placer(world, start, replica.replica_id))
         if world.rank == 0:
             announce_start(start)
         return known

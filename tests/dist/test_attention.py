@@ -18,9 +18,10 @@ from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import LocalBatch, agree_on_batch
+from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.attention.reference import dense_attention
+from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Group, Schedule

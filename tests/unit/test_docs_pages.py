@@ -13,7 +13,7 @@ import pytest
 
 import ds_hetero
 from ds_hetero.cli.app import app
-from ds_hetero.config import HeterogeneitySection, ReplanSection
+from ds_hetero.config import HeterogeneitySection, PlacementSection, ReplanSection
 from tests.markdown import PAGES
 from tests.support import ROOT
 from tests.support_matrix import PAGE, STATUS, TABLES, with_tables
@@ -60,7 +60,8 @@ def test_files_and_modules_named_on_a_page_exist(page):
 def test_every_key_of_the_section_is_documented_with_its_default():
     rows = {key.strip("`"): default for key, _, default in _table("configuration.md", "## Keys")}
     fields = dict(HeterogeneitySection.model_fields)
-    fields |= {f"replan.{name}": field for name, field in ReplanSection.model_fields.items()}
+    for outer, section in (("placement", PlacementSection), ("replan", ReplanSection)):
+        fields |= {f"{outer}.{name}": field for name, field in section.model_fields.items()}
     assert list(rows) == [
         name for key in HeterogeneitySection.model_fields for name in fields if name.split(".")[0] == key
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from types import MethodType
@@ -23,17 +24,22 @@ from ds_hetero.integrations.transformers.attention import (
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
-from ds_hetero.runtime.attention.batch_layout import BatchLayout, LocalBatch, agree_on_batch
-from ds_hetero.runtime.data.shard_info import is_part, shard_info
+from ds_hetero.placement import Placement, Placer, Rows, stream_placement
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
+from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.attention.shard_placement import KnownPlacement
+from ds_hetero.runtime.data.shard_info import ShardInfo, is_part, shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
+from ds_hetero.schedule import Schedule
 
 __all__ = ["ShardedModel", "sharding"]
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 _CU_SEQLENS = PACKING[0]
+_KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
 
 _sharding: ContextVar[bool | None] = ContextVar("_sharding", default=None)
 
@@ -65,6 +71,7 @@ class ShardedModel:
         loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
             where the configuration does not name one.
         is_restored: the model is not split any more.
+        places_documents: batches are placed by their documents, and not by their length alone.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -77,6 +84,9 @@ class ShardedModel:
         self._verify = "first_batch"
         self._is_checked = False
         self._has_scaled_loss = False  # since the engine's last step
+        self.places_documents = False
+        self._placer: Placer = stream_placement
+        self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._token: Token[ShardedForward | None] | None = None
@@ -136,6 +146,26 @@ class ShardedModel:
         earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
         self.replica, self._earlier = replica, earlier
         self._is_checked = False
+
+    def place_documents(self, placer: Placer | None) -> None:
+        """Place the batches that are drawn from now on by their documents.
+
+        Args:
+            placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
+        """
+        self._placer, self.places_documents = placer or stream_placement, placer is not None
+
+    def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch; see `ds_hetero.placement.Placer`."""
+        return self._placer(schedule, length, rows)
+
+    def note_shard(self, info: ShardInfo) -> None:
+        """Remember the placement of a shard, for a forward that is given copies of its tensors."""
+        if info.documents_from is not None:
+            known = KnownPlacement(
+                placement=info.placement, documents_from=info.documents_from, position_runs=info.position_runs
+            )
+            self._recent.appendleft(known)
 
     def verify(self, when: str) -> None:
         """Set when the engine checks itself with this model: ``"first_batch"``, ``"always"`` or ``"off"``."""
@@ -220,7 +250,8 @@ class ShardedModel:
         info = shard_info(positions)
         with self.clock.phase(IDLE, "agree_on_batch"):
             earlier = [replica.schedule for replica in self._earlier]
-            batch = agree_on_batch(self.replica, _local_batch(kwargs, self.pretrained.dtype), earlier)
+            local = _local_batch(kwargs, self.pretrained.dtype)
+            batch = agree_on_batch(self.replica, local, earlier, self._recent)
         if torch.is_grad_enabled():
             self.latest_positions = positions
         if self._record_batch is not None and (info is None or not info.is_filler):

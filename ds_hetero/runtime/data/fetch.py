@@ -175,7 +175,7 @@ class Fetcher(ABC):
     def _raise_difference(self, placed: Sequence[PlacedBatch], ranks: Sequence[int]) -> NoReturn:
         """Show what differs between ``ranks``, once a checksum has shown all ranks that something does."""
         entries = {"batches": f"{len(placed)} of {self.batches_per_fetch}"}
-        for i, (batch, _) in enumerate(placed):
+        for i, batch in enumerate(placed):
             prefix = f"batch {i}: " if self.batches_per_fetch > 1 else ""
             entries |= {f"{prefix}{name}": text for name, text in batch.fingerprints().items()}
         if self.batches_per_fetch == 1:

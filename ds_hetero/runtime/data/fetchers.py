@@ -57,7 +57,7 @@ class SharedBatches(Fetcher):
         return Progress(num_steps)
 
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
-        return Report(replica.replica_id, len(placed), _checksum([batch for batch, _ in placed]))
+        return Report(replica.replica_id, len(placed), _checksum(placed))
 
     def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
         self._expect_same_in_replicas(placed, reports)
@@ -101,7 +101,7 @@ class OwnBatches(Fetcher):
         return Report(replica.replica_id, len(placed))
 
     def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
-        return b"".join(manifest(batch) for batch, _ in placed)
+        return b"".join(map(manifest, placed))
 
     def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
         ranks_by_replica = reports.ranks_by_replica()
@@ -164,7 +164,7 @@ class DividedBatches(Fetcher):
         samples = self._reader.checksum(number) if self._reader is not None else 0
         labels = [batch.num_labels() for batch, _ in placed]
         counted = _UNKNOWN if None in labels else sum(count or 0 for count in labels)
-        return Report(replica.replica_id, len(placed), _checksum([batch for batch, _ in placed]), samples, counted)
+        return Report(replica.replica_id, len(placed), _checksum(placed), samples, counted)
 
     def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
         if len({report.samples for report in reports.by_rank}) > 1:
@@ -253,7 +253,7 @@ def _first_checksum(batches: WholeBatches) -> str:
         raise
     except Exception as error:
         raise PeerError(f"the first batch could not be read: {type(error).__name__}: {error}") from error
-    return "" if first is None else f"{_checksum([first]):08x}"
+    return "" if first is None else f"{zlib.crc32(json.dumps(first.fingerprints()).encode()):08x}"
 
 
 def _known(lengths: Sequence[int | None]) -> list[int]:
@@ -262,6 +262,6 @@ def _known(lengths: Sequence[int | None]) -> list[int]:
     return [length or 0 for length in lengths]
 
 
-def _checksum(batches: Sequence[WholeBatch]) -> int:
+def _checksum(placed: Sequence[PlacedBatch]) -> int:
     """Of everything in the batches that two ranks can compare; 0 for none."""
-    return zlib.crc32(json.dumps([batch.fingerprints() for batch in batches]).encode()) if batches else 0
+    return zlib.crc32(json.dumps([batch.fingerprints() for batch in placed]).encode()) if placed else 0

@@ -56,6 +56,7 @@ class ShardedLoader:
             out, it is detected, and logged by rank 0.
         keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
         placer: decides who holds which positions of a batch.
+        by_documents: show the placer the documents of each batch, see `ds_hetero.runtime.data.batch_documents`.
         names: by which the framework's loaders show their parts.
 
     Caller: every rank of the world.
@@ -80,10 +81,11 @@ class ShardedLoader:
         batches: Literal["same", "own"] | None = None,
         keep_labels: bool = False,
         placer: Placer = stream_placement,
+        by_documents: bool = False,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
-        self._batches = WholeBatches(dataloader, keep_labels, names)
+        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents)
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()
         self._num_skipped = 0

@@ -17,19 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.placement import Placement, Placer
+from ds_hetero.errors import BatchError
+from ds_hetero.placement import Placer, Rows
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach
-from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, cut
+from ds_hetero.runtime.data.shards import PlacedBatch, cut
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["exchange_shards", "manifest"]
 
 
-def manifest(batch: WholeBatch) -> bytes:
+def manifest(placed: PlacedBatch) -> bytes:
     """A line of JSON, and the pickled entries that are not tensors, if there are any."""
+    batch = placed.batch
     described = {
         "length": batch.length,
+        "rows": batch.rows,
+        "documents_from": batch.documents_from,
+        "position_runs": batch.position_runs,
+        "placement": placed.placement.fingerprint,
         "sequences": [(name, _name(t.dtype), list(t.shape)) for name, t in batch.sequences.items()],
         "constants": [(name, _name(t.dtype), list(t.shape)) for name, t in batch.constants.items()],
     }
@@ -49,6 +55,9 @@ def exchange_shards(
 
     Returns:
         One shard per batch, in the order of the ranks that had them, each with a `ShardInfo`; tensors on the CPU.
+
+    Raises:
+        BatchError: this rank places a batch otherwise than the rank that holds it.
 
     Caller: every rank of the replica.
     Collectives: one all_to_all_single.
@@ -84,12 +93,12 @@ class _AnnouncedShard:
     """A shard as this rank will receive it.
 
     Args:
-        placement: of its batch.
+        info: what is to be attached to it.
         entries: the tensors, in the order in which they are packed.
         objects: the entries that are not tensors.
     """
 
-    placement: Placement
+    info: ShardInfo
     entries: Sequence[_Entry]
     objects: Mapping[str, Any]
 
@@ -103,20 +112,36 @@ class _AnnouncedShard:
         for entry, part in zip(self.entries, parts, strict=True):
             shard[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be
             _as_bytes(shard[entry.name]).copy_(part)
-        attach(shard["position_ids"], ShardInfo(placement=self.placement))
+        attach(shard["position_ids"], self.info)
         return {**shard, **self.objects}
 
 
 def _read_manifest(text: bytes, replica: Replica, placer: Placer) -> _AnnouncedShard:
     line, _, pickled = text.partition(b"\n")
     described = json.loads(line)
-    placement = placer(replica.schedule, described["length"])
+    rows = tuple(Rows(start, stop, _pairs(documents)) for start, stop, documents in described["rows"])
+    placement = placer(replica.schedule, described["length"], rows)
+    if placement.fingerprint != described["placement"]:
+        raise BatchError(
+            f"rank {replica.rank} places a batch of {described['length']} tokens otherwise than the rank that holds "
+            "it. All ranks must place by the same schedule and costs: draw a step's batches on every rank between the "
+            "same two steps, and leave the placer as the engine makes it."
+        )
+    info = ShardInfo(
+        placement=placement,
+        documents_from=described["documents_from"],
+        position_runs=tuple(map(_pairs, described["position_runs"])),
+    )
     tokens = placement.tokens(replica.rank)
     sequences = [(name, dtype, (shape[0], tokens, *shape[2:])) for name, dtype, shape in described["sequences"]]
     entries = [
         _Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in sequences + described["constants"]
     ]
-    return _AnnouncedShard(placement, entries, pickle.loads(pickled) if pickled else {})
+    return _AnnouncedShard(info, entries, pickle.loads(pickled) if pickled else {})
+
+
+def _pairs(described: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, second) for first, second in described)
 
 
 def _pack(placed: PlacedBatch, rank: int) -> Tensor:

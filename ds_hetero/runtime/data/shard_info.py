@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_hetero.placement import Placement
+from ds_hetero.runtime.documents import PositionRuns
 
 __all__ = ["ShardInfo", "attach", "is_part", "shard_info"]
 
@@ -21,6 +22,8 @@ class ShardInfo:
 
     Args:
         placement: for which the shard was cut; a rank may hold shards from before a change of schedule.
+        documents_from: the entry of the batch from which the placement's documents were read; None if it has none.
+        position_runs: the position ids of the whole batch, where the documents are known.
         num_items: labels that count in the optimizer step, over all replicas; None where the step's batches are not
             known.
         is_filler: the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`.
@@ -28,6 +31,8 @@ class ShardInfo:
     """
 
     placement: Placement
+    documents_from: str | None = None
+    position_runs: PositionRuns = ()
     num_items: int | None = None
     is_filler: bool = False
     labels: Tensor | None = None

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.placement import Placement, Placer
+from ds_hetero.placement import Placement, Placer, Rows
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach, shard_info
+from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, position_runs
 from ds_hetero.schedule import Schedule
 
 __all__ = [
@@ -62,6 +63,9 @@ class WholeBatch:
         sequences: [B, L, ...] tensors, of which each rank gets its positions.
         constants: tensors without a sequence dimension, for every rank.
         objects: what is not a tensor, for every rank.
+        rows: documents of every row; empty where they are left to be found by the model's forward.
+        documents_from: the entry that they were read from, one of those in `ds_hetero.runtime.documents`.
+        position_runs: the position ids, where the documents are known.
     """
 
     batch_size: int
@@ -69,6 +73,9 @@ class WholeBatch:
     sequences: dict[str, Tensor]
     constants: dict[str, Tensor]
     objects: dict[str, Any]
+    rows: tuple[Rows, ...] = ()
+    documents_from: str | None = None
+    position_runs: PositionRuns = ()
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
@@ -95,10 +102,20 @@ class PlacedBatch(NamedTuple):
     batch: WholeBatch
     placement: Placement
 
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the batch and of the placement."""
+        return {**self.batch.fingerprints(), "placement": f"#{self.placement.fingerprint & 0xFFFFFFFF:08x}"}
+
     def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> dict[str, Any]:
         """The batch of ``rank``, with a `ShardInfo` attached to its ``position_ids``."""
         shard = self.batch.shard(self.placement.intervals(rank))
-        info = ShardInfo(placement=self.placement, num_items=num_items, is_filler=is_filler)
+        info = ShardInfo(
+            placement=self.placement,
+            documents_from=self.batch.documents_from,
+            position_runs=self.batch.position_runs,
+            num_items=num_items,
+            is_filler=is_filler,
+        )
         attach(shard["position_ids"], info)
         return shard
 
@@ -110,7 +127,7 @@ def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
         BatchError: the batch does not fit the schedule.
     """
     try:
-        return PlacedBatch(batch, placer(schedule, batch.length))
+        return PlacedBatch(batch, placer(schedule, batch.length, batch.rows))
     except ScheduleError as error:
         raise BatchError(str(error)) from None
 
@@ -172,12 +189,16 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
         sequences["attention_mask"] = torch.ones_like(sequences["attention_mask"])
     for name in {"shift_labels", *sequences} & {"labels", "shift_labels"}:
         sequences[name] = torch.full((1, length), IGNORE_INDEX)
+    is_by_documents = bool(batch.rows)
     return WholeBatch(
         batch_size=batch_size,
         length=length,
         sequences=sequences,
         constants={name: tensor for name, tensor in batch.constants.items() if name not in PACKING},
         objects={name: entry for name, entry in batch.objects.items() if name not in PACKING},
+        rows=(Rows(0, 1, ((0, length),)),) if is_by_documents else (),
+        documents_from=(MASK if MASK in sequences else POSITIONS) if is_by_documents else None,
+        position_runs=position_runs(sequences[POSITIONS]) if is_by_documents else (),
     )
 
 

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ds_hetero.plans import BatchSplit
+from ds_hetero.runtime.data.batch_documents import with_documents
 from ds_hetero.runtime.data.loader_names import LoaderNames
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, all_samples, reader_of, replica_samples
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
@@ -22,13 +23,14 @@ class WholeBatches:
         dataloader: yields mappings.
         keep_labels: see `ds_hetero.runtime.data.shards.read_batch`.
         names: by which loaders show their parts.
+        by_documents: have batches know their documents, see `ds_hetero.runtime.data.batch_documents`.
     """
 
-    def __init__(self, dataloader: Any, keep_labels: bool, names: LoaderNames) -> None:
+    def __init__(self, dataloader: Any, keep_labels: bool, names: LoaderNames, by_documents: bool = False) -> None:
         self.dataloader, self.names = dataloader, names
         self.reader: ReplicaSampler | ReplicaStream | None = reader_of(dataloader)
         self.epoch: int | None = None  # as `set_epoch` was called
-        self._keep_labels = keep_labels
+        self._keep_labels, self._by_documents = keep_labels, by_documents
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
         self._num_dropped = 0  # batches that the next epoch reads and drops
         self._keeps_next, self._kept = True, None  # the first batch is kept too, see `keep_next`
@@ -63,7 +65,8 @@ class WholeBatches:
                 self.reader.first_step = 0
             if self._keeps_next:
                 self._kept, self._keeps_next = batch, False
-            yield read_batch(batch, self._keep_labels)
+            read = read_batch(batch, self._keep_labels)
+            yield with_documents(read) if self._by_documents else read
         self._loaded_state = None
 
     def peek(self) -> WholeBatch | None:

@@ -1,0 +1,109 @@
+"""What one rank sees of a batch, and the header by which the ranks of a replica compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+from ds_hetero.placement import Placement
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.documents import BOUNDARIES, MASK, POSITIONS
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.replica import Replica
+
+__all__ = ["ABSENT", "Header", "LocalBatch", "all_gather_in_replica", "expect_one_batch", "gather_headers"]
+
+Header = Mapping[str, int]  # of one rank, by the names in `_HEADER`
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "placement")
+ABSENT = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalBatch:
+    """What one rank sees of a batch.
+
+    Args:
+        batch_size: rows of the batch: B.
+        tokens: tokens of one row that the rank holds: s.
+        dtype: the dtype in which attention will run.
+        position_ids: [B, s] or [1, s].
+        attention_mask: [B, s]; non-zero where a token is real.
+        cu_seqlens: [documents + 1] boundaries in the whole flattened sequence, the same on every rank; B must be 1.
+        placement: for which the shard was cut, if that is known.
+    """
+
+    batch_size: int
+    tokens: int
+    dtype: torch.dtype
+    position_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    placement: Placement | None = None
+
+    @property
+    def documents_from(self) -> str:
+        """Where the documents of the forward would be read from."""
+        if self.cu_seqlens is not None:
+            return BOUNDARIES
+        return POSITIONS if self.attention_mask is None else MASK
+
+    def header(self) -> list[int]:
+        """What every rank tells the others, in the order of ``_HEADER``."""
+        position_sum = position_moment = padding = boundaries = ABSENT
+        if self.position_ids is not None:
+            positions = self.position_ids.to(torch.int64).expand(self.batch_size, -1)
+            weights = torch.arange(1, self.batch_size * self.tokens + 1, device=positions.device)
+            weights = weights.view(self.batch_size, self.tokens)
+            position_sum, position_moment = torch.stack([positions.sum(), (positions * weights).sum()]).tolist()
+        if self.attention_mask is not None:
+            padding = int(self.attention_mask.eq(0).sum())
+        if self.cu_seqlens is not None:
+            boundaries = hash(tuple(self.cu_seqlens.tolist()))
+        placement = ABSENT if self.placement is None else self.placement.fingerprint
+        dtype = _DTYPES.index(self.dtype)
+        return [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
+
+
+def gather_headers(replica: Replica, local: LocalBatch) -> list[Header]:
+    """The headers of all ranks of the replica; one all_gather."""
+    header = torch.tensor(local.header(), dtype=torch.int64, device=message_device(replica.sp_group))
+    return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in all_gather_in_replica(replica, header)]
+
+
+def all_gather_in_replica(replica: Replica, part: Tensor) -> list[Tensor]:
+    """One tensor of every rank, all of the same shape; one all_gather over the replica."""
+    parts = [torch.empty_like(part) for _ in replica.ranks]
+    with waiting_for_peers("comparing the batch with the other ranks of its replica"):
+        dist.all_gather(parts, part, group=replica.sp_group)
+    return parts
+
+
+def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
+    """Refuse shards that are not of one batch; every rank has seen the same headers and so does the same.
+
+    Raises:
+        BatchError: batch sizes, dtypes or boundaries that differ, or entries that only some ranks have.
+    """
+    for name, show in (
+        ("batch_size", int),
+        ("dtype", lambda i: str(_DTYPES[i]).removeprefix("torch.")),
+        ("cu_seqlens", lambda i: "absent" if i == ABSENT else f"{i & 0xFFFF:04x}"),
+    ):
+        values = [show(header[name]) for header in headers]
+        if len(set(values)) > 1:
+            raise BatchError(
+                f"the ranks of a replica must hold shards of one batch, but {name} by rank is {values} "
+                f"(ranks {replica.ranks}). Shard each batch with ds_hetero's loader, or give every rank the same one."
+            )
+    for name in ("position_sum", "padding"):
+        given = [header[name] != ABSENT for header in headers]
+        if len(set(given)) > 1:
+            what = "position_ids" if name == "position_sum" else "attention_mask"
+            raise BatchError(f"{what} must be given on all ranks or on none, but by rank it is {given}.")
