@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.integration.architectures import CAUSAL, MASKED
 from tests.support import ROOT
 
 __all__ = ["PAGE", "STATUS", "TABLES", "Row", "render", "with_tables"]
@@ -21,6 +22,7 @@ PAGE = ROOT / "docs" / "support.md"
 STATUS = {
     "tested": "a test holds it to one process in every run",
     "tried": "equal to one process when it was tried by hand at revision 7d369da; no test holds it",
+    "self-checked": "outputs and gradients of a short piece equal those of one process, in a test of CI",
     "refused": "stops at the start, or at the first forward, with a message that names the reason",
     "fails": "stops with an error that does not name the reason",
     "wrong": "**wrong today, without an error: do not use it**",
@@ -48,7 +50,8 @@ class Row:
 
 
 _MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
-_SELF_CHECK = "tests/integration/test_self_check.py::test_a_model_that_would_train_on_something_else_is_refused"
+_SELF_CHECK = "tests/integration/test_self_check.py::test_models_that_would_train_on_something_else_are_refused"
+_BREADTH = "tests/integration/test_self_check_breadth.py::test_no_exact_architecture_raises_an_alarm"
 _REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
 _FEATURES = "tests/integration/test_features.py::"
 _PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
@@ -56,6 +59,18 @@ _TRAINER = "tests/integration/test_trainer.py::test_training_equals_one_process"
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
 _ZERO12 = "tests/integration/test_zero12.py::test_training_equals_equal_partitions"
 _ZERO3 = "tests/integration/test_zero3.py::test_training_equals_that_of_equal_shards"
+
+
+_ROBERTAS = (
+    "roberta",
+    "roberta-prelayernorm",
+    "camembert",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "data2vec-text",
+    "xmod",
+)
+_OWN_TERMS = "tests/integration/test_own_terms.py::"
 
 
 def _model(what: str, *cases: str, note: str = "") -> Row:
@@ -80,10 +95,6 @@ def _tried(what: str, note: str = "") -> Row:
     return Row(what=what, status="tried", note=note)
 
 
-def _wrong(what: str, note: str) -> Row:
-    return Row(what=what, status="wrong", note=note)
-
-
 def _fails(what: str, note: str) -> Row:
     return Row(what=what, status="fails", note=note)
 
@@ -100,29 +111,32 @@ _MODEL_ROWS = (
     _model("DeepSeek-V3, with latent attention", "deepseek mla"),
     _model("BERT, masked language model", "bert"),
     _model("GPT-2", "gpt2"),
-    _tried(
-        "Qwen2-MoE, Qwen3-MoE, Ministral, Gemma, Gemma 4 text, Phi, Phi-3, PhiMoE, OLMo 1 to 3, OLMoE, FlexOLMo, "
-        "Granite (dense, MoE), Cohere 1 and 2, DeepSeek-V2, LongCat-Flash, MiniCPM3, SmolLM3, StarCoder2, GLM, "
-        "GLM-4 (dense, MoE), ERNIE 4.5 (dense, MoE), EXAONE 4, Hunyuan (dense, MoE), MiniMax-M2 and M3, Nemotron, "
-        "Persimmon, Seed-OSS, Solar-Open, Helium, Apertus, Arcee, AFMoE, BitNet, CTRL, CWM, DiffLlama, dots.llm1, "
-        "Jais 2, LFM2 with attention only, NanoChat, InternLM3, HyperCLOVA X, ModernBERT decoder, GPT-BigCode",
-        "tiny random models, five settings",
+    Row(
+        what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded: "
+        + ", ".join(f"`{name}`" for name in CAUSAL),
+        status="self-checked",
+        tests=(_BREADTH,),
+        note="types as in config.json; left padding reaches the loss of `gemma2`, `vaultgemma` and the BERT-like ones, "
+        "as a warning says",
     ),
-    _tried(
-        "masked: ALBERT, DistilBERT, ELECTRA, ERNIE, EuroBERT, GTE, Jina embeddings 3, Nomic BERT, RoCBert",
-        "left padding reaches the loss of the BERT-like ones as decoders",
+    Row(
+        what="masked, likewise: " + ", ".join(f"`{name}`" for name in MASKED),
+        status="self-checked",
+        tests=(_BREADTH,),
     ),
     _self_checked("OPT, all sizes", "opt", note="the head calls the decoder itself"),
     _self_checked(
-        "RoBERTa, XLM-R, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text",
-        "roberta",
-        "camembert",
+        "RoBERTa, XLM-R (XL too), X-MOD, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text",
+        *(f"{family} {head}" for family in _ROBERTAS for head in ("MaskedLM", "CausalLM", "TokenClassification")),
         note="they count positions from `padding_idx + 1`",
     ),
     _self_checked("ESM, ESM-2", "esm", "esm token dropout", note="positions as RoBERTa; a share of the sequence"),
     _self_checked("MobileBERT", "mobilebert", note="its embedding reads neighbouring tokens"),
     _self_checked(
-        "`ElectraForPreTraining`, `BertForPreTraining`", "electra", note="labels are moved although they are in place"
+        "`ElectraForPreTraining`, `BertForPreTraining`",
+        "electra",
+        "bert for pre-training",
+        note="labels are moved although they are in place",
     ),
     _self_checked("`GPT2DoubleHeadsModel`", "gpt2 double heads", note="labels are moved twice"),
     _refused("dropout inside attention", "dropout", note="set it to 0"),
@@ -199,10 +213,23 @@ _LOOP_ROWS = (
     _tried("SFT: `bfd`, `bfd_split`, `wrapped`, padding-free, completion only, assistant only, streaming, LoRA"),
     _tried("MoE under SFT with `router_aux_loss_coef=0`"),
     _tried("`accelerate launch --module ds_hetero.run` with TRL's `sft.py`"),
-    _wrong(
-        "a Trainer subclass that adds a term of its own to the loss", "the term is weighted by ranks, not by tokens"
+    Row(
+        what="a term of the script's own beside the loss, by `handle.mean`",
+        status="tested",
+        tests=(_OWN_TERMS + "test_a_term_made_by_the_handle_trains_as_on_one_process",),
     ),
-    _wrong("NEFTune", "noise depends on a rank's share of tokens"),
+    Row(
+        what="a term added to the loss without it",
+        status="refused",
+        tests=(_OWN_TERMS + "test_a_term_of_a_rank_is_refused",),
+        note="it would be weighted by ranks, not by tokens",
+    ),
+    Row(
+        what="NEFTune",
+        status="tested",
+        tests=(_OWN_TERMS + "test_noise_on_embeddings_is_that_of_the_whole_sequence",),
+        note="noise of the size of the whole sequence",
+    ),
     Row(
         what="a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
         status="refused",
@@ -285,7 +312,12 @@ _FEATURE_ROWS = (
     ),
     _tried("TiledMLP on ZeRO-2, `sequence_tiled_compute` on ZeRO-3"),
     _tried("DoRA with `modules_to_save`"),
-    _wrong("TiledFusedLogitsLoss with an uneven schedule", "gradient of the LM head off by up to 120 %"),
+    Row(
+        what="TiledFusedLogitsLoss, DeepSpeed's fused tiles of logits and loss",
+        status="refused",
+        tests=(_OWN_TERMS + "test_deepspeeds_fused_tiled_loss_is_refused_on_shards_and_works_on_whole_batches",),
+        note="use `sequence_tiled_compute`",
+    ),
     Row(
         what="a `gradient_clipping`, ZeRO stage or other setting that differs between ranks",
         status="refused",

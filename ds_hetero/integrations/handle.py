@@ -14,6 +14,7 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.registry import PreparedModel, Registry
+from ds_hetero.integrations.token_mean import token_mean
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
@@ -193,6 +194,37 @@ class Handle:
             num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps
         with model.clock.phase(IDLE, "loss"):
             return sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
+
+    def mean(
+        self,
+        values: Tensor,
+        batch: Mapping[str, Any],
+        where: Tensor | None = None,
+        num_items: Tensor | float | None = None,
+    ) -> Tensor:
+        """The mean of a quantity of the script's own over the whole batch, as a term to add to `loss`.
+
+        A rank's own mean would weigh tokens by how few it holds. In a loop, or in ``compute_loss`` of a Trainer with
+        ``handle = ds_hetero.register()``:
+
+            loss = loss + 1e-4 * handle.mean(outputs.logits.logsumexp(-1).square(), batch)
+
+        Args:
+            values: [B, s] by token of the shard; further dimensions are averaged. Or a scalar that is the same on all
+                ranks, such as a penalty on parameters, which is its own mean.
+            batch: from `dataloader`.
+            where: [B, s], true for the tokens that count; left out, those whose labels count.
+            num_items: as for `loss`, and needed where the replicas take different batches; in a Trainer's
+                ``compute_loss``, its ``num_items_in_batch``.
+
+        Returns:
+            A scalar, equal on all ranks of the replica, for `loss` to be added to; see `token_mean`.
+        """
+        if self._pipelined is not None:
+            raise ConfigError("handle.mean has no tokens to take a mean over: pipelines compute their loss themselves.")
+        chosen = self._choose("mean")
+        replica = None if isinstance(chosen, nn.Module) else chosen.model.replica
+        return token_mean(values, batch, where, replica, num_items)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""

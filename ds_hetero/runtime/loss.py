@@ -33,11 +33,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
+from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["CONVENTIONS", "count_items", "cross_entropy_sum", "is_scaled", "rescaled_loss", "sequence_parallel_loss"]
+__all__ = [
+    "CONVENTIONS",
+    "count_items",
+    "cross_entropy_sum",
+    "expect_same_scalar",
+    "has_unscaled_term",
+    "is_scaled",
+    "rescaled_loss",
+    "sequence_parallel_loss",
+]
 
 _NODES_SEARCHED = 32  # of the graph above a loss, for what users add to it
 
@@ -137,10 +148,54 @@ def is_scaled(loss: Tensor) -> bool:
         seen += 1
         if node is None:
             continue
-        if node.name() == f"{_ValueWithFactor.__name__}Backward":
+        if _makes_scaled(node):
             return True
         todo += [following for following, _ in node.next_functions]
     return False
+
+
+def has_unscaled_term(loss: Tensor) -> bool:
+    """Whether a part of ``loss``, which `is_scaled`, does not come from the functions above.
+
+    Such a term would be averaged over ranks as it is, each rank's tokens by another weight than in the loss. Functions
+    of scaled losses alone are right. Costs a walk over the few nodes above them; where there is a term, over a path
+    from it to the first parameter.
+    """
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or _makes_scaled(node):
+            continue
+        if not node.next_functions:
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
+def _makes_scaled(node: Node) -> bool:
+    return node.name() == f"{_ValueWithFactor.__name__}Backward"
+
+
+def expect_same_scalar(value: Tensor, replica: Replica) -> None:
+    """Refuse a scalar that differs between the ranks of a replica, such as a mean over a rank's own tokens.
+
+    Caller: every rank of the replica.
+    Collectives: one all_reduce of two numbers.
+
+    Raises:
+        BatchError: on every rank, with the smallest and the largest value.
+    """
+    scalar = value.detach().double()
+    extremes = torch.stack([scalar, -scalar])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=replica.sp_group)
+    largest, smallest = float(extremes[0]), -float(extremes[1])
+    if largest > smallest:
+        raise BatchError(
+            f"handle.mean takes a scalar that is the same on all ranks, such as a penalty on parameters; this one is "
+            f"between {smallest:.6g} and {largest:.6g}. Of a quantity of the tokens, give one value per token, [B, s]: "
+            "a mean over the rank's own would weigh ranks alike, which hold unequal shards."
+        )
 
 
 def count_items(num_tokens: Tensor | int, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.integration.self_checking import batch_of, verdict
 from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, adam, batches, ds_config
 from tests.support import run_deepspeed, run_ranks
 
@@ -48,6 +50,18 @@ EXACT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "token classes": ("BertConfig", "BertForTokenClassification", {}),
 }
 
+# They count positions from ``padding_idx + 1``.
+_ROBERTAS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("roberta", "Roberta", {}),
+    ("roberta-prelayernorm", "RobertaPreLayerNorm", {}),
+    ("camembert", "Camembert", {}),
+    ("xlm-roberta", "XLMRoberta", {}),
+    ("xlm-roberta-xl", "XLMRobertaXL", {}),
+    ("data2vec-text", "Data2VecText", {}),
+    ("xmod", "Xmod", {"languages": ("en_XX",), "default_language": "en_XX"}),
+)
+_POSITIONS = ".embeddings.position_embeddings differs"
+
 # The same, and what the message names.
 SILENTLY_WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "opt": (
@@ -56,8 +70,16 @@ SILENTLY_WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.3, "pad_token_id": 0},
         "output of model.decoder.layers.0.self_attn",
     ),
-    "roberta": ("RobertaConfig", "RobertaForMaskedLM", {}, "output of roberta.embeddings.position_embeddings"),
-    "camembert": ("CamembertConfig", "CamembertForMaskedLM", {}, "output of roberta.embeddings.position_embeddings"),
+    **{
+        f"{family} {head}": (
+            f"{name}Config",
+            f"{name}For{head}",
+            {**changes, "is_decoder": head == "CausalLM"},
+            _POSITIONS,
+        )
+        for family, name, changes in _ROBERTAS
+        for head in ("MaskedLM", "CausalLM", "TokenClassification")
+    },
     "esm": ("EsmConfig", "EsmForMaskedLM", {**_ESM, "token_dropout": False}, "esm.embeddings"),
     "esm token dropout": (
         "EsmConfig",
@@ -66,6 +88,7 @@ SILENTLY_WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "output of esm.embeddings",
     ),
     "electra": ("ElectraConfig", "ElectraForPreTraining", {"embedding_size": 32}, "gradient at"),
+    "bert for pre-training": ("BertConfig", "BertForPreTraining", {}, "gradient at"),
     "gpt2 double heads": (
         "GPT2Config",
         "GPT2DoubleHeadsModel",
@@ -90,160 +113,143 @@ def _make(entry: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> Any:
     return getattr(transformers, model)(settings).to(dtype).train()
 
 
-def _batch(kind: str = "plain", labels: int = VOCAB) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    ids = torch.randint(6, VOCAB, (3, 151))
-    ids[:, ::7] = 5  # the mask token of masked-language models
-    batch = {"input_ids": ids, "labels": ids.clone() if labels == VOCAB else ids.remainder(labels)}
-    if kind in ("left", "right"):
-        mask = torch.ones_like(ids)
-        mask[1, :120] = mask[2, :7] = 0
-        batch["attention_mask"] = mask if kind == "left" else mask.flip(1)
-        batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
-    if kind == "packed":
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in (70, 41, 40)])[None].repeat(3, 1)
-    if kind == "prompt":
-        batch["labels"][:, :140] = -100
-    return batch
-
-
-def _verdict(model: Any, batch: Any, schedule: dict[str, Any], spoil: Callable[[Any], None] | None = None) -> str:
-    """Return what the self-check says of a model, empty if nothing; the model must be as it was afterwards."""
-    import ds_hetero
-    from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.transformers.self_check import check_first_batch
-    from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-    from ds_hetero.plans import Plan
-    from ds_hetero.runtime.replica import make_replica
-    from ds_hetero.schedule import Schedule
-
-    ds_hetero.register()
-    heads = model.config.num_attention_heads
-    fitting = {**schedule, "num_kv_heads": getattr(model.config, "num_key_value_heads", None) or heads}
-    if spoil is not None:
-        spoil(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    sharded = ShardedModel(model, make_replica(Plan.of_replicas([Schedule.from_dict(fitting)])), None)
-    try:
-        check_first_batch(sharded, batch)
-        return ""
-    except ModelError as error:
-        return str(error)
-    finally:
-        sharded.restore()
-        assert model.training and all(parameter.grad is None for parameter in model.parameters())
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        assert torch.equal(state, torch.get_rng_state()) and sharded.latest_positions is None
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def _check(rank: int, entry: tuple[Any, ...], kind: str, schedule: dict[str, Any], dtype: str) -> str:
-    labels = 2 if entry[1].endswith(("PreTraining", "TokenClassification")) else VOCAB
-    return _verdict(_make(entry, getattr(torch, dtype)), _batch(kind, labels), schedule)
+def _verdicts(rank: int, entries: dict[str, tuple[Any, ...]], kind: str, schedule: Any, dtype: str) -> dict[str, str]:
+    """What the self-check says of each model, in one world."""
+    texts = {}
+    for name, entry in entries.items():
+        num_labels = 2 if entry[1] == "ElectraForPreTraining" or entry[1].endswith("TokenClassification") else VOCAB
+        batch = batch_of(kind, num_labels)
+        if entry[1] == "BertForPreTraining":
+            batch["next_sentence_label"] = torch.tensor([0, 1, 0])
+        texts[name] = verdict(_make(entry, getattr(torch, dtype)), batch, schedule)
+    return texts
 
 
 @DTYPES
-@pytest.mark.parametrize("name", EXACT)
-def test_a_model_that_is_exact_passes(name: str, dtype: str) -> None:
-    assert run_ranks(_check, 2, EXACT[name], "plain", UNEVEN_2, dtype) == ["", ""]
+def test_models_that_are_exact_pass(dtype: str) -> None:
+    assert run_ranks(_verdicts, 2, EXACT, "plain", UNEVEN_2, dtype) == [dict.fromkeys(EXACT, "")] * 2
 
 
 @pytest.mark.parametrize(("kind", "schedule"), [("left", 0), ("right", 0), ("packed", 0), ("prompt", 0), ("packed", 1)])
 def test_padding_packing_and_prompts_raise_no_alarm(kind: str, schedule: int) -> None:
-    assert run_ranks(_check, 2, EXACT["llama"], kind, (UNEVEN_2, ONE_GROUP_2)[schedule], "float32") == ["", ""]
+    llama = {"llama": EXACT["llama"]}
+    texts = run_ranks(_verdicts, 2, llama, kind, (UNEVEN_2, ONE_GROUP_2)[schedule], "float32")
+    assert texts == [{"llama": ""}] * 2
 
 
 @DTYPES
-@pytest.mark.parametrize("name", SILENTLY_WRONG)
-def test_a_model_that_would_train_on_something_else_is_refused(name: str, dtype: str) -> None:
-    texts = run_ranks(_check, 2, SILENTLY_WRONG[name], "plain", UNEVEN_2, dtype)
-    assert texts[0] == texts[1]
-    assert SILENTLY_WRONG[name][3] in texts[0] and "computes something else when it is split" in texts[0]
+def test_models_that_would_train_on_something_else_are_refused(dtype: str) -> None:
+    first, second = run_ranks(_verdicts, 2, SILENTLY_WRONG, "plain", UNEVEN_2, dtype)
+    assert first == second
+    for name, text in first.items():
+        assert "computes something else when it is split" in text, name
+        assert SILENTLY_WRONG[name][3] in text, (name, text)
 
 
-class _Shifted(nn.Module):
-    """Looks at the neighbour, as a convolution does."""
+class _Changed(nn.Module):
+    """A module whose input or output is changed."""
 
-    def __init__(self, inner: nn.Module, by: int) -> None:
+    def __init__(
+        self, inner: nn.Module, before: Callable[[Tensor], Tensor] | None, after: Callable[[Tensor], Tensor] | None
+    ) -> None:
         super().__init__()
-        self.inner, self.by = inner, by
+        self.inner, self.before, self.after = inner, before, after
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(x + 0.1 * x.roll(self.by, dims=1), *args, **kwargs)
+        out = self.inner(x if self.before is None else self.before(x), *args, **kwargs)
+        return out if self.after is None else self.after(out)
 
 
-class _Pooled(nn.Module):
-    """Mixes in a statistic of the whole sequence."""
-
-    def __init__(self, inner: nn.Module, statistic: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.statistic = inner, statistic
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x + 0.1 * self.statistic(x))
+def _smeared(x: Tensor) -> Tensor:
+    """Every token with a tenth of each neighbour, by a convolution that no module holds."""
+    weight = x.new_tensor([0.1, 0.8, 0.1]).expand(x.shape[-1], 1, 3)
+    return nn.functional.conv1d(x.transpose(1, 2), weight, padding=1, groups=x.shape[-1]).transpose(1, 2)
 
 
-class _Spoiled(nn.Module):
-    def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.change = inner, change
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.change(self.inner(*args, **kwargs))
+def _by_index(x: Tensor) -> Tensor:
+    """Every token scaled by its place in the tensor, as a bias that grows with the local index would."""
+    return x * (1 + 0.01 * torch.arange(x.shape[1], dtype=x.dtype))[None, :, None]
 
 
-def _plant(kind: str) -> Callable[[Any], None]:
-    def plant(model: Any) -> None:
-        layer = model.model.layers[1]
-        if kind == "neighbour to the left":
-            layer.mlp = _Shifted(layer.mlp, 1)
-        elif kind == "neighbour to the right":
-            layer.mlp = _Shifted(layer.mlp, -1)
-        elif kind == "mean over the sequence":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x.mean(1, keepdim=True))
-        elif kind == "largest of the sequence":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x.amax(1, keepdim=True))
-        elif kind == "norm over the sequence":
-            layer.input_layernorm = _Spoiled(layer.input_layernorm, lambda x: x / x.norm(dim=1, keepdim=True))
-        elif kind == "sum of what came before":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x.cumsum(1))
-        elif kind == "first token":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x[:, :1])
-        elif kind == "own numbering":
-            layer.mlp = _Pooled(layer.mlp, lambda x: torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] / 10)
-        elif kind == "halves swapped":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x.roll(x.shape[1] // 2, dims=1))
-        elif kind == "length":
-            layer.mlp = _Pooled(layer.mlp, lambda x: x * (x.shape[1] ** 0.5))
-
-    return plant
+# What is done to the input of the second layer's MLP.
+_MLP_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum of what came before": lambda x: x + 0.1 * x.cumsum(1),
+    "neighbour to the left": lambda x: x + 0.1 * x.roll(1, dims=1),
+    "neighbour to the right": lambda x: x + 0.1 * x.roll(-1, dims=1),
+    "halves swapped": lambda x: x + 0.1 * x.roll(x.shape[1] // 2, dims=1),
+    "mean over the sequence": lambda x: x - x.mean(1, keepdim=True),
+    "largest of the sequence": lambda x: x / x.abs().amax(1, keepdim=True),
+    "length": lambda x: x * (1 + x.shape[1] ** -0.5),
+    "own numbering": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[None, :, None].sin() / 10,
+    "convolution": _smeared,
+    "first token": lambda x: x + 0.1 * x[:, :1],
+}
 
 
-PLANTED = (
-    "neighbour to the left",
-    "neighbour to the right",
-    "mean over the sequence",
-    "largest of the sequence",
-    "norm over the sequence",
-    "sum of what came before",
-    "first token",
-    "own numbering",
-    "halves swapped",
-    "length",
-)
+def _spoil_mlp(kind: str, model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.mlp = _Changed(layer.mlp, _MLP_FAULTS[kind], None)
 
 
-@pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_fault_is_found_by_its_module(kind: str) -> None:
-    texts = run_ranks(_check_planted, 2, kind)
-    assert texts[0] == texts[1]
-    module = "model.layers.1.input_layernorm" if kind == "norm over the sequence" else "model.layers.1.mlp"
-    assert f"output of {module}" in texts[0]
+def _norm_over_sequence(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.input_layernorm = _Changed(layer.input_layernorm, None, lambda x: x / x.norm(dim=1, keepdim=True))
 
 
-def _check_planted(rank: int, kind: str) -> str:
-    return _verdict(_make(EXACT["llama"]), _batch(), UNEVEN_2, _plant(kind))
+def _bias_by_local_index(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = _Changed(attention.k_proj, None, _by_index)
+
+
+def _positions_of_its_own(model: Any) -> None:
+    """Rotary embeddings by the number of a token in the tensor plus two, whatever ``position_ids`` say."""
+    rotary = model.model.rotary_emb
+    stock = rotary.forward
+    rotary.forward = lambda x, position_ids: stock(x, torch.arange(x.shape[1])[None] + 2)
+
+
+def _labels_moved_by_the_model(model: Any) -> None:
+    def loss(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model.loss_function = loss
+
+
+def _term_in_the_loss(model: Any) -> None:
+    """A spread over the sequence, as decorrelating losses are; bf16 shows what is above some per cent of a gradient."""
+    stock, weight = model.loss_function, 0.1 if model.dtype == torch.float32 else 2.0
+
+    def loss(logits: Tensor, **kwargs: Any) -> Any:
+        return stock(logits=logits, **kwargs) + weight * logits.std(dim=1).mean()
+
+    model.loss_function = loss
+
+
+# What else is done to a Llama, and what the message names.
+_FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
+    **{kind: (functools.partial(_spoil_mlp, kind), "output of model.layers.1.mlp") for kind in _MLP_FAULTS},
+    "norm over the sequence": (_norm_over_sequence, "output of model.layers.1.input_layernorm"),
+    "bias by the local index": (_bias_by_local_index, "output of model.layers.0.self_attn.k_proj"),
+    "positions of its own": (_positions_of_its_own, "output of model.rotary_emb"),
+    "labels moved by the model": (_labels_moved_by_the_model, "gradient at"),
+    "a term in the loss": (_term_in_the_loss, "gradient at"),
+}
+
+
+@DTYPES
+def test_planted_faults_are_found_by_their_modules(dtype: str) -> None:
+    first, second = run_ranks(_check_planted, 2, dtype)
+    assert first == second
+    assert {kind: _FAULTS[kind][1] in text for kind, text in first.items()} == dict.fromkeys(_FAULTS, True), first
+
+
+def _check_planted(rank: int, dtype: str) -> dict[str, str]:
+    texts = {}
+    for kind, (spoil, _) in _FAULTS.items():
+        model = _make(EXACT["llama"], getattr(torch, dtype))
+        spoil(model)
+        texts[kind] = verdict(model, batch_of(), UNEVEN_2)
+    return texts
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -30,7 +30,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.deepspeed import checkpoints, saving
+from ds_hetero.integrations.deepspeed import checkpoints, saving, tiled_loss
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.integrations.deepspeed.facts import (
@@ -83,6 +83,7 @@ PRIVATE_NAMES = (
     *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
     *saving.PRIVATE_NAMES,
+    *tiled_loss.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
     *stage3.PRIVATE_NAMES,
     *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),
@@ -97,6 +98,7 @@ def install(registry: Registry) -> None:
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
     replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
+    tiled_loss.install(registry)
     replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
     for name in _COLLECTIVES:

@@ -22,10 +22,16 @@ from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
-from ds_hetero.runtime.loss import is_scaled, rescaled_loss
+from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
 
 __all__ = ["LossScaling"]
 
+_ADDED_TERM = (
+    "the loss given to backward is the engine's plus a term computed from this rank's shard. One process would "
+    "weigh the term by tokens; as it is, ranks weigh alike, whose shards are unequal. Make the term with "
+    "handle.mean(per_token, batch), the mean over the tokens of the whole batch of values [B, s] (handle = "
+    "ds_hetero.register()). It also takes a scalar that is the same on all ranks, such as a penalty on parameters."
+)
 _SAME = 1e-3  # relative difference below which two ranks' losses count as one value, wide enough for bf16 sums
 
 
@@ -51,12 +57,16 @@ class LossScaling:
         Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
 
         Raises:
-            ConfigError: the loss follows another convention than it should; on every rank.
+            ConfigError: the loss follows another convention than it should, or is the engine's plus a term that is not;
+                on every rank.
             BatchError: the batch did not come from the loader, so that its labels are not known; on every rank.
         """
-        scaled = loss if is_scaled(loss) else self._by_convention(loss, divisor)
+        if not is_scaled(loss):
+            loss = self._by_convention(loss, divisor)
+        elif has_unscaled_term(loss):
+            raise ConfigError(_ADDED_TERM)
         self._model.note_scaled_loss()
-        return scaled
+        return loss
 
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica

@@ -15,7 +15,7 @@ from torch import nn
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 
-__all__ = ["check_model", "decoder_of", "head_counts", "pretrained_of"]
+__all__ = ["check_model", "decoder_of", "embeddings_of", "head_counts", "pretrained_of"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -50,6 +50,14 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
 def decoder_of(pretrained: PretrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
     return pretrained.base_model
+
+
+def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
+    """What turns tokens into embeddings; None if the model does not say."""
+    try:
+        return pretrained.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:

@@ -52,6 +52,9 @@ class PretrainedModel(Protocol):
     def get_output_embeddings(self) -> nn.Module:
         """The head that turns hidden states into logits."""
 
+    def get_input_embeddings(self) -> nn.Module | None:
+        """What turns tokens into embeddings."""
+
     def is_backend_compatible(self) -> bool:
         """Whether every layer takes its attention function from transformers' registry."""
 

@@ -22,8 +22,9 @@ from ds_hetero.integrations.transformers.attention import (
     remember_implementation,
     restore_implementation,
 )
-from ds_hetero.integrations.transformers.model_checks import decoder_of, pretrained_of
+from ds_hetero.integrations.transformers.model_checks import decoder_of, embeddings_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
+from ds_hetero.integrations.transformers.training_noise import scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.shard_header import LocalBatch
@@ -90,9 +91,11 @@ class ShardedModel:
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._token: Token[ShardedForward | None] | None = None
+        self._restore_noise: Callable[[], None] = lambda: None
         self._kept_alive: object = None
         self.is_restored = False
         self._decoder = decoder_of(self.pretrained)
+        self._embeddings = embeddings_of(self.pretrained)
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         configs: list[ModelConfig] = [m.config for m in self.pretrained.modules() if hasattr(m, "config")]  # type: ignore[misc]
         self._configs = list({id(config): config for config in configs}.values())
@@ -236,6 +239,8 @@ class ShardedModel:
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
         self._token = begin_sharded_forward(forward)
+        tokens = kwargs["position_ids"].shape[1]
+        self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)
         return (), kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -243,6 +248,7 @@ class ShardedModel:
         if self._token is not None:
             end_sharded_forward(self._token)
             self._token = None
+            self._restore_noise()
 
     def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:
         """Agree on the batch with the other ranks, and record it."""

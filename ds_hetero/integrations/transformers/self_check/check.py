@@ -199,7 +199,7 @@ def _refusal(model: ShardedModel, piece: Mapping[str, Any], rank: int, differenc
         what = f"the output of {difference.module} differs"
     hint = (
         " Where the outputs agree and the gradient differs from the top on, the labels are not those that the model "
-        "expects of a shard."
+        "expects of a shard, or its loss is more than a mean over tokens."
         if difference.kind == GRADIENT
         else ""
     )

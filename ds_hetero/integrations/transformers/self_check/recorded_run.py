@@ -62,7 +62,7 @@ def record_run(
     Args:
         model: called with ``inputs``.
         inputs: of the model.
-        shape: (B, s) of the inputs; outputs that begin with it, or with B * s, are recorded.
+        shape: (B, s) of the inputs; outputs that begin with it, with (1, s) or with B * s are recorded.
         loss_of: takes what the model returned.
         shake: changes the output of the embedding modules, to see what rounding does or to move ties.
     """
@@ -113,16 +113,20 @@ class _Recorder:
         return output
 
     def _as_leaf(self, output: Tensor) -> Tensor:
-        """Let gradients end here, as the parameters take none."""
+        """Let gradients end here, as the parameters take none; a copy of the leaf, which models may change in place."""
         if self._shake is not None and tuple(output.shape[:2]) == self._shape:
             with torch.no_grad():
                 output = self._shake(output)
-        return output if output.requires_grad else output.detach().requires_grad_()
+        return output if output.requires_grad else output.detach().requires_grad_().clone()
 
     def _is_by_token(self, tensor: Tensor) -> bool:
-        return tuple(tensor.shape[:2]) == self._shape or tensor.shape[0] == self._shape[0] * self._shape[1]
+        batch_size, tokens = self._shape
+        return tuple(tensor.shape[:2]) in (self._shape, (1, tokens)) or tensor.shape[0] == batch_size * tokens
 
     def _by_token(self, tensor: Tensor) -> Tensor:
+        batch_size, tokens = self._shape
+        if tuple(tensor.shape[:2]) == (1, tokens):
+            return tensor.expand(batch_size, *tensor.shape[1:])
         rest = tensor.shape[2:] if tuple(tensor.shape[:2]) == self._shape else tensor.shape[1:]
         return tensor.reshape(*self._shape, *rest)
 
