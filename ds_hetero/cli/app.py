@@ -12,7 +12,7 @@ from ds_hetero.common.extras import require
 if TYPE_CHECKING:
     from ds_hetero.cost.workload import Workload
 
-__all__ = ["app", "compare", "doctor", "plan", "profile", "replan", "replicas", "show", "simulate"]
+__all__ = ["app", "compare", "doctor", "plan", "profile", "replan", "replicas", "selftest", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -282,6 +282,21 @@ def profile(
     from ds_hetero.cli import profile as command
 
     command.run(out, dtype, window_s, as_json)
+
+
+@app.command()
+def selftest(
+    quick: Annotated[bool, typer.Option("--quick", help="One head size and one ZeRO stage.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that a call may take before the test ends.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write the report here as text, to attach to an issue.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report here as JSON.")] = None,
+    host_names: Annotated[bool, typer.Option("--host-names", help="Name hosts instead of numbering nodes.")] = False,
+) -> None:
+    """Test kernels, links, collectives and a training step on the live ranks; run it under the launcher."""
+    from ds_hetero.cli import selftest as command
+
+    if not command.run(quick=quick, limit_s=timeout_s, out=out, as_json=as_json, host_names=host_names):
+        raise typer.Exit(1)
 
 
 @app.command()

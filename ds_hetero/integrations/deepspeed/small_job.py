@@ -1,0 +1,90 @@
+"""One optimizer step of a small model under DeepSpeed, for checks of an installation."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from ds_hetero.integrations.handle import Handle
+from ds_hetero.integrations.registration import register
+
+__all__ = ["Step", "train_one_step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step came to.
+
+    Args:
+        loss: of the batch before the step.
+        grad_norm: of all gradients; None where DeepSpeed does not tell it.
+        parameters: whole, in float32, after the step.
+    """
+
+    loss: float
+    grad_norm: float | None
+    parameters: dict[str, Tensor]
+
+
+def train_one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: Mapping[str, Any]
+) -> Step:
+    """Train on one batch, which all ranks are given whole.
+
+    Args:
+        model: a PreTrainedModel, alike on all ranks.
+        optimizer: of its parameters.
+        batch: with ``input_ids`` and ``labels``.
+        ds_config: with a "heterogeneity" section.
+
+    Caller: every rank of the world.
+    """
+    handle = register()
+    with _quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
+        try:
+            own = handle.for_engine(engine)
+            (loss,) = [_step(own, engine, shard) for shard in own.dataloader([batch], batches="same")]
+            weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
+            norm = engine.get_global_grad_norm()
+            return Step(loss, None if norm is None else float(norm), weights)
+        finally:
+            engine.destroy()
+            handle.undo()
+
+
+def _step(handle: Handle, engine: Any, shard: Mapping[str, Tensor]) -> float:
+    loss = handle.loss(engine(**shard), shard)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    held = safe_get_full_fp32_param(parameter)
+    return (parameter if held is None else held).detach().float().cpu().clone()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed from printing and warning, and on CPUs from compiling an extension for a minute."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    if deepspeed.get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,55 @@
+"""How fast devices and links are, beside what the catalogue says of them; for information."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
+from ds_hetero.common.units import GB, GIB, TERA
+from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
+from ds_hetero.profiler.link_probes import pair_round
+from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
+from ds_hetero.runtime.devices import default_dtype
+from ds_hetero.selftest.lines import RankLine
+from ds_hetero.selftest.session import Session
+
+__all__ = ["check_bandwidth"]
+
+
+def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[RankLine]:
+    """One line per part, with what this rank measured.
+
+    Args:
+        session: of this rank.
+        described: this rank, from `ds_hetero.selftest.ranks.describe_rank`.
+    """
+    name = catalogue_name(described["device"], int(described["memory_gib"] * GIB))
+    entry = None if name is None or session.device.type == "cpu" else CATALOGUE[name]
+    timer = Timer(session.device, 0.05 if session.quick else 0.2)
+    dtype = default_dtype(session.device)
+    with session.watch.call("products"):
+        flops_per_s = matmul_probe(timer, dtype)
+    text = f"{flops_per_s / TERA:.2g} TFLOPS in {str(dtype).removeprefix('torch.')}"
+    yield RankLine(
+        "products", "info", text + _of(flops_per_s, None if entry is None else entry.device.peak_flops_per_s, TERA)
+    )
+    with session.watch.call("copies in memory"):
+        bytes_per_s = memory_probe(timer)
+    peak = None if entry is None else entry.device.memory_bytes_per_s
+    yield RankLine("copies in memory", "info", f"{bytes_per_s / GB:.2g} GB/s" + _of(bytes_per_s, peak, GB))
+    nodes: Sequence[Sequence[int]] = session.nodes
+    for where, pairs in (rounds_inside(nodes) | rounds_between(nodes)).items():
+        with session.watch.call(f"links {where}"):
+            samples = pair_round(pairs, session.rank, session.device)
+        if samples:
+            largest = samples[-1]
+            rate = largest.num_bytes / largest.seconds
+            link = entry.link_bytes_per_s if entry is not None and where.startswith("inside") else None
+            yield RankLine(f"links {where}", "info", f"{rate / GB:.2g} GB/s each way" + _of(rate, link, GB))
+
+
+def _of(measured: float, catalogued: float | None, unit: float) -> str:
+    if not catalogued:
+        return ""
+    return f", {100 * measured / catalogued:.0f} % of the catalogue's {catalogued / unit:.4g}"

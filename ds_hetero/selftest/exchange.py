@@ -1,0 +1,47 @@
+"""Attention over all ranks: the ragged exchange, the ring, and sub-rings, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ds_hetero.plans import Plan
+from ds_hetero.runtime.attention.attention import AttentionSpec
+from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.replica import ProcessGroups, make_replica
+from ds_hetero.selftest.lines import RankLine
+from ds_hetero.selftest.parity import TOLERANCE, Case, largest_error
+from ds_hetero.selftest.schedules import length_for, uneven_schedules
+from ds_hetero.selftest.session import Session
+
+__all__ = ["check_exchange"]
+
+_HEAD_DIM = 64
+
+
+def check_exchange(session: Session) -> Iterator[RankLine]:
+    """One line per schedule. Each makes the process groups that training makes."""
+    if session.size == 1:
+        yield RankLine("ragged exchange, ring", "skip", "one process has nobody to exchange with")
+        return
+    kernel = select(session.device, torch.float32, _HEAD_DIM, None, None)
+    case, length = Case(AttentionSpec(kernel), torch.float32, _HEAD_DIM), length_for(session.size)
+    groups = ProcessGroups()
+    for name, schedule in uneven_schedules(session.size).items():
+        with session.watch.call(f"process groups of the {name}"):
+            replica = make_replica(Plan.of_replicas([schedule]), groups)
+        with session.watch.call(name):
+            error = largest_error(case, replica, length, session.device)
+        tolerance = TOLERANCE[torch.float32]
+        if error <= tolerance:
+            yield RankLine(
+                name, "pass", f"forward and backward, tokens {_tokens(schedule.tokens(length_for(session.size)))}"
+            )
+        else:
+            yield RankLine(name, "fail", f"off by {error:.1e} of the largest value, allowed {tolerance:.0e}")
+
+
+def _tokens(tokens: dict[int, int]) -> str:
+    counts = [str(count) for count in tokens.values()]
+    return "+".join(counts if len(counts) <= 8 else [*counts[:7], "..."])

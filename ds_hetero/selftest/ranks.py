@@ -1,0 +1,120 @@
+"""What a rank is: device, driver, builds, native types and the kernels that work on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_hetero.common.units import GIB
+from ds_hetero.errors import ConfigError
+from ds_hetero.job.environment import expect_same_environment, own_environment
+from ds_hetero.runtime.attention.kernels import available
+from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
+
+__all__ = ["check_ranks", "describe_rank", "nodes_of"]
+
+_HEAD_DIM = 128
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe_rank(with_host_name: bool) -> dict[str, Any]:
+    """This rank, as JSON; with ``error`` alone where it has a device that cannot be used.
+
+    Args:
+        with_host_name: tell the host's name; otherwise hosts are told apart by a hash that is not reported.
+    """
+    try:
+        return _describe(default_device(), with_host_name)
+    except (ConfigError, RuntimeError, AssertionError) as error:  # the last two are torch's, of a broken installation
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _describe(device: torch.device, with_host_name: bool) -> dict[str, Any]:
+    host = socket.gethostname()
+    described: dict[str, Any] = {
+        "host": hashlib.sha256(f"{host}{_boot_id()}".encode()).hexdigest(),
+        "type": device.type,
+        **(_describe_gpu(device) if device.type == "cuda" else _describe_cpu()),
+        "torch": torch.__version__,
+        "native_types": _native_types(device),
+        "kernels": available(device, default_dtype(device), _HEAD_DIM),
+        "environment": own_environment(),
+    }
+    return {**described, "host_name": host} if with_host_name else described
+
+
+def _describe_gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "memory_gib": round(properties.total_memory / GIB, 1),
+        "capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver(),
+        "cuda": torch.version.hip or torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
+
+
+def _describe_cpu() -> dict[str, Any]:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"device": f"CPU ({platform.machine()})", "memory_gib": round(memory_bytes / GIB, 1)}
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver, as the kernel module says it."""
+    try:
+        match = re.search(r"Kernel Module\D*?\s(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _boot_id() -> str:
+    """Tells containers with the same name on different hosts apart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
+
+
+def _native_types(device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        return ["float32", "bfloat16"]
+    return ["float32", "float16", *(["bfloat16"] if has_native_bf16(device) else [])]
+
+
+def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that cannot train together.
+
+    Args:
+        ranks: `describe_rank` of every rank.
+
+    Raises:
+        ConfigError: a device that cannot be used, CPUs among GPUs, or another environment on some rank.
+    """
+    errors = [f"rank {rank}: {described['error']}" for rank, described in enumerate(ranks) if "error" in described]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    on_cpu = [str(rank) for rank, described in enumerate(ranks) if described["type"] == "cpu"]
+    if 0 < len(on_cpu) < len(ranks):
+        raise ConfigError(
+            f"rank {', '.join(on_cpu)} computes on a CPU and the others on GPUs; they have no process group in common. "
+            "Does torch see a GPU there (torch.cuda.is_available()), and does the launcher start one process per GPU?"
+        )
+    expect_same_environment([described["environment"] for described in ranks])
+
+
+def nodes_of(ranks: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by node, in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for rank, described in enumerate(ranks):
+        nodes.setdefault(described["host"], []).append(rank)
+    return tuple(map(tuple, nodes.values()))

@@ -1,0 +1,119 @@
+"""The report of a run: tables for people, JSON for machines, neither with private data."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_hetero.selftest.lines import Line
+
+__all__ = ["Report", "redacted"]
+
+_WIDTH = 120
+_PRIVATE = ("host", "environment", "type")  # of a rank's description
+_STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow", "info": "dim"}
+
+
+@dataclass
+class Report:
+    """What is known so far.
+
+    Args:
+        ranks: descriptions by rank, from `ds_hetero.selftest.ranks`.
+        nodes: by node, its ranks.
+        lines: verdicts.
+        seconds: that the run took.
+    """
+
+    ranks: list[Mapping[str, Any]] = field(default_factory=list)
+    nodes: tuple[tuple[int, ...], ...] = ()
+    lines: list[Line] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing has failed."""
+        return not any(line.status == "fail" for line in self.lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        ranks = [{key: value for key, value in rank.items() if key not in _PRIVATE} for rank in self.ranks]
+        return {
+            "version": 1,
+            "healthy": self.healthy,
+            "seconds": round(self.seconds, 1),
+            "nodes": [list(ranks) for ranks in self.nodes],
+            "ranks": ranks,
+            "lines": [{**line.to_dict(), "detail": redacted(line.detail)} for line in self.lines],
+        }
+
+    def text(self) -> str:
+        """The tables as plain text, to be attached to an issue."""
+        buffer = io.StringIO()
+        self.print(Console(file=buffer, width=_WIDTH, force_terminal=False, color_system=None))
+        return buffer.getvalue()
+
+    def write(self, out: Path | None, as_json: Path | None) -> None:
+        """Write the files that were asked for."""
+        if out is not None:
+            out.write_text(self.text(), encoding="utf-8")
+        if as_json is not None:
+            as_json.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        """Print ranks, verdicts and the sum of it."""
+        if self.ranks:
+            console.print(self._ranks_table())
+        verdicts = Table("check", "verdict", "ranks", "detail", title="Self-test")
+        for line in self.lines:
+            style = _STYLES[line.status]
+            detail = redacted(line.detail).replace("[", "\\[")
+            verdicts.add_row(line.name, f"[{style}]{line.status}[/]", _ranks_text(line.ranks), detail)
+        console.print(verdicts)
+        failed = sum(line.status == "fail" for line in self.lines)
+        verdict = f"FAIL: {failed} of {len(self.lines)} lines" if failed else "PASS"
+        console.print(f"{verdict}, {len(self.ranks)} ranks, {self.seconds:.0f} s", highlight=False)
+
+    def _ranks_table(self) -> Table:
+        table = Table("rank", "node", "device", "memory", "software", "native types", "kernels", title="Ranks")
+        node_of = {rank: number for number, ranks in enumerate(self.nodes) for rank in ranks}
+        for rank, described in enumerate(self.ranks):
+            if "error" in described:
+                table.add_row(str(rank), "?", redacted(described["error"]))
+                continue
+            node = str(described.get("host_name", node_of.get(rank, "?")))
+            kernels = ", ".join(name for name, reason in described["kernels"].items() if reason is None)
+            memory, types = f"{described['memory_gib']} GiB", ", ".join(described["native_types"])
+            table.add_row(str(rank), node, _device(described), memory, _software(described), types, kernels)
+        return table
+
+
+def _device(described: Mapping[str, Any]) -> str:
+    capability = f", sm {described['capability']}" if "capability" in described else ""
+    return f"{described['device']}{capability}"
+
+
+def _software(described: Mapping[str, Any]) -> str:
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
+    return ", ".join(f"{text} {described[key]}" for key, text in names.items() if described.get(key))
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "all"
+
+
+def redacted(text: str) -> str:
+    """The text without this host's name, addresses and the user's folder."""
+    for private, stand_in in ((str(Path.home()), "~"), (socket.gethostname(), "HOST")):
+        if len(private) > 1:
+            text = text.replace(private, stand_in)
+    return re.sub(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:.%\w]*\](?::\d+)?", "ADDRESS", text)

@@ -1,0 +1,172 @@
+"""The self-test from its first call to its exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ds_hetero.errors import ConfigError, PeerError
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.selftest.bandwidth import check_bandwidth
+from ds_hetero.selftest.collectives import check_collectives
+from ds_hetero.selftest.exchange import check_exchange
+from ds_hetero.selftest.kernels import check_kernels
+from ds_hetero.selftest.lines import Line, RankLine, merge
+from ds_hetero.selftest.meeting import Failure, Meeting, meet
+from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of
+from ds_hetero.selftest.report import Report
+from ds_hetero.selftest.session import Session
+from ds_hetero.selftest.training import check_training
+from ds_hetero.selftest.watch import Watch
+
+__all__ = ["Options", "run"]
+
+_WIDTH = 150  # of tables that do not go to a terminal
+_SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for.
+
+    Args:
+        quick: leave out what repeats.
+        limit_s: seconds that a call may take.
+        out: file for the report as text.
+        as_json: file for the report as JSON.
+        with_host_names: tell host names.
+    """
+
+    quick: bool
+    limit_s: float
+    out: Path | None
+    as_json: Path | None
+    with_host_names: bool
+
+
+def run(options: Options) -> bool:
+    """Test the ranks of the launcher, or this process alone; return whether everything works.
+
+    Caller: every rank. A rank that hangs or dies ends all processes with exit status 1, after a report.
+    """
+    begin_s, report = time.perf_counter(), Report()
+    try:
+        meeting, aside = meet(options.limit_s)
+        report.ranks = meeting.gather("the start", describe_rank(options.with_host_names), options.limit_s)
+    except PeerError as error:  # each rank says what it sees: they cannot talk
+        report.lines.append(Line("the start", "fail", str(error)))
+        return _finish(report, options, begin_s)
+    try:
+        check_ranks(report.ranks)
+    except ConfigError as error:
+        report.lines.append(Line("ranks", "fail", str(error)))
+    else:
+        report.nodes = nodes_of(report.ranks)
+        report.lines.append(Line("ranks", "pass", "devices of one kind, versions and variables alike"))
+        _run_checks(_Run(meeting, aside, report, options, begin_s))
+    if meeting.rank == 0:
+        _finish(report, options, begin_s)
+    meeting.leave(options.limit_s)
+    return report.healthy
+
+
+@dataclass
+class _Run:
+    """A run under way.
+
+    Args:
+        meeting: to exchange lines with the other ranks.
+        aside: for the watch.
+        report: with the checks that are over.
+        options: of the user.
+        begin_s: time of the start.
+        own_lines: what the check that runs has said of this rank.
+    """
+
+    meeting: Meeting
+    aside: Meeting
+    report: Report
+    options: Options
+    begin_s: float
+    own_lines: list[RankLine] = field(default_factory=list)
+
+    def report_failure(self, failure: Failure, standing: Sequence[str]) -> None:
+        """Print and write the report of a run that ends here; see `Watch`."""
+        own = (self.meeting.rank,) if self.meeting.size > 1 else ()
+        self.report.lines += [Line(line.name, line.status, line.detail, own) for line in self.own_lines]
+        where = "\n".join(standing)
+        detail = f"{failure.cause} (seen by rank {failure.rank})\n{where}"
+        self.report.lines.append(Line(failure.call, "fail", detail))
+        self.report.lines.append(Line("what comes after", "skip", "process groups cannot be used after a failed call"))
+        _finish(self.report, self.options, self.begin_s)
+
+
+def _run_checks(state: _Run) -> None:
+    """Make the process group and run every check; the lines of all ranks go into the report of each."""
+    meeting, limit_s = state.meeting, state.options.limit_s
+    device = default_device()
+    watch = Watch(state.aside, device, limit_s, state.report_failure)
+    with watch.call("making the process group"):
+        _make_process_group(meeting, device, limit_s)
+    session = Session(
+        rank=meeting.rank,
+        size=meeting.size,
+        device=device,
+        watch=watch,
+        nodes=state.report.nodes,
+        quick=state.options.quick,
+    )
+    checks: tuple[tuple[str, Callable[[], Iterable[RankLine]]], ...] = (
+        ("kernels", lambda: check_kernels(session)),
+        ("collectives", lambda: check_collectives(session)),
+        ("exchange and ring", lambda: check_exchange(session)),
+        ("training", lambda: check_training(session)),
+        ("bandwidth", lambda: check_bandwidth(session, state.report.ranks[session.rank])),
+    )
+    for index, (name, check) in enumerate(checks, 1):
+        watch.begin_check(2 * index)
+        for line in check():
+            state.own_lines.append(line)
+        watch.begin_check(2 * index + 1)
+        with watch.call(f"the end of the check of {name}", times=_SLOWEST):
+            own = [line.to_dict() for line in state.own_lines]
+            lines_of_ranks: list[list[dict[str, Any]]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
+        state.own_lines.clear()
+        state.report.lines += merge([[RankLine(**line) for line in lines] for lines in lines_of_ranks])
+    dist.destroy_process_group()
+    watch.close()
+
+
+def _make_process_group(meeting: Meeting, device: torch.device, limit_s: float) -> None:
+    """The default process group, over the store at which the ranks have met; the watch's limit ends before its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)  # DeepSpeed reads them, also in a process without a launcher
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=timedelta(seconds=20 * limit_s),
+    )
+    dist.barrier()
+
+
+def _finish(report: Report, options: Options, begin_s: float) -> bool:
+    """Print the report and write its files; return whether nothing has failed."""
+    report.seconds = time.perf_counter() - begin_s
+    report.print(Console() if sys.stdout.isatty() else Console(width=_WIDTH))
+    report.write(options.out, options.as_json)
+    return report.healthy
