@@ -26,6 +26,7 @@ from benchmarks.fuzz.kinds import KINDS
 from benchmarks.fuzz.trials import Tally, fuzz
 
 LEAST_NAMED = 0.99
+_MOST_PROFILES = 10  # of which each takes seconds
 _COLUMNS = ("accepted", "clear error", "traceback", "hang", "nonsense")
 
 
@@ -48,7 +49,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="ds_hetero_fuzz_") as scratch:
             command_line = CommandLine(Path(scratch))
             for name in COMMANDS:
-                count = -(-options.commands // len(COMMANDS))
+                share = -(-options.commands // (len(COMMANDS) - 1))
+                count = (
+                    min(share, _MOST_PROFILES) if name == "profile" else share
+                )  # it takes seconds, whatever it finds
                 tallies[name] = command_line.fuzz(name, count, random.Random(f"{options.seed} {name}"))
                 _print_row(name, tallies[name])
     for name, tally in tallies.items():
