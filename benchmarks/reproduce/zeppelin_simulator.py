@@ -17,11 +17,11 @@ from benchmarks.reproduce.zeppelin_paper import MACHINES, TOKENS_PER_GPU
 from benchmarks.reproduce.zeppelin_setting import BACKWARD_COMPUTE, BACKWARD_WIRE, Setting
 from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.zeppelin import zeppelin_rings
+from ds_hetero.planner.documents.zeppelin import CAPACITY_OVER_MEAN, zeppelin_rings
 
 __all__ = ["METHODS", "round_s"]
 
-ZEPPELIN_ROOM, OUR_ROOM = 2.0, 3.0  # tokens that a rank has memory for, over the mean
+OUR_ROOM = 3.0  # tokens that a rank has memory for, over the mean; Zeppelin's are CAPACITY_OVER_MEAN
 
 
 def round_s(compute_s: float, wire_s: float) -> tuple[float, float]:
@@ -71,7 +71,7 @@ def hybrid(lengths: Sequence[int], setting: Setting) -> float:
 
 def zeppelin(lengths: Sequence[int], setting: Setting, *, routed: bool = True, remapped: bool = True) -> float:
     """Algorithms 1 and 2, the queues one after the other; linear modules on even tokens, or on those of attention."""
-    capacity = ZEPPELIN_ROOM * sum(lengths) / setting.ranks
+    capacity = CAPACITY_OVER_MEAN * sum(lengths) / setting.ranks
     attention_s, tokens = [0.0] * setting.ranks, [0.0] * setting.ranks
     for document, zone, units in zeppelin_rings(lengths, setting.units_by_node, capacity):
         size, n = len(units), lengths[document]

@@ -44,6 +44,7 @@ GlobalBatchOption = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences per optimizer step, for --parallel full.")
 ]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="Plan file of pipelines, instead of --schedule.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the batches that are drawn from a distribution.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
 
 
@@ -109,23 +110,40 @@ def plan(
     global_batch: GlobalBatchOption = None,
     objective: Annotated[str, typer.Option(help="time, cost or energy, for --parallel full.")] = "time",
     at_most_s: Annotated[float | None, typer.Option(help="Longest step, for the objectives cost and energy.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for batches of documents: a JSON file of lengths, or arxiv, github or prolong64k; --seq-len is "
+            "the length of a row."
+        ),
+    ] = None,
+    seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Write the schedule or plan file here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if _is_full(parallel, global_batch):
-        if (micro_batch, micro_batches, layout, token_unit) != (1, 1, None, 1):
+        if (micro_batch, micro_batches, layout, token_unit, lengths) != (1, 1, None, 1, None):
             raise typer.BadParameter("--parallel full chooses micro-batches, layouts and tokens itself.")
         from ds_hetero.cli.pipelines import commands
 
         task = commands.Task.read(cluster, model, cost_model, workload)
         commands.plan(task, global_batch or 1, objective, at_most_s, out, as_json)
         return
-    from ds_hetero.cli import plan as command
     from ds_hetero.cli.scenario import Scenario
 
-    command.run(Scenario.read(cluster, model, workload, cost_model), layout, token_unit, out, as_json)
+    scenario = Scenario.read(cluster, model, workload, cost_model)
+    if lengths is not None:
+        if (layout, token_unit) != (None, 1):
+            raise typer.BadParameter("--lengths chooses layouts and tokens itself.")
+        from ds_hetero.cli import documents
+
+        documents.plan(scenario, lengths, seed, out, as_json)
+        return
+    from ds_hetero.cli import plan as command
+
+    command.run(scenario, layout, token_unit, out, as_json)
 
 
 @app.command()
@@ -217,12 +235,22 @@ def compare(
 
 @app.command()
 def show(
-    out: Annotated[Path, typer.Option(help="Picture to write: .svg, .png or .html.")],
     cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Picture to write: .svg, .png or .html; may be left out with --documents and --sample."),
+    ] = None,
     schedule: Annotated[str, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")] = "plan",
     plan: PlanOption = None,
+    documents: Annotated[
+        Path | None, typer.Option(help="JSON file with the lengths of a row's documents: where they lie, and the load.")
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="The same for a row drawn from arxiv, github, prolong64k, or a file of lengths.")
+    ] = None,
+    seed: SeedOption = 0,
     micro_batch: MicroBatchOption = 1,
     micro_batches: MicroBatchesOption = 1,
     causal: CausalOption = True,
@@ -232,8 +260,17 @@ def show(
     cost_model: CostModelOption = "calibrated",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a schedule with the timeline of one block, or a plan of pipelines with the timeline of a step."""
+    """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
     workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    if documents is not None or sample is not None:
+        from ds_hetero.cli import documents as command_for_documents
+        from ds_hetero.cli.scenario import Scenario
+
+        scenario = Scenario.read(cluster, model, workload, cost_model)
+        command_for_documents.show(scenario, schedule, documents, sample, seed, out, as_json)
+        return
+    if out is None:
+        raise typer.BadParameter("give --out, the picture to write.")
     if plan is not None:
         from ds_hetero.cli.pipelines import commands, show
 

@@ -11,7 +11,7 @@ from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.schedule import Schedule
 
-__all__ = ["unit_costs"]
+__all__ = ["kv_bytes_per_token", "unit_costs"]
 
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
@@ -41,7 +41,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     token_s_K[idle_K] = token_s_K.max()
     nodes = _nodes(cost.cluster, schedule)
     receive_s, cross_s = _link_s(cost, schedule, nodes)
-    bytes_there, bytes_back = _bytes_per_token(cost)
+    bytes_there, bytes_back = kv_bytes_per_token(cost)
     model = cost.model
     exchanged = (1 + model.num_heads / model.num_kv_heads) * bytes_there  # q, k, v and the output
     return UnitCosts(
@@ -66,7 +66,7 @@ def _nodes(cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
+def kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
     """Bytes of the keys and values of one token in all passes of a block, and of their gradients."""
     work, model = cost.workload, cost.model
     elements = 2 * work.micro_batch * model.num_kv_heads * model.head_dim
@@ -82,7 +82,7 @@ def _link_s(
     Inside a node every rank receives the keys and values of its own heads; a switch that they share carries what all of
     them receive. Between nodes a rank has the network link's rate, and all of a node together that of its NICs.
     """
-    cluster, token_bytes = cost.cluster, sum(_bytes_per_token(cost))
+    cluster, token_bytes = cost.cluster, sum(kv_bytes_per_token(cost))
     p2p = cluster.node_p2p_s_per_byte
     receive_s, cross_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
     widest, ranks_on = [0.0] * len(receive_s), [0] * len(receive_s)

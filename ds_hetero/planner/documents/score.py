@@ -69,7 +69,11 @@ class Loads:
 
 
 def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float:
-    """Work over the sum of speeds: every unit takes the same mix of all documents, and links cost nothing.
+    """The least time in which the units do all work, divisible at will over units that are always busy, links free.
+
+    With a_d and b_d the times that unit d alone needs outside attention and in it, the linear program
+    min T,  sum x = sum y = 1,  x_d a_d + y_d b_d <= T  has the dual  max over r of (1 + r) / sum_d max(1/a_d, r/b_d),
+    which peaks where r is the ratio b_d / a_d of some unit. With equal ratios this is work over the sum of speeds.
 
     Args:
         lengths: of the documents.
@@ -77,11 +81,19 @@ def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float
         padding: tokens outside every document.
     """
     tokens, squares = sum(lengths) + padding, sum(n * n for n in lengths)
-    speed = 0.0
+    outside, within = 0.0, 0.0  # sums of 1 / a over units of a ratio of r or more, of 1 / b over the others
+    by_ratio = []
     for token_s, square_s, most in zip(costs.token_s, costs.square_s, costs.most_tokens, strict=True):
         if most:
-            speed += 1 / (tokens * token_s + squares * square_s)
-    return 1 / speed
+            alone_s, attention_s = tokens * token_s, squares * square_s
+            by_ratio.append((attention_s / alone_s, 1 / alone_s, 1 / attention_s))
+            outside += 1 / alone_s
+    best_s = 0.0
+    for ratio, speed, attention_speed in sorted(by_ratio):
+        best_s = max(best_s, (1 + ratio) / (outside + ratio * within))
+        outside -= speed
+        within += attention_speed
+    return best_s
 
 
 def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts) -> Loads:

@@ -5,7 +5,8 @@ threshold on are cut over several nodes, or over several units of a node; where 
 threshold becomes the length of the longest that is to stay whole, and the pass begins again.
 
 What the text leaves open is settled so: a document of exactly the threshold is cut; "empty buckets" are the least
-loaded ones; c_avg counts all documents that stay on the node.
+loaded ones; c_avg counts all documents that stay on the node; a unit's capacity is at most twice the mean of tokens,
+as a larger one leaves everything whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.splits import share
 
-__all__ = ["Ring", "zeppelin", "zeppelin_rings"]
+__all__ = ["CAPACITY_OVER_MEAN", "Ring", "zeppelin", "zeppelin_rings"]
+
+CAPACITY_OVER_MEAN = 2.0
 
 
 class Ring(NamedTuple):
@@ -44,7 +47,7 @@ class _Fragment(NamedTuple):
 
 
 def zeppelin(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Units of every document with their tokens; the capacity of a unit is what the smallest has room for.
+    """Units of every document with their tokens.
 
     Raises:
         PlanError: nodes have different numbers of units.
@@ -55,7 +58,8 @@ def zeppelin(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
             f"Zeppelin's algorithms need nodes of as many units each, got {[len(units) for units in units_by_node]}."
         )
     placed: list[Pieces] = [[] for _ in lengths]
-    for document, _, units in zeppelin_rings(lengths, units_by_node, min(costs.most_tokens)):
+    capacity = min(min(costs.most_tokens), CAPACITY_OVER_MEAN * sum(lengths) / len(costs.token_s))
+    for document, _, units in zeppelin_rings(lengths, units_by_node, capacity):
         tokens = share(lengths[document], [1.0] * len(units))
         placed[document] = [(unit, count) for unit, count in zip(units, tokens, strict=True) if count]
     return placed
