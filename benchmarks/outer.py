@@ -29,7 +29,7 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
-from ds_hetero.planner.outer.search.columns import balance_bound_s
+from ds_hetero.planner.outer.search.bound import balance_bound_s
 from ds_hetero.planner.outer.search.evaluate import Evaluator
 from ds_hetero.planner.outer.search.exact import solve_exact
 from ds_hetero.planner.outer.search.search import Search, default_effort_s

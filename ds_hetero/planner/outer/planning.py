@@ -26,7 +26,7 @@ from ds_hetero.planner.outer.rivals import best_grid, best_sequence
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
 from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult, default_effort_s
 
-__all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines"]
+__all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or_not"]
 
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
@@ -89,7 +89,7 @@ def plan_pipelines(
     devices = [kind.device for kind in Pools(cluster).kinds]
     goal = Objective.of(objective, devices, global_batch * workload.seq_len, at_most_s)
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
-    models = [costs] if costs is not None else _recomputing_or_not(cluster, model, workload)
+    models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload)
     effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
     results = _search(models, task, effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
@@ -142,7 +142,8 @@ def check_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
         )
 
 
-def _recomputing_or_not(cluster: Cluster, model: ModelSpec, workload: Workload) -> list[StageCosts]:
+def recomputing_or_not(cluster: Cluster, model: ModelSpec, workload: Workload) -> list[StageCosts]:
+    """Return the calibrated cost model with the workload's choice of recomputation, and with the other one."""
     other = replace(workload, activation_checkpointing=not workload.activation_checkpointing)
     return [CalibratedStageCosts(cluster, model, work) for work in (workload, other)]
 

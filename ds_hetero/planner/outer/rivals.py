@@ -1,4 +1,4 @@
-"""What a plan is compared with: uniform grids as Megatron-LM would run them, and pure sequence parallelism."""
+"""What a plan is compared with: uniform grids as for Megatron-LM, sequence parallelism, HexiScale and Tangram."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from ds_hetero.models import ModelSpec
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.candidates import Candidate as ScheduleCandidate
 from ds_hetero.planner.explain import describe
+from ds_hetero.planner.outer.explain import shape_text
+from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planned import Rival
 from ds_hetero.planner.outer.search.evaluate import Candidate, judge_layers
 from ds_hetero.planner.outer.search.starts import uniform_grids
+from ds_hetero.planner.outer.tangram import plan_tangram
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.plans import BatchSplit, Plan, PlannedModel
 
-__all__ = ["best_grid", "best_sequence"]
+__all__ = ["best_grid", "best_hexiscale", "best_sequence", "best_tangram"]
 
 SEARCHED_RANKS = 64  # up to so many ranks a schedule is searched; with more, the uniform ones have to do
 
@@ -50,6 +53,31 @@ def best_grid(
         return Rival(name="uniform grid", reason=f"no uniform grid over all devices {fits}"), None
     name, candidate = best
     return Rival(name=f"uniform grid, {name}", step_s=candidate.step_s, value=candidate.value), candidate
+
+
+def best_hexiscale(models: Sequence[StageCosts], objective: Objective, samples: int, sizes: Sequence[int]) -> Rival:
+    """Return HexiScale's plan, the best over some cost models.
+
+    Args:
+        models: with and without recomputation, say.
+        objective: what is made small.
+        samples: the global batch.
+        sizes: of micro-batches that may be tried.
+    """
+    return _best_of("HexiScale", [plan_hexiscale(costs, objective, samples, sizes) for costs in models])
+
+
+def best_tangram(models: Sequence[StageCosts], objective: Objective, samples: int, sizes: Sequence[int]) -> Rival:
+    """Return Tangram's plan, the best over some cost models. The arguments are those of `best_hexiscale`."""
+    plans = [plan_tangram(costs, objective, samples, sizes) for costs in models]
+    return _best_of("Tangram", [None if plan is None else plan.candidate for plan in plans])
+
+
+def _best_of(name: str, plans: Sequence[Candidate | None]) -> Rival:
+    best = min((plan for plan in plans if plan is not None), key=lambda plan: plan.value, default=None)
+    if best is None:
+        return Rival(name=name, reason="none of its plans fits into memory and makes up the batch")
+    return Rival(name=f"{name}, {shape_text(best)}", step_s=best.step_s, value=best.value)
 
 
 def best_sequence(

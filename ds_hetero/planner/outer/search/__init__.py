@@ -1,1 +1,1 @@
-"""The search for pipelines: exact cuts and batches, starts, moves, compositions as a programme, the exact optimum."""
+"""The search for pipelines: exact cuts and batches, starts, moves, a bound, the exact optimum of small clusters."""

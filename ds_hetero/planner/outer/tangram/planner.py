@@ -88,12 +88,9 @@ def _compositions(
     num_layers, last = costs.model.num_layers, len(order) - 1
     tables: list[dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]] = []
     for k, island in enumerate(order):
-        starts = range(1) if k == 0 else range(1, num_layers)
-        stops = range(num_layers, num_layers + 1) if k == last else range(1, num_layers)
-        answers = {(start, stop): ask(start, stop, island) for start in starts for stop in stops if start < stop}
         by_batch: dict[tuple[int, int], dict[tuple[int, int], PartialPlan]] = {}
-        for at, plans in answers.items():
-            for plan in plans:
+        for at in ask.slices():
+            for plan in ask(at, island, k == 0, k == last):
                 by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
         tables.append(by_batch)
     for data, size in sorted(set.intersection(*(set(table) for table in tables))):

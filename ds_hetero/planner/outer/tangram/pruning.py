@@ -5,14 +5,15 @@
     3  a slice whose parameters fit into the island's memory when they are fully partitioned              Eq. 6
     4  neighbours whose hand-over of activations takes at most a part of their period
 
-Rules 1 to 3 decide before a question is asked, rule 4 between two answers. Without any rule, every interval of layers
-is asked about on every island.
+Rules 1 to 3 decide before a question is asked, rule 4 between two answers. Without rule 1, every interval of layers is
+asked about on every island; with it, one interval of every length that the island's place in the pipeline allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.outer.blocks import block_of
@@ -61,16 +62,30 @@ class Answers:
         self._whole = sum(island.flops_per_s for island in islands)
         self._known: dict[tuple[object, ...], Sequence[PartialPlan]] = {}
 
-    def __call__(self, start: int, stop: int, island: Island) -> Sequence[PartialPlan]:
-        """Return the partial plans of layers ``[start, stop)`` on an island; none if a rule excludes them."""
-        num_layers, rules = self._costs.model.num_layers, self._rules
-        part = Slice(stop - start, start == 0, stop == num_layers)
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Yield all intervals ``[start, stop)`` of the model's layers."""
+        return combinations(range(self._costs.model.num_layers + 1), 2)
+
+    def __call__(self, at: tuple[int, int], island: Island, first: bool, last: bool) -> Sequence[PartialPlan]:
+        """Return the partial plans of a slice on an island; none if a rule excludes them.
+
+        Args:
+            at: layers ``[start, stop)``.
+            island: that trains them.
+            first: the island is the first of the pipeline, so that its slices begin at layer 0, and no others do.
+            last: the island is the last one, likewise.
+        """
+        start, stop = at
+        part, rules = Slice(stop - start, start == 0, stop == self._costs.model.num_layers), self._rules
+        fits_in = (part.first, part.last) == (first, last)
+        if rules.equal_lengths and not fits_in:
+            return ()
         if (rules.balanced and not self._is_balanced(part, island)) or (rules.memory and not self._fits(part, island)):
             return ()
         key = (part, island) if rules.equal_lengths else (start, stop, island)
         if key not in self._known:
             self._known[key] = self._parallelizer.plan(part, island)
-        return self._known[key]
+        return self._known[key] if fits_in else ()
 
     def _is_balanced(self, part: Slice, island: Island) -> bool:
         share = self._costs.model.num_layers * island.flops_per_s / self._whole
