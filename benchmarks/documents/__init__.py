@@ -1,0 +1,1 @@
+"""Batches of many documents: what placing them by their documents brings."""

@@ -1,0 +1,14 @@
+"""The commands of this folder."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.documents import run
+
+COMMANDS = {"run": run.main}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(f"usage: python -m benchmarks.documents {{{','.join(COMMANDS)}}} ...")
+    COMMANDS[sys.argv[1]](sys.argv[2:])

@@ -1,0 +1,315 @@
+"""Ways to run one packed batch on unequal ranks: one attention layer, or whole training steps.
+
+    stream          this engine, cut by length alone, tokens by speed
+    over all        every document over all ranks, zigzag, tokens by speed: TransformerEngine's context parallelism
+    documents       this engine, placed by documents
+    stock           DeepSpeed's Ulysses; inside its all-to-all, attention of one document after the other
+    one rank alone  rank 0 with the whole batch, nothing sent
+
+Stock has no kernel on a CPU that keeps documents apart (its flash-attn has); it is given one here, that of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
+from ds_hetero.baselines import proportional
+from ds_hetero.placement import Lane, Placement, Range, Rows, stream_placement
+from ds_hetero.planner.documents import UnitCosts, place_documents
+from ds_hetero.plans import Plan
+from ds_hetero.runtime.attention import kernels
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.batch_layout import agree_on_batch
+from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.attention.shard_placement import KnownPlacement
+from ds_hetero.runtime.documents import POSITIONS, position_runs
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.schedule import Schedule
+from ds_hetero.splits import share
+
+__all__ = [
+    "ALONE",
+    "DOCUMENTS",
+    "OVER_ALL",
+    "STOCK",
+    "STREAM",
+    "PackedBatch",
+    "alone_step",
+    "layer_actions",
+    "step_actions",
+]
+
+STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
+_VOCABULARY, _IGNORED = 512, -100
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One row of documents.
+
+    Args:
+        lengths: of the documents.
+    """
+
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of the row."""
+        return sum(self.lengths)
+
+    @property
+    def squares(self) -> int:
+        """Sum of the squares of the lengths."""
+        return sum(length * length for length in self.lengths)
+
+    @property
+    def documents(self) -> tuple[Range, ...]:
+        """Intervals of the row."""
+        return tuple(pairwise(accumulate(self.lengths, initial=0)))
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, tokens], which begin anew in every document."""
+        return torch.cat([torch.arange(length) for length in self.lengths])[None]
+
+    def place(self, name: str, schedule: Schedule, costs: UnitCosts) -> Placement:
+        """The placement that a contender makes of this batch."""
+        rows = (Rows(0, 1, self.documents),)
+        if name == STREAM:
+            return stream_placement(schedule, self.tokens, rows)
+        if name == DOCUMENTS:
+            return place_documents(schedule, self.documents, self.tokens, costs).with_rows(rows)
+        weights = [1 / seconds for seconds in costs.square_s]
+        tokens = tuple(share(length, weights) for length in self.lengths)
+        members = tuple(range(schedule.ring_size))
+        lane = Lane(members=members, spans=self.documents, tokens=tokens, layout="zigzag")
+        held = tuple(map(sum, zip(*tokens, strict=True)))
+        return Placement(schedule=schedule, length=self.tokens, rank_tokens=held, lanes=(lane,), rows=rows)
+
+
+# --- one attention layer ----------------------------------------------------------------------------------------------
+
+
+def layer_actions(
+    batch: PackedBatch, shape: Shape, speeds: Sequence[float], costs: UnitCosts
+) -> tuple[dict[str, Callable[[], object]], dict[str, Placement]]:
+    """Forward and backward of one layer by every contender but stock, and the placements; on every rank."""
+    schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
+    replica = make_replica(Plan.of_replicas([schedule]))
+    spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
+    positions = batch.position_ids
+    actions: dict[str, Callable[[], object]] = {}
+    placements = {name: batch.place(name, schedule, costs) for name in (STREAM, OVER_ALL, DOCUMENTS)}
+    for name, placement in placements.items():
+        known = KnownPlacement(placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions))
+        held = placement.positions(dist.get_rank())
+        shard = LocalBatch(
+            batch_size=1,
+            tokens=len(held),
+            dtype=torch.float32,
+            position_ids=positions[:, held],
+            placement=placement,
+        )
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, _: Tensor, shard: LocalBatch = shard, known: KnownPlacement = known
+        ) -> Tensor:
+            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec).flatten(2)
+
+        contender = Contender(name, lambda length, held=held: held, attend)  # type: ignore[misc]
+        actions[name] = contender.layer(shape, batch.tokens)
+        actions[name]()
+    return actions | {ALONE: _alone(batch, shape)}, placements
+
+
+def _alone(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    """One kernel call per document and pass on rank 0; the other ranks do nothing."""
+    if dist.get_rank() != 0:
+        return lambda: None
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    inputs = [torch.randn(1, h, batch.tokens, shape.head_dim, requires_grad=True) for h in heads]
+    dout = torch.randn(1, shape.num_heads, batch.tokens, shape.head_dim)
+
+    def run() -> None:
+        for x in inputs:
+            x.grad = None
+        _attend_in_documents(batch, *inputs).backward(dout)
+
+    run()
+    return run
+
+
+def _attend_in_documents(batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, H, tokens, D]: torch's causal attention of one document after the other."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    parts = [x.split(batch.lengths, dim=2) for x in (q, k, v)]
+    return torch.cat([sdpa(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)], dim=2)
+
+
+# --- whole training steps ---------------------------------------------------------------------------------------------
+
+
+def step_actions(
+    batch: PackedBatch, shape: Shape, speeds: Sequence[float], costs: UnitCosts, names: Sequence[str]
+) -> dict[str, Callable[[], object]]:
+    """One training step of a small Llama through DeepSpeed by every contender, the loader's work included."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
+    actions: dict[str, Callable[[], object]] = {}
+    if STOCK in names:  # before any of ours
+        actions[STOCK] = _stock_step(batch, shape)
+    for name in names:
+        if name not in (STOCK, ALONE):
+            actions[name] = _engine_step(name, batch, shape, schedule, costs)
+    if ALONE in names:
+        actions[ALONE] = alone_step(batch, shape)
+    for action in actions.values():
+        action()
+    return actions
+
+
+def _model(shape: Shape, batch: PackedBatch, attention_name: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.hidden_size * 11 // 4,
+        head_dim=shape.head_dim,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=batch.tokens,
+        use_cache=False,
+        attn_implementation=attention_name,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _engine_for(model: Any, mpu: Any = None, **config: Any) -> Any:
+    import deepspeed
+
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        **config,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=mpu)[0]
+
+
+def _whole(batch: PackedBatch) -> dict[str, Tensor]:
+    ids = torch.randint(_VOCABULARY, (1, batch.tokens), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, [start for start, _ in batch.documents]] = _IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": batch.position_ids}
+
+
+def _shifted(whole: Mapping[str, Tensor]) -> Tensor:
+    return torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=_IGNORED)
+
+
+def _engine_step(
+    name: str, batch: PackedBatch, shape: Shape, schedule: Schedule, costs: UnitCosts
+) -> Callable[[], object]:
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    section = {
+        "schedule": schedule.to_dict(),
+        "placement": "stream" if name == STREAM else "documents",
+        "verify": "off",
+    }
+    model = _model(shape, batch, "sdpa")
+    engine = _engine_for(model, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
+    own = handle.for_engine(engine)
+    if name != STREAM:
+        prepared = handle.registry.find(model)
+        assert prepared is not None
+        prepared.model.place_documents(lambda schedule, length, rows=(): batch.place(name, schedule, costs))
+    shards = iter(own.dataloader(repeat(_whole(batch)), batches="same"))
+
+    def step() -> float:
+        shard = next(shards)
+        loss = own.loss(engine(**shard), shard)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _packed_attention(batch: PackedBatch, name: str) -> None:
+    """Register attention inside the documents of ``batch`` with transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
+        return _attend_in_documents(batch, q, k, v).transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from torch.distributed.nn.functional import all_gather
+
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    name = f"packed {batch.tokens} {len(batch.lengths)} {batch.squares}"
+    _packed_attention(batch, name)
+    model = _model(shape, batch, name)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation=name, sequence_parallel_size=num_ranks, micro_batch_size=1
+    )
+    engine = _engine_for(model, mpu, sequence_parallel_size=num_ranks)
+    whole = _whole(batch)
+    held = contiguous_positions(batch.tokens, rank, num_ranks)
+    ids, positions, labels = (x[:, held] for x in (whole["input_ids"], whole["position_ids"], _shifted(whole)))
+    group = mpu.get_sequence_parallel_group()
+
+    def step() -> float:
+        logits = engine(input_ids=ids, position_ids=positions).logits
+        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=_VOCABULARY)
+        losses = all_gather(loss, group=group)
+        counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
+        loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def alone_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    if dist.get_rank() != 0:
+        return lambda: None
+    name = f"alone {batch.tokens} {len(batch.lengths)} {batch.squares}"
+    _packed_attention(batch, name)
+    model = _model(shape, batch, name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    whole = _whole(batch)
+    labels = _shifted(whole)
+
+    def step() -> float:
+        logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step

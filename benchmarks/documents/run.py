@@ -1,0 +1,263 @@
+r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and whole training steps, by turns.
+
+    python -m benchmarks.documents run                     # about 25 minutes
+    python -m benchmarks.documents run --quick             # three: ArXiv lengths, half the tokens
+
+Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
+measured when they are set. The bound is the time of rank 0 alone, times its share of the sum of measured speeds.
+Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
+against the same stream through the placement of documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.documents.contenders import (
+    ALONE,
+    DOCUMENTS,
+    OVER_ALL,
+    STOCK,
+    STREAM,
+    PackedBatch,
+    alone_step,
+    layer_actions,
+    step_actions,
+)
+from benchmarks.documents.wire import counted_bytes, planned_bytes
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.emulation.emulator import RankLab, emulate
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.statistics import within_bound
+from benchmarks.measure.turns import take_turns, timed_run
+from ds_hetero.planner.documents import UnitCosts
+from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
+
+__all__ = ["RunPlan", "main"]
+
+SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}
+ATTENTION, STEP, SINGLE = "attention", "training step", "one document"
+NODES = (0, 0, 1, 1)
+ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
+EDGE_TOKENS = 128  # keys that the tiles on a document's diagonal cost each token beside its own
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is measured.
+
+    Args:
+        cases: (scope, speeds, distribution), steps last: stock stays registered.
+        shape: of the layer and the model.
+        tokens: of a batch.
+        shrink: what the published lengths are divided by.
+        rounds: turns of every contender at most.
+        budget_s: of a case, after which no further round begins.
+        seed: of the batches.
+    """
+
+    cases: tuple[tuple[str, str, str], ...]
+    shape: Shape
+    tokens: int
+    shrink: int
+    rounds: int
+    budget_s: float
+    seed: int
+
+    def batch(self, distribution: str) -> PackedBatch:
+        """Documents that fill a row, a multiple of the ranks."""
+        if distribution == SINGLE:
+            return PackedBatch((self.tokens // 2,))
+        drawn = DISTRIBUTIONS[distribution].batch(self.tokens * self.shrink, random.Random(self.seed))
+        lengths = [max(length // self.shrink, 1) for length in drawn]
+        lengths[-1] += self.tokens - sum(lengths)
+        return PackedBatch(tuple(lengths))
+
+
+def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
+    """Everything, on one rank; rank 0's answer is complete."""
+    total, measured = sum(lab.cluster.cores), ""
+    results = []
+    for done, (scope, speeds, distribution) in enumerate(plan.cases):
+        lab.report(done / len(plan.cases), f"{scope}, {speeds}, {distribution}")
+        if speeds != measured:
+            measured = speeds
+            lab.set_speeds([total * speed / sum(SPEEDS[speeds]) for speed in SPEEDS[speeds]])
+        results.append(_case(lab, plan, scope, speeds, distribution))
+    return results
+
+
+def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
+    cores = [speed.measured for speed in lab.speeds]
+    batch = plan.batch(distribution)
+    case: dict[str, Any] = {"scope": scope, "speeds": speeds, "distribution": distribution}
+    if scope == STEP:
+        costs = _costs(*_solve_step(plan, batch), cores)
+        names = (STOCK, STREAM, OVER_ALL, DOCUMENTS, ALONE) if speeds == "4:3:2:1" else (STREAM, DOCUMENTS, ALONE)
+        actions: Mapping[str, Callable[[], object]] = step_actions(batch, plan.shape, cores, costs, names)
+    else:
+        costs = _costs(EDGE_TOKENS / batch.squares, 1 / batch.squares, cores)
+        actions, placements = layer_actions(batch, plan.shape, cores, costs)
+        case["bytes"] = {
+            name: {
+                "counted": counted_bytes(actions[name], NODES),
+                "planned": planned_bytes(placement, plan.shape, NODES),
+            }
+            for name, placement in placements.items()
+        }
+        case["rank_tokens"] = placements[DOCUMENTS].rank_tokens
+    turns = take_turns(actions, plan.rounds, plan.budget_s, lab.own_pids)
+    return case | {
+        "documents": batch.lengths,
+        "measured_speeds": cores,
+        "text": lab.describe(),
+        "seconds": turns.seconds,
+        "foreign_cores": turns.foreign_cores,
+    }
+
+
+def _costs(token_s: float, square_s: float, cores: Sequence[float]) -> UnitCosts:
+    """Costs of a rank with a whole core, on ranks with these shares of one; links count as free."""
+    return UnitCosts(
+        token_s=tuple(token_s / share for share in cores),
+        square_s=tuple(square_s / share for share in cores),
+        most_tokens=(10**9,) * len(cores),
+        node=NODES,
+        receive_s=(0.0, 0.0),
+        cross_s=(0.0, 0.0),
+    )
+
+
+def _solve_step(plan: RunPlan, batch: PackedBatch) -> tuple[float, float]:
+    """Seconds per token and per square of a length of a training step, from two steps of rank 0 alone."""
+    short = PackedBatch((plan.tokens // 64,) * 64)
+    seconds = []
+    for one in (short, batch):
+        step = alone_step(one, plan.shape)
+        step()
+        seconds.append(min(timed_run(step) for _ in range(2)))
+    box: list[Any] = [seconds]
+    dist.broadcast_object_list(box, src=0)
+    short_s, batch_s = box[0]
+    square_s = max((batch_s - short_s) / max(batch.squares - short.squares, 1), 1e-12)
+    return max((short_s - square_s * short.squares) / short.tokens, 1e-9) + EDGE_TOKENS * square_s, square_s
+
+
+def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per contender and case."""
+    rows = []
+    for case in results:
+        cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
+        bound_s = medians[ALONE] * cores[0] / sum(cores)
+        for name, seconds in case["seconds"].items():
+            if name == ALONE:
+                continue
+            paired = [a / b for a, b in zip(case["seconds"][STREAM], seconds, strict=True)]
+            rows.append(
+                {
+                    **{key: case[key] for key in ("scope", "speeds", "distribution")},
+                    "contender": name,
+                    "seconds": medians[name],
+                    "of_bound": bound_s / medians[name],
+                    "over_stream": median(paired),
+                    "rounds": len(paired),
+                    "foreign_cores": case["foreign_cores"],
+                }
+            )
+    return rows
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Tables for people."""
+    console.print(
+        f"EMULATED: two nodes of two ranks; {result['tokens']} tokens, lengths divided by {result['shrink']}, fp32, "
+        f"causal, {result['seconds']:.0f} s in all"
+    )
+    table = Table(title="packed batches")
+    for column in ("scope", "speeds", "lengths", "contender", "s", "of the bound", "over stream", "rounds", "foreign"):
+        table.add_column(column, justify="left" if column in ("scope", "speeds", "lengths", "contender") else "right")
+    for row in result["rows"]:
+        table.add_row(
+            *(row[key] for key in ("scope", "speeds", "distribution", "contender")),
+            f"{row['seconds']:.3f}",
+            within_bound(f"{row['of_bound']:.1%}", row["of_bound"]),
+            f"{row['over_stream']:.2f}x",
+            str(row["rounds"]),
+            f"{row['foreign_cores']:.2f}",
+        )
+    console.print(table)
+    if not any(case.get("bytes") for case in result["cases"]):
+        return
+    wire = Table(title="bytes sent, forward and backward of one layer: counted / planned")
+    for column in ("speeds", "lengths", "contender", "inside nodes", "between nodes"):
+        wire.add_column(column)
+    for case in result["cases"]:
+        for name, both in case.get("bytes", {}).items():
+            cells = [f"{both['counted'][kind]:,} / {both['planned'][kind]:,}" for kind in ("inside", "between")]
+            wire.add_row(case["speeds"], case["distribution"], name, *cells)
+    console.print(wire)
+
+
+def main(words: Sequence[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents run", description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="ArXiv lengths only, in about three minutes")
+    parser.add_argument("--tokens", type=int, help="of a batch")
+    parser.add_argument("--shrink", type=int, help="what the published lengths are divided by")
+    parser.add_argument("--rounds", type=int, help="turns of every contender")
+    parser.add_argument("--seed", type=int, default=1, help="of the batches")
+    parser.add_argument("--scopes", nargs="+", choices=(ATTENTION, STEP), default=(ATTENTION, STEP))
+    parser.add_argument("--link", type=float, help="Gbit/s between the nodes; left out, loopback")
+    parser.add_argument("--output", type=Path, help="the result file")
+    options = parser.parse_args(words)
+    plan = _plan(options)
+    link = None if options.link is None else options.link * 1e9
+    nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
+    console, begin = Console(stderr=True), time.perf_counter()
+    with (
+        progress(console) as report,
+        emulate(EmulatedCluster(nodes=nodes, fastest_cores=ALL_CORES * 0.4)) as emulated,
+    ):
+        cases = emulated.run(measure, plan, on_report=report)[0]
+    result = {**header(" ".join(["python -m benchmarks.documents run", *words])), "emulated": True}
+    result |= {"tokens": plan.tokens, "shrink": plan.shrink, "rows": summarize(cases), "cases": cases}
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    output = options.output or FOLDER / f"documents_run{'_quick' if options.quick else ''}.json"
+    write(json.loads(json.dumps(result)), output)
+    show(result, Console(width=None if sys.stdout.isatty() else 140))
+    console.print(f"written to {output}")
+
+
+def _plan(options: argparse.Namespace) -> RunPlan:
+    distributions = ("arxiv",) if options.quick else tuple(DISTRIBUTIONS)
+    cases = [
+        (ATTENTION, speeds, name)
+        for speeds in SPEEDS
+        for name in (*distributions, SINGLE)
+        if ATTENTION in options.scopes
+    ]
+    steps = ["4:3:2:1"] if options.quick else list(SPEEDS)
+    cases += [(STEP, speeds, name) for speeds in steps for name in distributions if STEP in options.scopes]
+    return RunPlan(
+        cases=tuple(cases),
+        shape=Shape(num_heads=8, num_kv_heads=4),
+        tokens=options.tokens or (6144 if options.quick else 12288),
+        shrink=options.shrink or (10 if options.quick else 5),
+        rounds=options.rounds or (3 if options.quick else 7),
+        budget_s=40.0 if options.quick else 150.0,
+        seed=options.seed,
+    )
