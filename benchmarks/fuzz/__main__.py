@@ -35,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30_000, help="mutations over all kinds, through the readers")
     parser.add_argument("--commands", type=int, default=500, help="invocations over all commands")
+    parser.add_argument("--only", metavar="NAME", help="kinds and commands whose name has this in it", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unnamed", action="store_true", help="print errors that do not name what was changed")
     options = parser.parse_args()
@@ -42,13 +43,13 @@ def main() -> int:
     print(f"{'input':<20} {'tried':>7} " + " ".join(f"{c:>12}" for c in _COLUMNS) + f" {'names the key':>16}")
     tallies = {}
     for name, kind in KINDS.items():
-        if options.count:
+        if options.count and options.only in name:
             tallies[name] = fuzz(kind, options.count // len(KINDS), random.Random(f"{options.seed} {name}"))
             _print_row(name, tallies[name])
     if options.commands:
         with tempfile.TemporaryDirectory(prefix="ds_hetero_fuzz_") as scratch:
             command_line = CommandLine(Path(scratch))
-            for name in COMMANDS:
+            for name in (name for name in COMMANDS if options.only in name):
                 share = -(-options.commands // (len(COMMANDS) - 1))
                 count = (
                     min(share, _MOST_PROFILES) if name == "profile" else share

@@ -34,11 +34,13 @@ _PIPELINES = ["--parallel", "full", "--global-batch", "4"]
 COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", *_SCENARIO, "--micro-batch", "1", "--zero-stage", "1", "--out", "out.json", "--json"],
     "plan, pipelines": ["plan", *_SCENARIO, *_PIPELINES, "--objective", "time", "--json"],
+    "plan, lengths": ["plan", *_SCENARIO, "--lengths", "lengths.json", "--seed", "1", "--json"],
     "simulate": ["simulate", *_SCENARIO, "--schedule", "schedule.json", "--micro-batches", "2", "--json"],
     "simulate, pipelines": ["simulate", *_SCENARIO, "--plan", "plan.json", "--json"],
     "compare": ["compare", *_SCENARIO, "--cost-model", "calibrated", "--json"],
     "compare, exact": ["compare", *_SCENARIO, "--exact"],
     "show": ["show", "--out", "out.svg", *_SCENARIO, "--schedule", "schedule.json", "--json"],
+    "show, documents": ["show", *_SCENARIO, "--schedule", "schedule.json", "--documents", "lengths.json", "--json"],
     "replan": ["replan", "--plan", "plan.json", *_SCENARIO, "--lost", "3", "--json"],
     "replicas": ["replicas", "--cluster", "cluster.yaml", *_SCENARIO, "--global-batch", "4", "--json"],
     "doctor": ["doctor", "--config", "config.json", "--world-size", "4", "--model", "model.json", "--json"],
@@ -58,6 +60,13 @@ _VALUES = (
     str(2**63), str(10**30), "9" * 5_000, "true", "null", "[]", "{}", "--json", "/", "/dev/null", "missing.json",
     "loop", ".", "é" * 300, "x" * 5_000, "\ud800", "cluster.yaml", "model.json", "schedule.json", "plan", "ulysses",
 )  # fmt: skip
+_FIELD_OF_KEY = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "mlp_size",
+}
+"""What schedules and plans call keys of a model's configuration."""
 _TIMES = ("iteration_s", "step_s", "block_s", "tokens_per_s")
 _server = multiprocessing.get_context("forkserver")
 
@@ -73,6 +82,7 @@ class CommandLine:
         _server.set_forkserver_preload(["benchmarks.fuzz.preload"])
         self._scratch, self._number = scratch, 0
         self._sound = {file: copy.deepcopy(KINDS[kind].example) for file, kind in _KIND_OF_FILE.items()}
+        self._sound["lengths.json"] = [1000, 2000, 1096]
         self._sound["plan.json"] = self._plan_of_pipelines()
 
     def fuzz(self, name: str, count: int, rng: random.Random) -> Tally:
@@ -115,7 +125,7 @@ class CommandLine:
             text = "[" * 100_000
         if rng.random() < 0.15:
             text, names = tear(text, rng), ()
-        return texts | {file: text}, names
+        return texts | {file: text}, (*names, *(_FIELD_OF_KEY[name] for name in names if name in _FIELD_OF_KEY))
 
     def _outcome(self, arguments: Sequence[str], texts: dict[str, str]) -> tuple[str, str]:
         folder = self._scratch / str(self._number)
