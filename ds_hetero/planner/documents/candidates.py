@@ -20,7 +20,7 @@ from ds_hetero.planner.documents.baselines import (
 from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS, Bins, Pieces, water_fill
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
-from ds_hetero.planner.documents.two_level import Effort, node_bins, two_level
+from ds_hetero.planner.documents.two_level import GOOD, Effort, node_bins, two_level
 
 __all__ = ["PlacedLengths", "place_lengths"]
 
@@ -34,10 +34,7 @@ EFFORTS = (
     Effort(0.02, 0.9),
     Effort(0.08, 3.0),
 )
-MOST_WORK = (
-    4096  # units and documents times candidates: with thousands of either, planning takes milliseconds all the same
-)
-GOOD = 1.02  # over the ideal time ends the search; over the best candidate is as good as it
+MOST_WORK = 3072  # units and documents, times candidates: planning takes milliseconds with thousands of either too
 
 
 @dataclass(frozen=True, slots=True)

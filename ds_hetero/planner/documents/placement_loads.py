@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.bins import Pieces
@@ -49,65 +50,60 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
         documents: intervals of the row, ascending and disjoint.
         costs: of the units.
     """
-    view = _Documents(documents)
-    nodes: list[list[Range]] = [[] for _ in range(costs.num_nodes)]
-    tokens, squares, received, cut_lengths = ([0] * len(costs.token_s) for _ in range(4))
+    held: list[tuple[int, int, int]] = []
     for unit, intervals in zip(lane.members, lane.intervals, strict=True):
-        held = [interval for interval in intervals if interval[0] < interval[1]]
-        nodes[costs.node[unit]] += held
-        tokens[unit] = sum(stop - start for start, stop in held)
-        squares[unit] = sum(view.squares(stop) - view.squares(start) for start, stop in held)
-        received[unit] = view.missing(held)
-        cut_lengths[unit] = sum(view.cut_length(start, stop) for start, stop in held) // 2
-    crossed = [view.missing(sorted(intervals)) for intervals in nodes]
-    inside_s = (count * costs.receive_s[node] for count, node in zip(received, costs.node, strict=True))
+        held += ((start, stop, unit) for start, stop in intervals if start < stop)
+    held.sort()
+    units, node_of = len(costs.token_s), costs.node
+    tokens, squares, received, cut_lengths = ([0] * units for _ in range(4))
+    crossed, unit_end, node_end = [0] * costs.num_nodes, [0] * units, [0] * costs.num_nodes
+    for (first, stop, unit), at_first, at_stop in zip(held, *_documents_at(held, documents), strict=True):
+        node = node_of[unit]
+        tokens[unit] += stop - first
+        squares[unit] += at_stop.squares - at_first.squares
+        if at_first.start < first < at_first.stop:  # needs the keys of this document that come before the interval
+            received[unit] += first - max(at_first.start, unit_end[unit])
+            crossed[node] += first - max(at_first.start, node_end[node])
+            cut_lengths[unit] += at_first.stop - at_first.start
+        if at_first.start != at_stop.start < stop < at_stop.stop:
+            cut_lengths[unit] += at_stop.stop - at_stop.start
+        unit_end[unit] = node_end[node] = stop
+    inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
     return Loads(
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(squares, costs.square_s, strict=True)),
-        fragments_s=tuple(FRAGMENT_ROWS * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
+        fragments_s=tuple(FRAGMENT_ROWS / 2 * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
         received_s=tuple(
-            max(s, crossed[node] * costs.cross_s[node]) for s, node in zip(inside_s, costs.node, strict=True)
+            max(s, crossed[node] * costs.cross_s[node]) for s, node in zip(inside_s, node_of, strict=True)
         ),
         received_tokens=sum(received),
         crossing_tokens=sum(crossed),
     )
 
 
-class _Documents:
-    """Documents of a row, asked by position."""
+class _At(NamedTuple):
+    """The last document that begins at or before a position.
 
-    def __init__(self, documents: Sequence[Range]) -> None:
-        self._documents = documents
-        self._starts = [start for start, _ in documents]
-        self._squares = list(accumulate(((stop - start) ** 2 for start, stop in documents), initial=0))
+    Args:
+        start: its first position.
+        stop: the position after its last.
+        squares: twice the query-key pairs of all positions before this one, the square of the length for a document.
+    """
 
-    def _around(self, position: int) -> tuple[int, Range]:
-        """Index and interval of the last document that begins at or before a position."""
-        index = bisect_right(self._starts, position) - 1
-        return index, self._documents[index] if index >= 0 else (0, 0)
+    start: int
+    stop: int
+    squares: int
 
-    def squares(self, position: int) -> int:
-        """Twice the query-key pairs of all positions before this one: the square of the length of every document."""
-        index, (start, stop) = self._around(position)
-        if position >= stop:
-            return self._squares[index + 1]
-        return self._squares[index] + (position - start) ** 2
 
-    def missing(self, intervals: Sequence[Range]) -> int:
-        """Positions whose keys the queries in ascending, disjoint intervals need and that lie in none of them."""
-        count = end = 0
-        for first, stop in intervals:
-            _, (start, last) = self._around(first)
-            if first < last:
-                count += first - max(start, end)
-            end = stop
-        return count
-
-    def cut_length(self, first: int, stop: int) -> int:
-        """Lengths of the documents, at most two, that the ends of an interval cut."""
-        cut = {index: last - start for index, (start, last), at in self._ends(first, stop) if start < at < last}
-        return sum(cut.values())
-
-    def _ends(self, *positions: int) -> list[tuple[int, Range, int]]:
-        return [(*self._around(position), position) for position in positions]
+def _documents_at(held: Sequence[tuple[int, int, int]], documents: Sequence[Range]) -> tuple[list[_At], list[_At]]:
+    """The documents at the first positions of ascending intervals that cover a row, and at the ends of these."""
+    before = list(accumulate(((stop - start) ** 2 for start, stop in documents), initial=0))
+    starts = [start for start, _ in documents]
+    found = []
+    for position in (*(first for first, _, _ in held), held[-1][1]):
+        index = bisect_right(starts, position) - 1
+        start, stop = documents[index] if index >= 0 else (0, 0)
+        inside = before[index] + (position - start) ** 2 if position < stop else before[index + 1]
+        found.append(_At(start, stop, inside))
+    return found[:-1], found[1:]

@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.trim import trim
+from ds_hetero.planner.documents.rebalance import rebalance
 
-__all__ = ["Effort", "node_bins", "two_level"]
+__all__ = ["GOOD", "Effort", "node_bins", "two_level"]
+
+
+GOOD = 1.02  # over the ideal time: a placement within it is not made better
 
 
 class Effort(NamedTuple):
@@ -59,7 +62,7 @@ def two_level(
         return None
     if len(units) > 1:
         # Attention of a node is that of its units together, so what it receives counts per unit.
-        trim(parts, by_node, nodes, costs.cross_s)
+        rebalance(parts, by_node, nodes, costs.cross_s, bound_s * GOOD)
     inside: list[list[Part]] = [[] for _ in units]
     across: list[list[Part]] = [[] for _ in units]
     for part, pieces in zip(parts, by_node, strict=True):
