@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.buckets import Bucket, fuse
 from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
-from ds_hetero.gradient_sync.chunks import Chunk, chunks_of
+from ds_hetero.gradient_sync.chunks import Box, Chunk, chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.zero.partition import ALIGNMENT
 
 __all__ = ["AsymmetricGradientSync"]
@@ -59,6 +60,7 @@ class AsymmetricGradientSync:
         bucket_bytes: a bucket leaves once a contributor has so much for it.
         replicas: ranks of every replica, by which `start` weighs gradients; None if every layout has one cut for each
             replica, in the same order.
+        groups: process groups made so far, to be used again; left out, all are made anew.
         communication_dtype: what gradients travel in; None for each parameter's own dtype.
         owner_weights: see `ds_hetero.gradient_sync.chunks.chunks_of`; the same on every rank.
         alignment: see `ds_hetero.gradient_sync.chunks.chunks_of`.
@@ -67,9 +69,12 @@ class AsymmetricGradientSync:
         owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
             gradients after `finish`. Every element of the model has one owner. Give them to an optimizer, in as many
             parameter groups as wanted.
+        owned_boxes: by name, which elements of the whole parameter those are, box after box in row-major order.
+        shapes: of the whole parameters, by name.
 
     Caller: every rank of the job, in the same order as whatever else makes process groups.
-    Collectives: all_gathers of what must agree; one new_group per set of members; one all_to_all_single per bucket and
+    Collectives: all_gathers of what must agree; one new_group per set of members that ``groups`` does not have; one
+    all_to_all_single per bucket and
     direction, after which all replicas have the values of the first.
 
     Raises:
@@ -85,6 +90,7 @@ class AsymmetricGradientSync:
         bucket_bytes: int = 25 * 2**20,
         *,
         replicas: Sequence[Sequence[int]] | None = None,
+        groups: ProcessGroups | None = None,
         communication_dtype: torch.dtype | None = None,
         owner_weights: Mapping[int, float] | None = None,
         alignment: int = ALIGNMENT,
@@ -96,6 +102,7 @@ class AsymmetricGradientSync:
         given = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
         settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, given
         dtypes = agree(parameters, self._shards, layouts, settings, self._group, has_replicas=given is not None)
+        self.shapes = {name: layout.shape for name, layout in layouts.items()}
         self._replicas = replicas_of(layouts) if given is None else given
         self._parameters = {name: parameters[name] for name in self._shards}
 
@@ -103,7 +110,7 @@ class AsymmetricGradientSync:
         chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
         self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
         self._own(chunks, layouts, dtypes)
-        self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes)
+        self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes, groups or ProcessGroups())
         self._accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._tokens: tuple[dist.Work, Tensor] | None
@@ -224,11 +231,13 @@ class AsymmetricGradientSync:
         """Make what this rank owns; its chunks of a parameter lie end to end."""
         self._extents: dict[Chunk, slice] = {}
         sizes: dict[str, int] = {}
+        self.owned_boxes: dict[str, tuple[Box, ...]] = {}
         for chunk in chunks:
             if chunk.owner == self._rank:
                 start = sizes.get(chunk.name, 0)
                 sizes[chunk.name] = start + chunk.size
                 self._extents[chunk] = slice(start, start + chunk.size)
+                self.owned_boxes[chunk.name] = (*self.owned_boxes.get(chunk.name, ()), *chunk.boxes)
         self.owned: dict[str, nn.Parameter] = {}
         self._sums: dict[str, Tensor] = {}
         for name in names:
@@ -242,6 +251,7 @@ class AsymmetricGradientSync:
         dtypes: Mapping[str, torch.dtype],
         communication_dtype: torch.dtype | None,
         bucket_bytes: int,
+        made: ProcessGroups,
     ) -> None:
         """Make buckets and process groups, the same on every rank, and the transfers that this rank takes part in."""
         wires = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
@@ -250,7 +260,7 @@ class AsymmetricGradientSync:
         groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dist.get_world_size())): self._group}
         for members in sorted({bucket.members for bucket in (*reduce, *gather)}):
             if members not in groups:
-                groups[members] = dist.new_group(list(members)) if len(members) > 1 else None
+                groups[members] = made.of(members, "gradient sync") if len(members) > 1 else None
 
         def transfers(buckets: Sequence[Bucket]) -> list[BucketTransfer]:
             own = [bucket for bucket in buckets if self._rank in bucket.members]

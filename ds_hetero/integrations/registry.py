@@ -55,6 +55,7 @@ class Registry:
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
         patches: what has been replaced in the frameworks.
+        process_groups: made so far; plans to come use them again.
     """
 
     def __init__(self, ds_config: Mapping[str, object] | None) -> None:
@@ -64,7 +65,7 @@ class Registry:
         self._pipelined: list[weakref.ref[nn.Module]] = []
         self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
-        self._groups = ProcessGroups()
+        self.process_groups = ProcessGroups()
         self._clusters = MeasuredClusters()
 
     @property
@@ -210,7 +211,7 @@ class Registry:
     def _replica_of(self, plan: Plan) -> Replica:
         """This rank's replica under ``plan``, made when it is first needed; every rank of the world."""
         if plan not in self._replicas:
-            self._replicas[plan] = make_replica(plan, self._groups)
+            self._replicas[plan] = make_replica(plan, self.process_groups)
         return self._replicas[plan]
 
 

@@ -88,13 +88,18 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
 
-    def of(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of ``ranks``, ascending; one new_group the first time."""
-        key = tuple(sorted(ranks))
+    def of(self, ranks: Sequence[int], purpose: str = "") -> ProcessGroup:
+        """Return the group of ``ranks``, ascending; one new_group the first time.
+
+        Args:
+            ranks: global ranks.
+            purpose: groups of the same ranks that must not wait for each other have different ones.
+        """
+        key = tuple(sorted(ranks)), purpose
         if key not in self._made:
-            self._made[key] = dist.new_group(list(key))
+            self._made[key] = dist.new_group(list(key[0]))
         return self._made[key]
 
 

@@ -15,6 +15,7 @@ from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.plans.activations import held_intervals
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.schedule import Group, Schedule
 from tests.support import run_ranks
 
@@ -127,16 +128,17 @@ def one_process(plan, seed, tied):
 
 def stages_train_as_one_process(rank, world_size, seeds):
     torch.set_default_dtype(torch.float64)
+    made = ProcessGroups()
     for seed in seeds:
         rng = random.Random(seed)
         plan, tied = random_plan(rng, world_size), rng.random() < 0.5
         loss, wanted = one_process(plan, seed, tied)
         model, place = Model(tied), plan.place_of(rank)
-        groups = make_boundary_groups(plan)
+        groups = make_boundary_groups(plan, made)
         stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
         parameters = {} if stage is None else model.held(stage.layers)
         layouts = pipeline_layouts(parameters, plan)
-        sync = AsymmetricGradientSync(parameters, layouts, replicas=[p.ranks for p in plan.pipelines])
+        sync = AsymmetricGradientSync(parameters, layouts, replicas=[p.ranks for p in plan.pipelines], groups=made)
         total = torch.zeros(())
         if stage is not None:
 

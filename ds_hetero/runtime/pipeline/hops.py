@@ -23,6 +23,7 @@ from ds_hetero.placement import Range
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.plans.activations import Transfer, held_intervals, transfers
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.replica import ProcessGroups
 
 __all__ = ["Boundary", "BoundaryGroups", "Receiving", "Sending", "make_boundary_groups"]
 
@@ -39,17 +40,21 @@ class BoundaryGroups(NamedTuple):
     gradients: ProcessGroup
 
 
-def make_boundary_groups(plan: Plan) -> dict[tuple[int, int], BoundaryGroups]:
+def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, int], BoundaryGroups]:
     """Make the groups of every boundary of every pipeline, by pipeline and earlier stage.
 
+    Args:
+        plan: what all ranks do.
+        groups: made so far, to be used again.
+
     Caller: every rank of the world, in the same order as whatever else makes process groups.
-    Collectives: two new_group for every boundary.
+    Collectives: two new_group for every boundary that ``groups`` does not have.
     """
     made = {}
     for i, pipeline in enumerate(plan.pipelines):
         for j, (earlier, later) in enumerate(pairwise(pipeline.stages)):
-            ranks = sorted((*earlier.ranks, *later.ranks))
-            made[i, j] = BoundaryGroups(dist.new_group(ranks), dist.new_group(ranks))
+            ranks = (*earlier.ranks, *later.ranks)
+            made[i, j] = BoundaryGroups(groups.of(ranks, "activations"), groups.of(ranks, "gradients"))
     return made
 
 

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from ds_hetero.errors import ConfigError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
-from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS, PipelinedEngine
+from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS
 from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
     LoneRank,
     clipping_of,
@@ -85,19 +86,20 @@ class PipelineInstaller:
             HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         model: nn.Module = self._given["model"]
-        groups = on_all_ranks(self._examine)[self._rank]
+        named = on_all_ranks(self._examine)[self._rank]
+        groups = self._registry.process_groups
         assert self._plan.model is not None
         if self._plan.activation_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
         if _wants_bf16(self._ds_config):
             _cast(model, torch.bfloat16)
         stage = StageModel(model, self._stage, self._plan.model.num_layers, self._rank)
-        replica = make_replica(_plan_of_stages(self._plan)) if _has_sequence_stages(self._plan) else None
+        replica = make_replica(_plan_of_stages(self._plan), groups) if _has_sequence_stages(self._plan) else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             stage.shard_sequences(replica, None)
-        boundaries = make_boundary_groups(self._plan)
-        engine, *rest = self._build(stage, groups)
+        boundaries = make_boundary_groups(self._plan, groups)
+        engine, *rest = self._build(stage, named)
         runner = None
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
@@ -135,7 +137,7 @@ class PipelineInstaller:
             "config_params": None,
             "optimizer": lambda _: self._optimizer(stage, groups),
             "model_parameters": None,
-            "mpu": LoneRank(),
+            "mpu": LoneRank(self._registry.process_groups),
             "mesh_param": None,
         }
         built: tuple[Any, ...] = self._stock(**arguments)
@@ -154,6 +156,7 @@ class PipelineInstaller:
             parameters,
             layouts,
             replicas=[pipeline.ranks for pipeline in self._plan.pipelines],
+            groups=self._registry.process_groups,
             owner_weights=dict(zero.owner_weights) if zero is not None and zero.owner_weights else None,
         )
         owned = [

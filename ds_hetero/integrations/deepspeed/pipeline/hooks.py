@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,36 +11,16 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 from ds_hetero.integrations.deepspeed.hooks import Hook, waiting
-from ds_hetero.integrations.deepspeed.protocols import Engine
-from ds_hetero.integrations.transformers.stages import StageBatch, StageModel, outputs_with
-from ds_hetero.plans import Plan
+from ds_hetero.integrations.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
+from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.integrations.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import micro_batches
-from ds_hetero.runtime.pipeline.runner import PipelineRunner
 
-__all__ = ["PIPELINE_HOOKS", "PipelinedEngine", "expect_passes", "keep_books", "run_passes"]
+__all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "run_passes"]
 
 _NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict")
-
-
-@dataclass(kw_only=True)
-class PipelinedEngine:
-    """An engine whose model is a stage of a pipeline.
-
-    Args:
-        engine: DeepSpeed's, as it was built.
-        plan: what all ranks do.
-        stage: this rank's part of the model.
-        runner: of its passes; None on a rank that is idle.
-        loss: of the passes that have yet to be followed by a step.
-    """
-
-    engine: Engine
-    plan: Plan
-    stage: StageModel
-    runner: PipelineRunner[StageBatch] | None
-    loss: Tensor | None = field(default=None)
 
 
 def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: Any, **batch: Any) -> Any:
@@ -125,5 +104,8 @@ PIPELINE_HOOKS: Mapping[str, tuple[Hook, ...]] = {
     "forward": (waiting("running the passes of a step"), run_passes),
     "backward": (keep_books,),
     "step": (waiting("running the engine's step"), expect_passes),
+    "save_checkpoint": (waiting("saving a checkpoint"), save_pipelines),
+    "module_state_dict": (frozen_state,),
+    "load_checkpoint": (waiting("loading a checkpoint"), load_any_plan),
 }
 """By method of the engine, the hooks around it: outermost first."""

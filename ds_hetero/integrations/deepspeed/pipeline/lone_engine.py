@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts
+from ds_hetero.runtime.replica import ProcessGroups
 
 __all__ = ["LoneRank", "clipping_of", "expect_supported_with_pipelines", "lone_configuration"]
 
@@ -25,14 +26,17 @@ _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_
 class LoneRank:
     """An mpu: data parallelism of one, model parallelism over all ranks.
 
+    Args:
+        groups: made so far, to be used again.
+
     Caller: every rank of the world makes one, in the same order as whatever else makes process groups.
-    Collectives: one new_group for every rank, and one for all.
+    Collectives: one new_group for every rank, and one for all, that ``groups`` does not have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         world_size = dist.get_world_size()
-        self._own: ProcessGroup = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
-        self._all: ProcessGroup = dist.new_group(list(range(world_size)))
+        self._own = [groups.of([rank]) for rank in range(world_size)][dist.get_rank()]
+        self._all = groups.of(range(world_size))
 
     def get_data_parallel_world_size(self) -> int:
         """One."""

@@ -65,12 +65,23 @@ class PipelineOptimizer(Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer."""
-        return self.inner.state_dict()
+        """What this rank owns, by parameter: boxes, values and optimizer state; and the groups' settings."""
+        owned = {
+            name: {
+                "shape": self.sync.shapes[name],
+                "boxes": self.sync.owned_boxes[name],
+                "value": value.detach(),
+                "state": dict(self.inner.state.get(value, {})),
+            }
+            for name, value in self.sync.owned.items()
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"owned": owned, "groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
-        self.inner.load_state_dict(state_dict)
+        """Take the groups' settings; `checkpoints.load_any_plan` takes values and state from the parts of all ranks."""
+        for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
+            group.update(saved)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the owned gradients."""
