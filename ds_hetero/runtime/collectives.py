@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero import errors
-from ds_hetero.errors import HeteroError, PeerError, StepError
+from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
 from ds_hetero.runtime.peers.calls import REMEDY, ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.waiting import current_phase, waiting_for_peers
 
@@ -158,8 +158,9 @@ def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) ->
         rank: _decode_failure(sent) for rank, sent, row in zip(ranks, payloads, rows, strict=True) if row == [1]
     }
     if failures:
-        unnamed = (ranks, ranks[:1])  # rank 0 alone reads files and searches schedules: its faults are the job's
-        raise _error_of(failures, unnamed) from own_error
+        # Rank 0 alone reads files and searches schedules: its faults are the job's. But every rank writes checkpoints.
+        by_any_rank = any(failure.rule is CheckpointError for failure in failures.values())
+        raise _error_of(failures, unnamed=(ranks,) if by_any_rank else (ranks, ranks[:1])) from own_error
     return [pickle.loads(payload) for payload in payloads]
 
 

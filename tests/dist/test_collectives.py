@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from ds_hetero.errors import BatchError, ConfigError, PeerError
+from ds_hetero.errors import BatchError, CheckpointError, ConfigError, HeteroError, PeerError
 from ds_hetero.runtime.collectives import encode_failure, on_all_ranks, raise_failures
 from tests.support import run_ranks
 
@@ -33,6 +33,7 @@ FAILURES = {
     "two ranks break one rule": ({1: ConfigError("no"), 2: ConfigError("no")}, "ConfigError", "on rank 1, 2: no"),
     "all ranks break one rule": (dict.fromkeys(range(3), ConfigError("no")), "ConfigError", "no"),
     "rank 0 acts for all": ({0: BatchError("no")}, "BatchError", "no"),
+    "rank 0 cannot write a checkpoint": ({0: CheckpointError("no")}, "CheckpointError", "on rank 0: no"),
     "a crash": ({1: KeyError("x")}, "PeerError", "on rank 1: KeyError: 'x'"),
     "a crash and a rule": (
         {1: KeyError("x"), 2: BatchError("no")},
@@ -54,7 +55,7 @@ def test_a_failure_of_any_rank_is_raised_on_all():
 def _fail(rank):
     raised = []
     for error_by_rank, _, _ in FAILURES.values():
-        with pytest.raises((ConfigError, BatchError, PeerError)) as caught:
+        with pytest.raises((HeteroError, PeerError)) as caught:
             on_all_ranks(lambda errors=error_by_rank: _compute(errors, rank))
         assert (rank in error_by_rank) == (caught.value.__cause__ is not None)
         raised.append((type(caught.value).__name__, str(caught.value)))
