@@ -307,18 +307,21 @@ def replan(
 
 @app.command()
 def profile(
-    out: Annotated[Path, typer.Option(help="Cluster file to write, .yaml or .json.")],
+    out: Annotated[Path | None, typer.Option(help="Cluster file to write, .yaml or .json.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32; left out, what is usual on the device.")
     ] = None,
     window_s: Annotated[float, typer.Option(help="Seconds per timing.")] = 0.15,
+    again: Annotated[
+        bool, typer.Option("--again", help='Have the next job with "cluster": "measure" measure anew; works alone.')
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure devices and links of the live ranks; run it under the launcher that will train."""
     require("torch", purpose="ds-hetero profile")
     from ds_hetero.cli import profile as command
 
-    command.run(out, dtype, window_s, as_json)
+    command.run(out, dtype, window_s, again, as_json)
 
 
 @app.command()

@@ -2,12 +2,14 @@
 
 torchrun --nproc-per-node 8 -m ds_hetero.cli profile --out cluster.yaml
 deepspeed --num_gpus 8 --module ds_hetero.cli profile --out cluster.yaml
+ds-hetero profile --again        # have the next job with "cluster": "measure" measure anew
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -15,26 +17,41 @@ import torch
 import yaml
 
 from ds_hetero.errors import ClusterError
+from ds_hetero.profiler.cache import cache_folder, forget
 from ds_hetero.profiler.kernel_probe import profile
+from ds_hetero.profiler.machine import busy_reason
 
 __all__ = ["run"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def run(out: Path, dtype: str | None, window_s: float, as_json: bool) -> None:
+def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_json: bool) -> None:
     """Measure on every rank; rank 0 writes and prints.
 
+    Args:
+        out: cluster file to write; None with ``again`` alone.
+        dtype: to measure in, by name; None for what is usual on the device.
+        window_s: seconds per timing.
+        again: first delete the profiles that jobs with ``"cluster": "measure"`` have kept.
+        as_json: print JSON.
+
     Raises:
-        ClusterError: the file cannot be written, or a rank cannot be measured.
+        ClusterError: the file cannot be written, a profile not deleted, or a rank not measured.
     """
+    if again:
+        _forget()
+        if out is None:
+            return
+    if out is None:
+        raise ClusterError("--out is missing: the cluster file to write, .yaml or .json. --again works without it.")
     if out.suffix not in (".json", ".yaml", ".yml"):
         raise ClusterError(f"--out must end in .yaml or .json, got {out}.")
     if dtype is not None and dtype not in DTYPES:
         raise ClusterError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
     if not 0 < window_s <= 10:
         raise ClusterError(f"--window-s must be greater than 0 and at most 10, got {window_s}.")
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = _is_first()
     if first and not os.access(out.resolve().parent, os.W_OK):  # known before anything is measured
         raise ClusterError(
             f"--out {out} cannot be written: {out.resolve().parent} is no folder that may be written to."
@@ -53,3 +70,18 @@ def run(out: Path, dtype: str | None, window_s: float, as_json: bool) -> None:
     for term, error in content["profile"]["fit_errors"].items():
         median, largest = 100 * error["median"], 100 * error["largest"]
         print(f"  {term}: the fit is off by {median:.1f} % in the median, {largest:.0f} % at most")
+    if (reason := busy_reason(content["profile"])) is not None:
+        print(f"the machine was busy: {reason}. Measure again when it is idle.")
+
+
+def _is_first() -> bool:
+    """Whether this is the rank that writes and prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _forget() -> None:
+    if _is_first():
+        folder = cache_folder()
+        num_profiles = 0 if folder is None else forget(folder)
+        kept = f"{num_profiles} profile{'' if num_profiles == 1 else 's'} in {folder}"
+        print(f'{kept} deleted; the next job with "cluster": "measure" measures anew', file=sys.stderr)

@@ -27,7 +27,7 @@ from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.report import announce, forecast_text, plan_text
 from ds_hetero.job.resolve import check_plan_fits, needs_planner, plan_in_file
 from ds_hetero.plans import BatchSplit, Plan
-from ds_hetero.profiler.cache import cache_folder
+from ds_hetero.profiler.cache import describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -99,25 +99,28 @@ class JobStart:
 
 
 class MeasuredClusters:
-    """The live ranks as clusters, measured once per kernel and data type and kept for further models."""
+    """The live ranks as clusters, measured once for all models that compute attention alike."""
 
     def __init__(self) -> None:
-        self._clusters: dict[tuple[World, str | None, str], Cluster] = {}
+        self._clusters: dict[tuple[int, str, str | None, int | None, float | None], Cluster] = {}
 
-    def of(self, world: World, kernel: str | None, dtype: str) -> Cluster:
-        """Return the cluster of the live ranks, measured with a kernel in a data type.
+    def of(self, world: World, facts: JobFacts) -> Cluster:
+        """Return the cluster of the live ranks, measured as the job will train.
+
+        Args:
+            world: the ranks of the job.
+            facts: of the job, of which kernel, data type, head size and soft cap count.
 
         Caller: every rank of the world.
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
-        key = World(0, world.size), kernel, dtype
+        trained = facts.section.attention, facts.model.head_dim, facts.model.softcap
+        key = world.size, facts.computed_dtype, *trained
         if key not in self._clusters:
-            content, is_new = profile_cached(getattr(torch, dtype), kernel)
+            content, is_new = profile_cached(getattr(torch, facts.computed_dtype), *trained)
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
-                when = "measured now" if is_new else "as measured before"
-                kept = f"profiles are kept in {folder}" if (folder := cache_folder()) else "profiles are not kept"
-                announce(f"{world.size} ranks, {when}; {kept}")
+                announce(f"{world.size} ranks, {describe_age(content, is_new)}")
         return self._clusters[key]
 
 
@@ -238,7 +241,7 @@ def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before:
         return replace(before, facts=facts)
     measured: Cluster | None = None
     if depends_on_measuring(facts, world.size):
-        measured = clusters.of(world, facts.section.attention, facts.computed_dtype)
+        measured = clusters.of(world, facts)
     decision: Decision | None = None
     on_host = default_device().type == "cpu"
 

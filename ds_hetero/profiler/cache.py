@@ -2,7 +2,8 @@
 
     content, fresh = measure_cached()        on every rank
 
-One file per fingerprint of all ranks' hosts, devices, memory, torch and data type.
+One file per fingerprint of all ranks' hosts, devices, memory and torch, and of what trains: data type, kernel, head
+size and soft cap. A profile of a busy machine is used and not kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
+from ds_hetero.profiler.machine import busy_reason
 from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-__all__ = ["cache_folder", "measure_cached", "read_profile"]
+__all__ = ["cache_folder", "describe_age", "forget", "measure_cached", "read_profile"]
 
 MAX_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
 
@@ -59,7 +62,8 @@ def measure_cached(
     """Measure the live ranks, or return the result from the last time that these very ranks were measured.
 
     Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew. Where there is no
-    folder for a cache, or one that cannot be read or written, rank 0 warns and the ranks are measured.
+    folder for a cache, or one that cannot be read or written, rank 0 warns and the ranks are measured. What was
+    measured on busy machines is not kept.
 
     Args:
         dtype: see `measure`.
@@ -83,9 +87,55 @@ def measure_cached(
         if cached is not None:
             return cached, False
         content = measure(dtype=dtype, attention=attention, window_s=window_s, show_progress=show_progress)
-        if path is not None:
+        if path is not None and busy_reason(content["profile"]) is None:
             _write(path, content)
         return content, True
+
+
+def describe_age(content: Mapping[str, Any], is_new: bool) -> str:
+    """Say when ``content`` was measured, whether that can be trusted, and how to measure anew.
+
+    Args:
+        content: from `measure_cached`.
+        is_new: likewise.
+    """
+    profile = content["profile"]
+    if not is_new:
+        taken = datetime.fromisoformat(profile["measured_at"])
+        return (
+            f"as measured before, {_ago(datetime.now(timezone.utc) - taken)} ({taken:%Y-%m-%d %H:%M} UTC); after "
+            '"ds-hetero profile --again" the next job measures anew'
+        )
+    if (reason := busy_reason(profile)) is not None:
+        return (
+            f"measured now on a busy machine: {reason}. The profile is used and not kept, so the next job measures "
+            "anew; start it on an idle machine"
+        )
+    folder = cache_folder()
+    return f"measured now; profiles are {'not kept' if folder is None else f'kept in {folder}'}"
+
+
+def _ago(age: timedelta) -> str:
+    """``3 days ago``."""
+    for seconds, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        if (count := int(age.total_seconds() // seconds)) > 0:
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "less than a minute ago"
+
+
+def forget(folder: Path) -> int:
+    """Delete the profiles that are kept in ``folder``; return how many there were.
+
+    Raises:
+        ClusterError: one cannot be deleted.
+    """
+    paths = sorted(folder.glob("*.json"))
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ClusterError(f"the profiles in {folder} cannot be deleted: {error}.") from error
+    return len(paths)
 
 
 def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | None:
@@ -105,9 +155,12 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | Non
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
             raise ValueError("it is of other ranks")
+        if datetime.fromisoformat(profile["measured_at"]).tzinfo is None:
+            raise ValueError("its date has no time zone")
+        busy_reason(profile)
         if cluster_from_dict(content).num_ranks != len(ranks):
             raise ValueError("it has another number of ranks")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("ignoring the damaged profile %s (%s: %s) and measuring anew", path, type(error).__name__, error)
         return None
     logger.info("using the profile %s, measured before on the same ranks", path)

@@ -29,9 +29,10 @@ from ds_hetero.profiler.fit import (
 )
 from ds_hetero.profiler.link_rounds import rounds_between
 
-__all__ = ["VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
+__all__ = ["CIRCUMSTANCES", "VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
 
 VERSION = 1
+CIRCUMSTANCES = ("measured_at", "machine")  # of a measurement: ISO 8601 in UTC, `ds_hetero.profiler.machine.Quietness`
 SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
 SHARED_PORT = 0.8  # a NIC or switch is shared if all pairs together get less than this share of what each got alone
 
@@ -51,6 +52,8 @@ class RankFacts:
         torch: its version.
         dtype: measured in.
         attention: name of the kernel that is timed.
+        head_dim: width of the heads that it is timed with; None in profiles of earlier releases.
+        softcap: bound of the attention scores that it is timed with; None for no bound.
     """
 
     node: str
@@ -60,10 +63,20 @@ class RankFacts:
     torch: str
     dtype: str
     attention: str
+    head_dim: int | None = None
+    softcap: float | None = None
 
 
-def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, Any]:
-    """The content of a cluster file for ranks and their samples."""
+def cluster_content(
+    ranks: Sequence[RankFacts], samples: Samples, circumstances: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The content of a cluster file for ranks and their samples.
+
+    Args:
+        ranks: in order.
+        samples: by rank.
+        circumstances: of the measurement, by a name of `CIRCUMSTANCES`.
+    """
     nodes = nodes_of(ranks)
     names, devices, errors = _devices(ranks, samples)
     entries = []
@@ -86,6 +99,7 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples) -> dict[str, A
     content["profile"] = {
         "version": VERSION,
         "fingerprint": fingerprint(ranks),
+        **(circumstances or {}),
         "ranks": [asdict(rank) for rank in ranks],
         "fit_errors": {term: asdict(error) for term, error in errors.items()},
         "samples": list(samples),
@@ -107,12 +121,14 @@ def calibrate(content: Mapping[str, Any]) -> dict[str, Any]:
         raise ClusterError(
             f"the cluster file has no profile of version {VERSION} to calibrate from. Measure one: ds-hetero profile."
         )
-    return cluster_content([RankFacts(**rank) for rank in profile["ranks"]], profile["samples"])
+    circumstances = {name: profile[name] for name in CIRCUMSTANCES if name in profile}
+    return cluster_content([RankFacts(**rank) for rank in profile["ranks"]], profile["samples"], circumstances)
 
 
 def fingerprint(ranks: Sequence[RankFacts]) -> str:
     """Short hash of what must be the same for a profile to hold."""
-    facts = [[rank.host, rank.device, rank.memory_bytes, rank.torch, rank.dtype, rank.attention] for rank in ranks]
+    names = ("host", "device", "memory_bytes", "torch", "dtype", "attention", "head_dim", "softcap")
+    facts = [[getattr(rank, name) for name in names] for rank in ranks]
     return hashlib.sha256(json.dumps([VERSION, facts]).encode()).hexdigest()[:16]
 
 

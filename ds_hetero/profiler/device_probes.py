@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hetero.profiler.fit import AttentionSample, LayerSample
+from ds_hetero.runtime.devices import default_device
 
 __all__ = [
     "AttentionProbe",
@@ -111,9 +112,17 @@ class _Layer:
 
 
 class AttentionProbe(Protocol):
-    """A kernel as the profiler times it: both methods do one pass over one block."""
+    """A kernel as the profiler times it: both methods do one pass over one block.
+
+    Attributes:
+        name: of the kernel.
+        head_dim: D of the blocks that it is timed with.
+        softcap: bound of the scores, see `ds_hetero.runtime.attention.kernels.Scores`.
+    """
 
     name: str
+    head_dim: int
+    softcap: float | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
         """Attention of q [B, H, Q, D] to k, v [B, G, K, D]; returns what `backward` needs."""
@@ -123,9 +132,17 @@ class AttentionProbe(Protocol):
 
 
 class SdpaProbe:
-    """torch's scaled_dot_product_attention, for callers that know nothing better."""
+    """torch's scaled_dot_product_attention, for callers that know nothing better.
+
+    Args:
+        head_dim: D; left out, `head_dim_on` the device.
+    """
 
     name = "sdpa"
+    softcap: float | None = None
+
+    def __init__(self, head_dim: int | None = None) -> None:
+        self.head_dim = head_dim_on(default_device()) if head_dim is None else head_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """See `AttentionProbe`."""
@@ -137,13 +154,12 @@ class SdpaProbe:
 
 
 def head_dim_on(device: torch.device) -> int:
-    """Head size of the probes."""
+    """Head size of the probes where no model says it."""
     return 64 if device.type == "cpu" else 128
 
 
 def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) -> Iterator[AttentionSample]:
     """Blocks from few heads and short keys to many and long."""
-    head_dim = head_dim_on(timer.device)
     if timer.device.type == "cpu":
         blocks = [(1, 256, 256), (1, 1024, 256), (4, 256, 256), (1, 256, 1024), (4, 1024, 1024), (2, 1024, 1024)]
         causal = [(1, 512), (4, 512), (4, 1024), (2, 2048)]
@@ -154,7 +170,7 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
     shapes += [(heads, tokens, tokens, True) for heads, tokens in causal]
     for heads, queries, keys, is_causal in shapes:
         q, k, v, dout = (
-            torch.randn(1, heads, tokens, head_dim, device=timer.device, dtype=dtype, requires_grad=True)
+            torch.randn(1, heads, tokens, probe.head_dim, device=timer.device, dtype=dtype, requires_grad=True)
             for tokens in (queries, keys, keys, queries)
         )
         forward_s = timer(lambda: probe.forward(q, k, v, is_causal))  # noqa: B023
@@ -164,7 +180,7 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
             rows=queries * heads,
             keys=keys,
             causal=is_causal,
-            head_dim=head_dim,
+            head_dim=probe.head_dim,
             forward_s=forward_s,
             backward_s=backward_s,
         )

@@ -23,48 +23,61 @@ def profile(
     return measure(attention=kernel_probe(dtype), dtype=dtype, window_s=window_s, show_progress=show_progress)
 
 
-def profile_cached(dtype: torch.dtype | None = None, kernel: str | None = None) -> tuple[dict[str, Any], bool]:
-    """Measure the live ranks once with a kernel of the runtime; see `ds_hetero.profiler.cache.measure_cached`.
+def profile_cached(
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    head_dim: int | None = None,
+    softcap: float | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Measure the live ranks once as they will train; see `ds_hetero.profiler.cache.measure_cached`.
 
     Args:
         dtype: in which layers will be computed; left out, what is usual on the device.
         kernel: its name; left out, the best on the device.
+        head_dim: of the model; left out, what is usual on the device.
+        softcap: bound of the model's attention scores; None for no bound.
 
     Caller: every rank.
     """
-    content, fresh = measure_cached(attention=kernel_probe(dtype, kernel), dtype=dtype)
+    content, fresh = measure_cached(attention=kernel_probe(dtype, kernel, head_dim, softcap), dtype=dtype)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the probes' memory is the model's now
     return content, fresh
 
 
-def kernel_probe(dtype: torch.dtype | None = None, kernel: str | None = None) -> KernelProbe:
-    """The kernel as the profiler times it.
+def kernel_probe(
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    head_dim: int | None = None,
+    softcap: float | None = None,
+) -> KernelProbe:
+    """The kernel as the profiler times it; arguments as for `profile_cached`.
 
     Raises:
         ConfigError: the kernel does not work on this rank's device.
     """
     device = default_device()
-    block = (torch.device(device.type), dtype or default_dtype(device), head_dim_on(device))
-    return KernelProbe(select(*block, softcap=None, requested=kernel))
+    head_dim = head_dim_on(device) if head_dim is None else head_dim
+    block = (torch.device(device.type), dtype or default_dtype(device), head_dim, softcap)
+    return KernelProbe(select(*block, requested=kernel), head_dim, softcap)
 
 
 class KernelProbe:
     """A kernel of the runtime as an `ds_hetero.profiler.device_probes.AttentionProbe`."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.name = kernel.name
-        self._kernel = kernel
+    def __init__(self, kernel: AttentionKernel, head_dim: int, softcap: float | None) -> None:
+        self.name, self.head_dim, self.softcap = kernel.name, head_dim, softcap
+        self._kernel, self._scores = kernel, Scores(head_dim**-0.5, softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """See `AttentionProbe`; the state is (out, lse)."""
         with torch.no_grad():
-            return self._kernel.forward(q, k, v, Scores(q.shape[-1] ** -0.5), _band(causal))
+            return self._kernel.forward(q, k, v, self._scores, _band(causal))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, causal: bool) -> None:
         """See `AttentionProbe`."""
         with torch.no_grad():
-            self._kernel.backward(dout, SavedForward(q, k, v, *state), Scores(q.shape[-1] ** -0.5), _band(causal))
+            self._kernel.backward(dout, SavedForward(q, k, v, *state), self._scores, _band(causal))
 
 
 def _band(causal: bool) -> Band:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from ds_hetero.profiler.device_probes import (
 )
 from ds_hetero.profiler.link_probes import all_to_all_round, pair_round
 from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
+from ds_hetero.profiler.machine import Watch, quietness_of
 from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
@@ -70,17 +73,21 @@ def measure(
     attention = SdpaProbe() if attention is None else attention
     with process_group(device), _progress(show_progress and own_rank() == 0) as advance:
         ranks = describe_ranks(device, dtype, attention)
+        measured_at, watch = datetime.now(timezone.utc), Watch(ranks[own_rank()].host)
         samples = _time_devices(len(ranks), Timer(device, window_s), dtype, attention, advance)
         links = _time_links(ranks, device, advance) if len(ranks) > 1 else {}
-        for samples_of_rank, links_of_rank in zip(samples, on_all_ranks(lambda: links), strict=True):
+        observed = on_all_ranks(lambda: (links, watch.read()))
+        for samples_of_rank, (links_of_rank, _) in zip(samples, observed, strict=True):
             samples_of_rank["links"] = links_of_rank
+        quietness = quietness_of([use for _, use in observed], [of_rank["repeats"] for of_rank in samples])
+        circumstances = {"measured_at": measured_at.isoformat(timespec="seconds"), "machine": asdict(quietness)}
         advance("fitting", 1.0)
 
         def fit() -> dict[str, Any]:
             if own_rank() > 0:
                 return {}
             with _naming("fitting"):
-                return cluster_content(ranks, samples)
+                return cluster_content(ranks, samples, circumstances)
 
         return on_all_ranks(fit)[0]
 
@@ -88,7 +95,10 @@ def measure(
 def _time_devices(
     num_ranks: int, timer: Timer, dtype: torch.dtype, attention: AttentionProbe, advance: Advance
 ) -> list[dict[str, Any]]:
-    """Time the devices of all ranks, part by part, all ranks at once; return the samples by rank."""
+    """Time the devices of all ranks, part by part, all ranks at once; return the samples by rank.
+
+    After every part the same product is timed, as ``repeats``: what differs there is not the device.
+    """
 
     def counted(name: str, samples: Iterable[Any]) -> list[Any]:
         taken = []
@@ -103,15 +113,16 @@ def _time_devices(
         "layers": lambda: counted("layers", layer_probes(timer, dtype)),
         "attention": lambda: counted("attention", attention_probes(timer, dtype, attention)),
     }
-    samples: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
+    samples: list[dict[str, Any]] = [{"repeats": []} for _ in range(num_ranks)]
     for name, part in parts.items():
 
         def time_part(name: str = name, part: Callable[[], Any] = part) -> Any:
             with _naming(name):
-                return part()
+                return part(), matmul_probe(timer, dtype)
 
-        for samples_of_rank, sample in zip(samples, on_all_ranks(time_part), strict=True):
+        for samples_of_rank, (sample, repeat) in zip(samples, on_all_ranks(time_part), strict=True):
             samples_of_rank[name] = sample
+            samples_of_rank["repeats"].append(repeat)
     return samples
 
 

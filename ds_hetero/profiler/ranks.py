@@ -71,6 +71,8 @@ def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProb
         torch=torch.__version__,
         dtype=str(dtype).removeprefix("torch."),
         attention=attention.name,
+        head_dim=attention.head_dim,
+        softcap=attention.softcap,
     )
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from math import inf
 
 import pytest
+import torch
 
 from ds_hetero.cluster import cluster_from_dict
 from tests.support import run_ranks
@@ -25,13 +31,60 @@ def test_live_ranks_are_measured_once_and_cached(tmp_path):
     assert len(profile["samples"]) == 2
     assert {"layer forward", "attention backward"} <= {term.split(", ")[-1] for term in profile["fit_errors"]}
     assert [path.name for path in tmp_path.iterdir()] == [f"{profile['fingerprint']}.json"]
+    assert len(profile["samples"][1]["repeats"]) == 4
+    assert profile["machine"]["spread"] >= 0 and 0 <= profile["machine"]["others_share"] <= 1
+    assert datetime.now(timezone.utc) - datetime.fromisoformat(profile["measured_at"]) < timedelta(minutes=5)
 
 
 def _measure_twice(rank, folder):
+    from ds_hetero.profiler import machine
     from ds_hetero.profiler.cache import measure_cached
 
+    machine.MAX_OTHERS = machine.MAX_SPREAD = inf  # tests run beside others
     first = measure_cached(folder=folder, window_s=0.001, show_progress=False)
     return *first, *measure_cached(folder=folder, window_s=0.001, show_progress=False)
+
+
+def test_a_profile_of_a_busy_machine_is_used_and_not_kept(tmp_path):
+    for content, is_new, text in run_ranks(_measure_beside_a_busy_process, 2, tmp_path):
+        assert is_new and cluster_from_dict(content).num_ranks == 2
+        assert "on a busy machine: other processes kept" in text and "not kept" in text
+    assert not list(tmp_path.iterdir())
+
+
+def _measure_beside_a_busy_process(rank, folder):
+    from ds_hetero.profiler import machine
+    from ds_hetero.profiler.cache import describe_age, measure_cached
+
+    machine.MAX_OTHERS = 0.5 / os.cpu_count()  # one process on a machine of many cores is not much
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        content, is_new = measure_cached(folder=folder, window_s=0.03, show_progress=False)
+        return content, is_new, describe_age(content, is_new)
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def test_ranks_are_measured_as_they_will_train(tmp_path):
+    """Another head size or soft cap is another profile."""
+    run_ranks(_measure_models, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _measure_models(rank, folder):
+    from ds_hetero.profiler import machine
+    from ds_hetero.profiler.cache import measure_cached
+    from ds_hetero.profiler.kernel_probe import kernel_probe
+
+    machine.MAX_OTHERS = machine.MAX_SPREAD = inf
+    for head_dim, softcap in ((96, 30.0), (96, None)):
+        probe = kernel_probe(torch.float32, None, head_dim, softcap)
+        content, is_new = measure_cached(attention=probe, folder=folder, window_s=0.001, show_progress=False)
+        profile = content["profile"]
+        assert is_new
+        assert {sample[3] for sample in profile["samples"][rank]["attention"]} == {head_dim}
+        assert (profile["ranks"][rank]["head_dim"], profile["ranks"][rank]["softcap"]) == (head_dim, softcap)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"profile": {"version": 1, "fingerprint": "other"}}', "\x80"])
