@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.documents import run
+from benchmarks.documents import plan, run
 
-COMMANDS = {"run": run.main}
+COMMANDS = {"plan": plan.main, "run": run.main}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"usage: python -m benchmarks.documents {{{','.join(COMMANDS)}}} ...")
-    COMMANDS[sys.argv[1]](sys.argv[2:])
+    sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))

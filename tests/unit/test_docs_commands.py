@@ -76,5 +76,7 @@ def test_file_shown_on_a_page_is_valid(block):
         assert cluster_from_dict(data).num_ranks
     elif "heterogeneity" in data:
         assert read_section(data["heterogeneity"]) is not None
+    elif "lengths" in data:
+        assert all(length >= 1 for length in data["lengths"])
     else:
         assert read_plan(data).pipelines

@@ -98,19 +98,20 @@ def deal(
     placed: list[Pieces] = []
     for part in parts:
         _, length, tokens = part
-        best_s, best = inf, -1
+        best_s, best, best_queue = inf, (inf, -1), kinds[0][2]
         for token_s, square_s, queue in kinds:
-            load_s, i = queue[0]
-            if room[i] < tokens:
-                load_s, i = next((entry for entry in queue if room[entry[1]] >= tokens), (inf, -1))
-            end_s = load_s + tokens * (token_s + length * square_s)
+            entry = queue[0]
+            if room[entry[1]] < tokens:
+                entry = next((other for other in queue if room[other[1]] >= tokens), (inf, -1))
+            end_s = entry[0] + tokens * (token_s + length * square_s)
             if end_s < best_s:
-                best_s, best = end_s, i
-        if best >= 0 and (best_s <= budget_s or tokens < 2 * least_tokens):
-            load_s = loads_s[best]
-            bins.put(best, length, tokens)
-            queues.move(best, load_s)
-            placed.append([(best, tokens)])
+                best_s, best, best_queue = end_s, entry, queue
+        if best_s < inf and (best_s <= budget_s or tokens < 2 * least_tokens):
+            i = best[1]
+            bins.put(i, length, tokens)
+            best_queue.remove(best)  # mostly the first one
+            insort(best_queue, (loads_s[i], i))
+            placed.append([(i, tokens)])
             continue
         before_s = loads_s.copy()
         pieces = _cut(part, bins, budget_s, least_tokens, widen)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if everything that must be true is."""
     options = _parser().parse_args(arguments)
     progress = Console(stderr=True)
-    outcome: dict[str, Any] = header(" ".join(["python -m benchmarks.documents", *(arguments or sys.argv[1:])]))
+    outcome: dict[str, Any] = header(" ".join(["python -m benchmarks.documents plan", *(arguments or ())]))
     outcome["cells"] = [cell(*which, options.batches) for which in track(list(_cells()), "balance", console=progress)]
     outcome["speed"] = [speed(*which) for which in track(list(_speed_cells()), "speed", console=progress)]
     outcome["failures"] = list(_failures(outcome))
@@ -71,12 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="what", required=True)
-    command = commands.add_parser("plan")
-    command.add_argument("--batches", type=int, default=20, help="batches of every cell")
-    command.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
-    command.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents plan", description=__doc__.partition("\n")[0])
+    parser.add_argument("--batches", type=int, default=20, help="batches of every cell")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    parser.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
     return parser
 
 
@@ -225,7 +223,3 @@ def _tables(outcome: dict[str, Any]) -> Iterator[Table]:
         numbers = f"{each['ms']:.1f}", f"{each['balance']:.3f}"
         table.add_row(str(each["ranks"]), each["lengths"], each["speeds"], *numbers)
     yield table
-
-
-if __name__ == "__main__":
-    sys.exit(main())
