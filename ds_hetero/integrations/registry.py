@@ -13,12 +13,13 @@ from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_model_facts
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.job.document_costs import agree_on_placer
+from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.monitor import EventWriter, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import Replanning, wants_replanning
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.placement import Placer
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 
@@ -181,11 +182,18 @@ class Registry:
             changed.model.change_replica(self._replica_of(plan))
             changed.start = replace(changed.start, plan=plan)
 
+        def change_placer(placer: Placer) -> None:
+            changed = weak()
+            assert changed is not None
+            changed.model.place_documents(placer)
+
         start = prepared.start
-        replanning = Replanning(start, change_plan) if wants_replanning(start) else None
-        interval = steps_between(steps_per_print) if replanning is None else start.section.replan.interval_steps
+        wanted, by_documents = wants_replanning(start), prepared.model.places_documents
+        renewal = CostRenewal(start, change_placer) if wanted and by_documents else None
+        replanning = Replanning(start, change_plan) if wanted and not by_documents else None
+        interval = start.section.replan.interval_steps if wanted else steps_between(steps_per_print)
         prepared.is_destroyed = False
-        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer)
+        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer, renewal)
         return prepared.monitor
 
     def undo(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Protocol
 
+from ds_hetero.job.document_costs import CostRenewal
 from ds_hetero.job.rank_times import (
     RankTimes,
     UnitCosts,
@@ -65,15 +66,22 @@ class StepMonitor:
         replanning: changes the plan; None where the section does not ask for it.
         interval: steps between two observations; rank 0's is used.
         writer: of the events that each observation makes.
+        renewal: gives the placing of documents new costs; None where batches are not placed by documents.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
     """
 
     def __init__(
-        self, start: JobStart, clock: StepClock, replanning: Replanning | None, interval: int, writer: EventWriter
+        self,
+        start: JobStart,
+        clock: StepClock,
+        replanning: Replanning | None,
+        interval: int,
+        writer: EventWriter,
+        renewal: CostRenewal | None = None,
     ) -> None:
-        self.replanning = replanning
+        self.replanning, self._renewal = replanning, renewal
         self._clock, self._writer = clock, writer
         self._world = World.current()
         self._unit_costs = UnitCosts()
@@ -117,6 +125,8 @@ class StepMonitor:
         self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else times
         if self.replanning is not None and self.replanning.observe(self._steps, times):
             self._begin_anew()
+        if self._renewal is not None:
+            self._renewal.observe(self._steps, times)
         self._write_events(times, samples)
 
     @property

@@ -15,6 +15,7 @@ import torch.distributed.nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integration.tiny import (
+    BY_DOCUMENTS,
     CLIP,
     LR,
     UNEVEN_2,
@@ -32,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1, documented loss": {"stage": 1, "steps": 2, "loss": "recipe"},
     "stage 2": {"stage": 2, "steps": 2, "loss": "handle"},
     "stage 3, documented loss": {"stage": 3, "steps": 1, "loss": "recipe"},
+    "stage 1, by documents": {"stage": 1, "steps": 2, "loss": "handle", "placement": BY_DOCUMENTS},
     "stage 2, a stream": {"stage": 2, "steps": 1, "loss": "handle", "iterable": True},
 }
 
@@ -87,7 +89,10 @@ def _loop(rank: int, case: dict[str, Any], batch_size: int, split: bool) -> dict
     handle, options = None, {"cpu": True}
     if split:
         handle = ds_hetero.register()
-        config = ds_config(stage, UNEVEN_2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps)
+        placement = {"placement": case["placement"]} if "placement" in case else {}
+        config = ds_config(
+            stage, UNEVEN_2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps, **placement
+        )
         options = {
             "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config),
             "parallelism_config": ParallelismConfig(

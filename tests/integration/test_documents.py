@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 from tests.integration.tiny import (
+    BY_DOCUMENTS,
     UNEVEN_2,
     UNEVEN_4,
     VOCAB,
@@ -26,8 +27,6 @@ from tests.integration.tiny import (
     train_on_one_process,
 )
 from tests.support import run_deepspeed
-
-PLACEMENT = {"mode": "documents", "min_cut_tokens": 4}
 
 
 def packed(lengths: list[int], seed: int, **more: Any) -> dict[str, Any]:
@@ -84,8 +83,7 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     model = llama()
     if stage % 2:
         model.gradient_checkpointing_enable({"use_reentrant": stage == 3})
-    config = ds_config(stage, schedule)
-    config["heterogeneity"]["placement"] = PLACEMENT
+    config = ds_config(stage, schedule, placement=BY_DOCUMENTS)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
     losses, norms, zones = [], [], set()
     for batch in handle.dataloader(whole(), batches="same"):
@@ -127,8 +125,7 @@ def _lose_marks(rank: int) -> None:
 
     handle = ds_hetero.register()
     model = llama()
-    config = ds_config(1, UNEVEN_2)
-    config["heterogeneity"]["placement"] = PLACEMENT
+    config = ds_config(1, UNEVEN_2, placement=BY_DOCUMENTS)
     deepspeed.initialize(model=model, optimizer=adam(model), config=config)
     drawn = list(handle.dataloader(whole(), batches="same"))
     expected = [model(**batch).logits.detach() for batch in drawn]

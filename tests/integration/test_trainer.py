@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.integration.tiny import (
+    BY_DOCUMENTS,
     CLIP,
     ONE_GROUP_2,
     UNEVEN_2,
@@ -67,6 +68,7 @@ def make_trainer(ds: dict[str, Any] | None, sp_size: int, kind: type | None = No
     dataset = options.pop("dataset", None) or samples(options.pop("num_samples", 11))
     config = options.pop("config", TrainingArguments)
     more = {"processing_class": _tokenizer()} if kind else {"eval_dataset": samples(4)}
+    more |= {"data_collator": options.pop("data_collator")} if "data_collator" in options else {}
     return (kind or Trainer)(model=llama(), args=config(**{**arguments, **options}), train_dataset=dataset, **more)
 
 
@@ -170,14 +172,15 @@ def _train_and_resume(rank: int, schedules: list[Any], options: dict[str, Any]) 
     return logs
 
 
-def test_trl_trains_packed_documents_as_one_process(tmp_path: Path) -> None:
-    expected = one_process(_train_sft, None)
-    for logs, trained in ranks(_train_sft, 2, UNEVEN_2):
-        assert_same_logs(logs, expected[0])
-        assert_same_parameters(trained, expected[1])
+def test_trl_trains_packed_documents_as_one_process() -> None:
+    expected = one_process(_train_sft, None, "stream")
+    for placement in ("stream", BY_DOCUMENTS):
+        for logs, trained in ranks(_train_sft, 2, UNEVEN_2, placement):
+            assert_same_logs(logs, expected[0])
+            assert_same_parameters(trained, expected[1])
 
 
-def _train_sft(rank: int, schedule: Any) -> Any:
+def _train_sft(rank: int, schedule: Any, placement: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -186,7 +189,8 @@ def _train_sft(rank: int, schedule: Any) -> Any:
     ds = None
     if schedule is not None:
         ds_hetero.register()
-        ds = ds_config(2, schedule, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2)
+        steps = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+        ds = ds_config(2, schedule, placement=placement, **steps)
     rows = [{"input_ids": row["input_ids"][: 12 + 3 * i].tolist()} for i, row in enumerate(samples(8))]
     trainer = make_trainer(
         ds,
@@ -204,6 +208,47 @@ def _train_sft(rank: int, schedule: Any) -> Any:
     )
     trainer.train()
     return logged(trainer), parameters(trainer.model, 0 if ds is None else 2)
+
+
+def test_flattened_documents_train_and_resume_as_on_one_process(tmp_path: Path) -> None:
+    """Two samples of unequal length in each batch; saved in the middle of an epoch, with ZeRO-3 and recomputation."""
+    options = {"output_dir": str(tmp_path / "one"), "save_steps": 3, "max_steps": 5, "save_strategy": "steps"}
+    expected = one_process(_train_flattened, None, options)
+    ours = ranks(_train_flattened, 4, UNEVEN_4, {**options, "output_dir": str(tmp_path / "four")})
+    for whole, resumed in ours:
+        assert_same_logs(whole, expected[0])
+        assert_same_logs(resumed[3:-1], expected[0][3:-1])
+
+
+def _train_flattened(rank: int, schedule: Any, options: dict[str, Any]) -> list[Any]:
+    """Logs of a run of five steps, and of one that goes on after the third."""
+    from transformers import DataCollatorWithFlattening
+
+    import ds_hetero
+
+    ds = None
+    if schedule is not None:
+        ds_hetero.register()
+        ds = ds_config(3, schedule, placement=BY_DOCUMENTS, gradient_accumulation_steps=2)
+    rows = [
+        {name: entry[: 36 - 5 * (i % 7)].tolist() for name, entry in row.items()} for i, row in enumerate(samples(13))
+    ]
+    logs = []
+    for checkpoint in (None, f"{options['output_dir']}/checkpoint-3")[: 1 if ds is None else 2]:
+        trainer = make_trainer(
+            ds,
+            4,
+            dataset=rows,
+            data_collator=DataCollatorWithFlattening(),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=ds is not None,
+            **options,
+        )
+        trainer.model.config.use_cache = False  # with a cache, transformers does not look for packed documents
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logs.append(logged(trainer))
+    return logs
 
 
 def test_ranks_counted_by_accelerate_train_as_one_process() -> None:

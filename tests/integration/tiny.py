@@ -16,6 +16,9 @@ VOCAB, LENGTH, LR, CLIP = 64, 37, 1e-2, 1.0
 WEIGHTS_WORK = Version(version("deepspeed")) >= Version("0.19.8")
 needs_weights = pytest.mark.skipif(not WEIGHTS_WORK, reason="zero_partition by weight needs DeepSpeed 0.19.8")
 
+# Short documents are cut, too.
+BY_DOCUMENTS = {"mode": "documents", "min_cut_tokens": 4}
+
 # Two groups, tokens 3:1, four heads.
 UNEVEN_2 = {
     "version": 1,
@@ -122,7 +125,8 @@ def assert_same_parameters(ours: dict[str, np.ndarray], expected: dict[str, np.n
 def ds_config(stage: int, schedule: Any, **more: Any) -> dict[str, Any]:
     """A DeepSpeed configuration with buckets for tiny models."""
     zero = {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, **more.pop("zero", {})}
-    section = {} if schedule is None else {"heterogeneity": {"schedule": schedule}}
+    placement = {"placement": more.pop("placement")} if "placement" in more else {}
+    section = {} if schedule is None else {"heterogeneity": {"schedule": schedule, **placement}}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
