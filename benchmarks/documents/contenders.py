@@ -43,6 +43,7 @@ __all__ = [
     "STREAM",
     "PackedBatch",
     "alone_step",
+    "engine_step",
     "layer_actions",
     "step_actions",
 ]
@@ -171,7 +172,7 @@ def step_actions(
         actions[STOCK] = _stock_step(batch, shape)
     for name in names:
         if name not in (STOCK, ALONE):
-            actions[name] = _engine_step(name, batch, shape, schedule, costs)
+            actions[name] = engine_step(name, batch, shape, schedule, costs)
     if ALONE in names:
         actions[ALONE] = alone_step(batch, shape)
     for action in actions.values():
@@ -222,9 +223,15 @@ def _shifted(whole: Mapping[str, Tensor]) -> Tensor:
     return torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=_IGNORED)
 
 
-def _engine_step(
-    name: str, batch: PackedBatch, shape: Shape, schedule: Schedule, costs: UnitCosts
+def engine_step(
+    name: str,
+    batch: PackedBatch,
+    shape: Shape,
+    schedule: Schedule,
+    costs: UnitCosts,
+    replan: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
+    """A training step of this engine under the placements of ``name``; every rank calls it in the same order."""
     import ds_hetero
 
     handle = ds_hetero.register()
@@ -232,6 +239,7 @@ def _engine_step(
         "schedule": schedule.to_dict(),
         "placement": "stream" if name == STREAM else "documents",
         "verify": "off",
+        "replan": dict(replan or {}),
     }
     model = _model(shape, batch, "sdpa")
     engine = _engine_for(model, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)

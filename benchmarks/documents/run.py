@@ -1,7 +1,8 @@
 r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and whole training steps, by turns.
 
-    python -m benchmarks.documents run                     # about 25 minutes
+    python -m benchmarks.documents run                     # about 30 minutes
     python -m benchmarks.documents run --quick             # three: ArXiv lengths, half the tokens
+    python -m benchmarks.documents run --scopes replan     # a rank that loses speed while the job runs
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
 measured when they are set. The bound is the time of rank 0 alone, times its share of the sum of measured speeds.
@@ -34,6 +35,7 @@ from benchmarks.documents.contenders import (
     STREAM,
     PackedBatch,
     alone_step,
+    engine_step,
     layer_actions,
     step_actions,
 )
@@ -44,13 +46,17 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.statistics import within_bound
 from benchmarks.measure.turns import take_turns, timed_run
+from ds_hetero.baselines import proportional
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
 
 __all__ = ["RunPlan", "main"]
 
 SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}
-ATTENTION, STEP, SINGLE = "attention", "training step", "one document"
+ATTENTION, STEP, REPLAN, SINGLE = "attention", "training step", "replan", "one document"
+SCOPES = (ATTENTION, STEP, REPLAN)
+SLOWED_RANK, SLOWED_TO = 1, 0.6
+STEPS_BEFORE, STEPS_AFTER = 5, 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 EDGE_TOKENS = 128  # keys that the tiles on a document's diagonal cost each token beside its own
@@ -97,7 +103,8 @@ def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
         if speeds != measured:
             measured = speeds
             lab.set_speeds([total * speed / sum(SPEEDS[speeds]) for speed in SPEEDS[speeds]])
-        results.append(_case(lab, plan, scope, speeds, distribution))
+        case = _renewal if scope == REPLAN else _case
+        results.append(case(lab, plan, scope, speeds, distribution))
     return results
 
 
@@ -127,6 +134,36 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         "text": lab.describe(),
         "seconds": turns.seconds,
         "foreign_cores": turns.foreign_cores,
+    }
+
+
+def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
+    """One rank loses speed between two steps: when are the others no longer held up?"""
+    cores = [speed.measured for speed in lab.speeds]
+    asked = [share * sum(lab.cluster.cores) / sum(SPEEDS[speeds]) for share in SPEEDS[speeds]]
+    batch = plan.batch(distribution)
+    schedule = proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads)
+    costs = _costs(*_solve_step(plan, batch), cores)
+    replan = {"enabled": True, "interval_steps": 3}
+    step, alone = engine_step(DOCUMENTS, batch, plan.shape, schedule, costs, replan), alone_step(batch, plan.shape)
+    alone()
+    alone_s = min(timed_run(alone) for _ in range(2))
+    seconds = [timed_run(step) for _ in range(STEPS_BEFORE)]
+    if lab.rank == SLOWED_RANK:
+        lab.change_speed(asked[SLOWED_RANK] * SLOWED_TO)
+    seconds += [timed_run(step) for _ in range(STEPS_AFTER)]
+    slowed = [share * (SLOWED_TO if rank == SLOWED_RANK else 1.0) for rank, share in enumerate(cores)]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seconds)
+    slowest = [max(of_step) for of_step in zip(*everywhere, strict=True)]
+    bound_s = [alone_s * cores[0] / sum(cores)] * STEPS_BEFORE + [alone_s * cores[0] / sum(slowed)] * STEPS_AFTER
+    return {
+        "scope": scope,
+        "speeds": speeds,
+        "distribution": distribution,
+        "measured_speeds": cores,
+        "step_seconds": slowest,
+        "of_bound": [bound / s for bound, s in zip(bound_s, slowest, strict=True)],
     }
 
 
@@ -161,6 +198,8 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row per contender and case."""
     rows = []
     for case in results:
+        if case["scope"] == REPLAN:
+            continue
         cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
         bound_s = medians[ALONE] * cores[0] / sum(cores)
         for name, seconds in case["seconds"].items():
@@ -200,6 +239,12 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             f"{row['foreign_cores']:.2f}",
         )
     console.print(table)
+    for case in result["cases"]:
+        if case["scope"] == REPLAN:
+            shares = " ".join(f"{share:.0%}" for share in case["of_bound"])
+            console.print(
+                f"rank {SLOWED_RANK} at {SLOWED_TO:.0%} of its speed after {STEPS_BEFORE} steps; of the bound: {shares}"
+            )
     if not any(case.get("bytes") for case in result["cases"]):
         return
     wire = Table(title="bytes sent, forward and backward of one layer: counted / planned")
@@ -220,7 +265,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--shrink", type=int, help="what the published lengths are divided by")
     parser.add_argument("--rounds", type=int, help="turns of every contender")
     parser.add_argument("--seed", type=int, default=1, help="of the batches")
-    parser.add_argument("--scopes", nargs="+", choices=(ATTENTION, STEP), default=(ATTENTION, STEP))
+    parser.add_argument("--scopes", nargs="+", choices=SCOPES, help="all; with --quick without the last")
     parser.add_argument("--link", type=float, help="Gbit/s between the nodes; left out, loopback")
     parser.add_argument("--output", type=Path, help="the result file")
     options = parser.parse_args(words)
@@ -244,14 +289,16 @@ def main(words: Sequence[str]) -> None:
 
 def _plan(options: argparse.Namespace) -> RunPlan:
     distributions = ("arxiv",) if options.quick else tuple(DISTRIBUTIONS)
+    scopes = options.scopes or (SCOPES[:2] if options.quick else SCOPES)
     cases = [
         (ATTENTION, speeds, name)
         for speeds in SPEEDS
         for name in (*distributions, SINGLE)
-        if ATTENTION in options.scopes
+        if ATTENTION in scopes and not (options.quick and name == SINGLE and speeds == "equal")
     ]
     steps = ["4:3:2:1"] if options.quick else list(SPEEDS)
-    cases += [(STEP, speeds, name) for speeds in steps for name in distributions if STEP in options.scopes]
+    cases += [(STEP, speeds, name) for speeds in steps for name in distributions if STEP in scopes]
+    cases += [(REPLAN, "equal", "arxiv")] if REPLAN in scopes else []
     return RunPlan(
         cases=tuple(cases),
         shape=Shape(num_heads=8, num_kv_heads=4),
