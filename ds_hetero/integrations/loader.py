@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.loader_names import KNOWN_LOADERS
+from ds_hetero.integrations.transformers.recent_shards import note_shard
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
@@ -61,6 +62,7 @@ class ModelLoader(ShardedLoader):
             info = shard_info(inputs["position_ids"])
             assert info is not None
             self._model.note_shard(info)
+            note_shard(shard)
             yield inputs
             self._expect_split_model()
 

@@ -11,6 +11,7 @@ import deepspeed
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations import accelerate
 from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
+from ds_hetero.integrations.deepspeed.registered import expect_no_engine
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.registry import Registry
@@ -33,7 +34,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
 
     Raises:
         VersionError: DeepSpeed, accelerate or transformers is of a version that does not work.
-        ConfigError: registered already, with another configuration.
+        ConfigError: registered already, with another configuration; or an engine with a section exists already.
     """
     global _active
     ds_config = config if config is None or isinstance(config, Mapping) else deepspeed.load_ds_config(str(config))
@@ -45,6 +46,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
     expect_package("transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    expect_no_engine()
     registry = Registry(ds_config)
     registry.patches.on_undo(_forget)
     attention.install(registry.patches)

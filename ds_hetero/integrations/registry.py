@@ -204,6 +204,8 @@ class Registry:
                 prepared.monitor.report()
             self._forget(prepared)
         self.patches.undo()
+        self._replicas.clear()
+        self._groups.close()
 
     @property
     def _prepared(self) -> list[PreparedModel]:

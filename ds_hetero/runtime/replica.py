@@ -102,6 +102,13 @@ class ProcessGroups:
             self._made[key] = dist.new_group(list(key[0]))
         return self._made[key]
 
+    def close(self) -> None:
+        """Close all groups; nothing of a replica can be used afterwards."""
+        if dist.is_initialized():
+            for group in self._made.values():
+                dist.destroy_process_group(group)
+        self._made.clear()
+
 
 def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     """Compare the plans of all ranks, then make every process group that they need.

@@ -208,9 +208,14 @@ def _give_shards(rank: int) -> None:
         reference(**shard)
     with handle.sharded(), pytest.raises(BatchError, match="this LlamaModel is not trained by ds_hetero"):
         reference.model(shard["input_ids"], None, shard["position_ids"])
+    copies = {name: entry.clone() for name, entry in shard.items()}
+    for given in (copies, {"input_ids": copies["input_ids"]}):
+        with pytest.raises(BatchError, match="this LlamaForCausalLM is not trained by ds_hetero"):
+            reference(**given)
     engine.eval()
-    with pytest.raises(BatchError, match=r"takes whole batches here.*with handle.sharded\(\):"):
-        engine(**shard)
+    for given in (shard, copies):
+        with pytest.raises(BatchError, match=r"takes whole batches here.*with handle.sharded\(\):"):
+            engine(**given)
     with torch.no_grad(), handle.sharded():
         logits = engine(**shard).logits
         assert logits.shape[:2] == shard["input_ids"].shape
@@ -221,15 +226,36 @@ def _give_shards(rank: int) -> None:
     engine.backward(handle.loss(engine(**shard), shard))
     engine.step()
 
-    # A decoder that is called past our hooks, as OPT's head does.
+    # Layers that are called directly, and a decoder that is called past our hooks, as OPT's head does.
+    hidden = model.model.embed_tokens(shard["input_ids"])
+    rotary = model.model.rotary_emb(hidden, shard["position_ids"])
+    with pytest.raises(ModelError, match=r"attention runs outside of the forwards .* Call the model itself"):
+        model.model.layers[0](hidden, position_embeddings=rotary)
+    with handle.unsharded():
+        model.model.layers[0](hidden, position_embeddings=rotary)
     for hook in list(model.model._forward_pre_hooks):
         del model.model._forward_pre_hooks[hook]
     with pytest.raises(ModelError, match="LlamaModel was given a shard, but runs its attention past the module"):
         engine(**shard)
+    with pytest.raises(ModelError, match="attention runs outside of the forwards"):
+        engine(**copies)
 
     handle.undo()
     with pytest.raises(ConfigError, match="its handle was undone"):
         next(loader)
+
+
+def test_a_copied_placeholder_of_a_rank_without_tokens_is_known() -> None:
+    run_deepspeed(_give_placeholders, 4)
+
+
+def _give_placeholders(rank: int) -> None:
+    from ds_hetero.errors import BatchError
+
+    handle, _ = start(llama(), stage=1, schedule=UNEVEN_4)
+    (shard,) = handle.dataloader(batches(1), batches="same")
+    with pytest.raises(BatchError, match="this LlamaForCausalLM is not trained by ds_hetero"):
+        llama()(**{name: entry.clone() for name, entry in shard.items()})
 
 
 def test_calls_of_the_handle_know_their_engine() -> None:

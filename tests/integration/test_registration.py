@@ -356,3 +356,68 @@ def _train_one_after_another(rank: int) -> None:
     assert not _former
     with pytest.raises(ds_hetero.ConfigError, match="no model has been prepared"):
         _ = handle.replica
+
+
+def test_ranks_that_never_register_and_engines_before_it_are_named() -> None:
+    (warned, refused, early), (_, _, also_early) = run_deepspeed(_register_too_late, 2)
+    for text in (warned, refused):
+        assert text.startswith("rank 1 did not reach deepspeed.initialize with ds_hetero registered")
+        assert "Call ds_hetero.register() on every rank" in text
+    assert early == also_early
+    assert (
+        'register() was called after an engine was built from a configuration with a "heterogeneity" section' in early
+    )
+
+
+def _register_too_late(rank: int) -> tuple[str, str, str]:
+    """Rank 0 looks for rank 1 while that waits; then both build an engine before they register."""
+    import logging
+
+    import deepspeed
+    import torch.distributed as dist
+
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+    from ds_hetero.integrations.deepspeed import registered
+
+    deepspeed.init_distributed("gloo")
+    warnings: list[str] = []
+    refused = ""
+    if rank == 0:
+        handler = logging.Handler()
+        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+        registered.logger.addHandler(handler)
+        with pytest.raises(ConfigError) as caught:
+            registered.expect_all_registered(warn_after_s=0.1, give_up_after_s=0.5)
+        refused = str(caught.value)
+    dist.barrier()
+    model = llama()
+    config = {"train_batch_size": 2, "heterogeneity": {"schedule": UNEVEN_2}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    with pytest.raises(ConfigError) as caught:
+        ds_hetero.register()
+    engine.destroy()
+    return "".join(warnings), refused, str(caught.value)
+
+
+def test_undo_closes_the_process_groups_of_replicas() -> None:
+    assert run_deepspeed(_count_groups, 2) == [(1, 1)] * 2
+
+
+def _count_groups(rank: int) -> tuple[int, int]:
+    """Groups beside those of the world and of DeepSpeed, after `undo` and after another job and `undo`."""
+    import deepspeed
+    from torch.distributed import distributed_c10d
+
+    import ds_hetero
+
+    counts = []
+    for _ in range(2):
+        handle = ds_hetero.register()
+        model = llama()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=ds_config(1, ONE_GROUP_2))
+        before = len(distributed_c10d._world.pg_map)
+        engine.destroy()
+        handle.undo()
+        counts.append(before - len(distributed_c10d._world.pg_map))
+    return counts[0], counts[1]

@@ -17,6 +17,7 @@ from torch import nn
 from ds_hetero.config import SECTION, expect_section_name
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import enabled
+from ds_hetero.integrations.deepspeed.registered import expect_all_registered
 from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
 
@@ -73,6 +74,7 @@ def agree_on_configuration(
         own_view = view()
         return own_view, own_environment() if own_view[SECTION] == _ON else {}
 
+    expect_all_registered()
     views, environments = zip(*World.current().on_all_ranks(view_and_environment), strict=True)
     if any(configuration[SECTION] == _ON for configuration in views):
         _expect_same_configuration(views)

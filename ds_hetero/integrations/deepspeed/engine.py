@@ -30,7 +30,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.deepspeed import checkpoints, saving, tiled_loss
+from ds_hetero.integrations.deepspeed import checkpoints, registered, saving, tiled_loss
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.integrations.deepspeed.facts import (
@@ -82,6 +82,7 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
     *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
+    *registered.PRIVATE_NAMES,
     *saving.PRIVATE_NAMES,
     *tiled_loss.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
@@ -155,6 +156,7 @@ class EngineInstaller:
         sizes = {**size_in_configuration(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
         prepared = self._registry.prepare(model, ds_config, sizes)
         engine, *rest = self._build(prepared, sp_size_of(sizes))
+        registered.note_engine(engine)
         self._hook(engine, prepared)
         return (engine, *rest)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,10 @@ __all__ = [
     "ShardedForward",
     "ShardedMask",
     "begin_sharded_forward",
+    "begin_whole_forward",
     "comparing_forwards",
     "end_sharded_forward",
+    "end_whole_forward",
     "expecting_sharded_forward",
     "install",
     "keep_attention_function",
@@ -82,6 +84,14 @@ class ShardedForward:
     clock: Clock
 
 
+class Owner(Protocol):
+    """The model that a config belongs to, as far as attention has to know it."""
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward without a cache would now take a shard."""
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
     """What a layer gets in place of a mask during a sharded forward."""
@@ -92,8 +102,10 @@ class ShardedMask:
 
 _forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
 _given_shard: ContextVar[str | None] = ContextVar("_given_shard", default=None)  # the model whose call was given one
+_in_whole_forward: ContextVar[bool] = ContextVar("_in_whole_forward", default=False)
 _comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
 _former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # likewise: whose config it is
 _select = functools.lru_cache(select)
 
 
@@ -128,6 +140,16 @@ def end_sharded_forward(token: Token[ShardedForward | None]) -> None:
     _forward.reset(token)
 
 
+def begin_whole_forward() -> Token[bool]:
+    """Have attention from now on be that of whole sequences, until `end_whole_forward`."""
+    return _in_whole_forward.set(True)
+
+
+def end_whole_forward(token: Token[bool]) -> None:
+    """The forward is over; ``token`` is from `begin_whole_forward`."""
+    _in_whole_forward.reset(token)
+
+
 @contextlib.contextmanager
 def expecting_sharded_forward(model: str) -> Iterator[None]:
     """Refuse attention inside that is not part of a sharded forward: ``model``, by its class, was given a shard."""
@@ -148,25 +170,45 @@ def comparing_forwards() -> Iterator[None]:
         _comparing.reset(token)
 
 
-def _expect_whole_batch() -> None:
-    """Outside of a sharded forward: refuse a shard that our hooks did not see."""
+def _expect_whole_batch(config: ModelConfig | None = None) -> None:
+    """Outside of a sharded forward: refuse a shard that our hooks did not see, and layers that are called directly.
+
+    What recomputes layers in a backward was a forward before, of which the mask tells which.
+    """
+    if _comparing.get():
+        return
     model = _given_shard.get()
-    if model is not None and not _comparing.get():
+    if model is not None:
         raise ModelError(
             f"{model} was given a shard, but runs its attention past the module whose forwards ds_hetero splits, so "
             "that each rank would attend to its own tokens only. This model cannot be split over the sequence."
         )
+    owner = None if config is None else _owners.get(id(config))
+    recomputes = torch._C._current_graph_task_id() != -1
+    if owner is not None and owner.takes_shards and not _in_whole_forward.get() and not recomputes:
+        raise ModelError(
+            "attention runs outside of the forwards that ds_hetero splits, so that each rank would attend to its own "
+            "tokens only. Call the model itself, model(**batch), and not layers inside it; for whole sequences call it "
+            "in eval() or in `with handle.unsharded():`."
+        )
 
 
-def remember_implementation(config: ModelConfig) -> None:
-    """Remember which attention a config names, before its model is switched to ours."""
+def remember_implementation(config: ModelConfig, owner: Owner) -> None:
+    """Remember which attention a config names, before its model is switched to ours.
+
+    Args:
+        config: of the model or of a part of it.
+        owner: the model; not kept alive.
+    """
     _former[id(config)] = config._attn_implementation
+    _owners[id(config)] = owner
     weakref.finalize(config, _former.pop, id(config), None).atexit = False
 
 
 def restore_implementation(config: ModelConfig) -> None:
     """Give a switched config the attention that it named before."""
     config._attn_implementation_internal = _former.pop(id(config))
+    _owners.pop(id(config), None)
 
 
 def _former_implementation(config: ModelConfig) -> str:
@@ -213,8 +255,8 @@ def _attention(
             f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
             "the one that transformers made, so ds_hetero cannot split it over the sequence."
         )
-    _expect_whole_batch()
     config = module.config
+    _expect_whole_batch(config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     with _naming_former(config):
         former = ALL_ATTENTION_FUNCTIONS.get_interface(_former_implementation(config), eager)

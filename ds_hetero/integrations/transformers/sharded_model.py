@@ -13,23 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.errors import BatchError
 from ds_hetero.integrations.transformers.attention import (
     NAME,
     ShardedForward,
     begin_sharded_forward,
+    begin_whole_forward,
     end_sharded_forward,
+    end_whole_forward,
     remember_implementation,
     restore_implementation,
+)
+from ds_hetero.integrations.transformers.forward_inputs import (
+    expect_shard_shapes,
+    expect_whole,
+    is_placeholder,
+    local_batch,
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, embeddings_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.training_noise import scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
-from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
-from ds_hetero.runtime.data.shard_info import ShardInfo, is_part, shard_info
+from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
@@ -39,7 +45,6 @@ from ds_hetero.schedule import Schedule
 __all__ = ["ShardedModel", "sharding"]
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
-_CU_SEQLENS = PACKING[0]
 _KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
 
 _sharding: ContextVar[bool | None] = ContextVar("_sharding", default=None)
@@ -91,6 +96,7 @@ class ShardedModel:
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._token: Token[ShardedForward | None] | None = None
+        self._whole_token: Token[bool] | None = None
         self._restore_noise: Callable[[], None] = lambda: None
         self._kept_alive: object = None
         self.is_restored = False
@@ -100,7 +106,7 @@ class ShardedModel:
         configs: list[ModelConfig] = [m.config for m in self.pretrained.modules() if hasattr(m, "config")]  # type: ignore[misc]
         self._configs = list({id(config): config for config in configs}.values())
         for config in self._configs:
-            remember_implementation(config)
+            remember_implementation(config, self)
         self.pretrained.set_attn_implementation(NAME)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
@@ -229,9 +235,10 @@ class ShardedModel:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         is_forced = _sharding.get() is True
         if not self._takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not is_forced):
-            _expect_whole(kwargs.get("position_ids"), type(self.pretrained).__name__)
+            expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), kwargs.get("input_ids"))
+            self._whole_token = begin_whole_forward()
             return (), kwargs
-        _check_shapes(kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        expect_shard_shapes(kwargs.get("position_ids"), kwargs.get("attention_mask"))
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not is_forced:
@@ -249,6 +256,9 @@ class ShardedModel:
             end_sharded_forward(self._token)
             self._token = None
             self._restore_noise()
+        if self._whole_token is not None:
+            end_whole_forward(self._whole_token)
+            self._whole_token = None
 
     def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:
         """Agree on the batch with the other ranks, and record it."""
@@ -256,7 +266,7 @@ class ShardedModel:
         info = shard_info(positions)
         with self.clock.phase(IDLE, "agree_on_batch"):
             earlier = [replica.schedule for replica in self._earlier]
-            local = _local_batch(kwargs, self.pretrained.dtype)
+            local = local_batch(kwargs, self.pretrained.dtype)
             batch = agree_on_batch(self.replica, local, earlier, self._recent)
         if torch.is_grad_enabled():
             self.latest_positions = positions
@@ -265,54 +275,4 @@ class ShardedModel:
         placement = batch.placement
         replica = next(known for known in (self.replica, *self._earlier) if known.schedule == placement.schedule)
         self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
-        return ShardedForward(batch, replica, self.kernel, _is_placeholder(positions), self.clock)
-
-
-def _local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
-    """What this rank sees of a batch, from the arguments of a forward; a placeholder holds no token."""
-    positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    info = shard_info(positions)
-    if _is_placeholder(positions):
-        tokens, positions = tokens[:, :0], positions[:, :0]
-        mask = None if mask is None else mask[:, :0]
-    return LocalBatch(
-        batch_size=tokens.shape[0],
-        tokens=tokens.shape[1],
-        dtype=dtype,
-        position_ids=positions,
-        attention_mask=mask,
-        cu_seqlens=kwargs.get(_CU_SEQLENS),
-        placement=None if info is None else info.placement,
-    )
-
-
-def _is_placeholder(positions: Tensor) -> bool:
-    """Whether the one column of a shard stands for none, on a rank without tokens."""
-    return positions.shape[1] == 1 and bool(positions[0, 0] < 0)
-
-
-def _expect_whole(positions: Any, model: str) -> None:
-    if isinstance(positions, Tensor) and is_part(positions):
-        raise BatchError(
-            f"{model} takes whole batches here (in eval(), in handle.unsharded(), or with a cache of keys and values), "
-            "and was given a shard from handle.dataloader. Run the forward in `with handle.sharded():`, on every rank, "
-            "for the outputs of the shard; or in `with handle.unsharded():` or eval() on whole batches, from the "
-            "loader that handle.dataloader wraps."
-        )
-
-
-def _check_shapes(positions: Any, mask: Any) -> None:
-    if positions is None:
-        raise BatchError(
-            "a forward on shards needs position_ids, the place of every token in the whole sequence. Take batches from "
-            "ds_hetero's loader (handle.dataloader), which makes them; for whole batches, see handle.unsharded()."
-        )
-    if positions.dim() != 2:
-        raise BatchError(f"position_ids must be [B, s], got shape {tuple(positions.shape)}.")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        kind = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise BatchError(
-            f"attention_mask must be a padding mask [B, s], got {kind}. "
-            "Mark packed documents by position_ids that restart."
-        )
+        return ShardedForward(batch, replica, self.kernel, is_placeholder(positions), self.clock)

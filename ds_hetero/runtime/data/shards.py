@@ -33,6 +33,7 @@ from ds_hetero.schedule import Schedule
 __all__ = [
     "IGNORE_INDEX",
     "PACKING",
+    "PLACEHOLDER_POSITION",
     "PlacedBatch",
     "WholeBatch",
     "cut",
@@ -49,8 +50,10 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 _CHECKED_ELEMENTS = 1 << 20
 
+PLACEHOLDER_POSITION = -1  # position id of the one token that stands for none
+
 # What the one token holds that stands for none.
-_PLACEHOLDER = {"position_ids": -1, "shift_labels": IGNORE_INDEX}
+_PLACEHOLDER = {"position_ids": PLACEHOLDER_POSITION, "shift_labels": IGNORE_INDEX}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,70 @@
+"""The arguments of a forward that takes a shard, or that must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+from ds_hetero.integrations.transformers.recent_shards import is_shard
+from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import PACKING
+
+__all__ = ["expect_shard_shapes", "expect_whole", "is_placeholder", "local_batch"]
+
+_CU_SEQLENS = PACKING[0]
+
+
+def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
+    """What this rank sees of a batch, from the arguments of a forward; a placeholder holds no token."""
+    positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    info = shard_info(positions)
+    if is_placeholder(positions):
+        tokens, positions = tokens[:, :0], positions[:, :0]
+        mask = None if mask is None else mask[:, :0]
+    return LocalBatch(
+        batch_size=tokens.shape[0],
+        tokens=tokens.shape[1],
+        dtype=dtype,
+        position_ids=positions,
+        attention_mask=mask,
+        cu_seqlens=kwargs.get(_CU_SEQLENS),
+        placement=None if info is None else info.placement,
+    )
+
+
+def is_placeholder(positions: Tensor) -> bool:
+    """Whether the one column of a shard stands for none, on a rank without tokens."""
+    return positions.shape[1] == 1 and bool(positions[0, 0] < 0)
+
+
+def expect_whole(model: str, *tensors: Any) -> None:
+    """Refuse a shard where ``model``, by its class, takes whole batches."""
+    if is_shard(*tensors):
+        raise BatchError(
+            f"{model} takes whole batches here (in eval(), in handle.unsharded(), or with a cache of keys and values), "
+            "and was given a shard from handle.dataloader. Run the forward in `with handle.sharded():`, on every rank, "
+            "for the outputs of the shard; or in `with handle.unsharded():` or eval() on whole batches, from the "
+            "loader that handle.dataloader wraps."
+        )
+
+
+def expect_shard_shapes(positions: Any, mask: Any) -> None:
+    """Refuse arguments that are none of a shard: no ``position_ids``, or a mask that is not [B, s]."""
+    if positions is None:
+        raise BatchError(
+            "a forward on shards needs position_ids, the place of every token in the whole sequence. Take batches from "
+            "ds_hetero's loader (handle.dataloader), which makes them; for whole batches, see handle.unsharded()."
+        )
+    if positions.dim() != 2:
+        raise BatchError(f"position_ids must be [B, s], got shape {tuple(positions.shape)}.")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        kind = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask must be a padding mask [B, s], got {kind}. "
+            "Mark packed documents by position_ids that restart."
+        )
