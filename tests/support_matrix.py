@@ -70,6 +70,8 @@ _ROBERTAS = (
     "data2vec-text",
     "xmod",
 )
+_LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
+_SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
 _OWN_TERMS = "tests/integration/test_own_terms.py::"
 
 
@@ -105,7 +107,11 @@ _MODEL_ROWS = (
     _model("Qwen3", "qwen3"),
     _model("Mistral with sliding windows", "mistral window"),
     _model("Mixtral", "mixtral", note="without the router's loss"),
-    _model("Gemma 2 with soft-capping", "gemma2 softcap", note="`eager`; left padding reaches the loss, by 0.1 to 1 %"),
+    _model(
+        "Gemma 2 with soft-capping",
+        "gemma2 softcap",
+        note="`eager`; left padding that predicts a label reaches the loss, and is told",
+    ),
     _model("Gemma 3, text", "gemma3"),
     _model("gpt-oss, with attention sinks", "gpt-oss sinks", note="`eager`; plain, padded, packed"),
     _model("DeepSeek-V3, with latent attention", "deepseek mla"),
@@ -159,9 +165,9 @@ _MODEL_ROWS = (
         "attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, StableLM, XGLM, DeBERTa, Longformer, BigBird ..."
     ),
     _refused("sparse and indexed attention: DeepSeek-V3.2, GLM-DSA, dots3"),
-    _refused("ModernBERT, NeoMME, UltraBERT", note="at the first forward"),
-    _fails("JetMoe", "at the first forward: `rank 0 expects q [B, H, s, D] ...`"),
-    _fails("Doge", "`AttributeError: 'ShardedMask' object has no attribute 'dtype'`"),
+    _refused("sliding windows in both directions: ModernBERT, NeoMME, UltraBERT", "windows in both directions"),
+    _refused("JetMoe", "keys repeated by experts", note="experts share keys"),
+    _refused("Doge", "masks by content", note="chooses keys by their content"),
     Row(what="Jamba, Bamba, Zamba, Falcon-H1, Kimi-Linear, Granite hybrids, DBRX, Gemma 3n", status="untested"),
 )
 
@@ -233,19 +239,29 @@ _LOOP_ROWS = (
     Row(
         what="a reference model beside the engine, or the trained model in `eval()`, on a batch of `handle.dataloader`",
         status="refused",
-        tests=("tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence",),
+        tests=(_SHARDS,),
         note="run them on whole batches, or the trained model in `handle.sharded()`",
     ),
     Row(
         what="label smoothing, `compute_loss_func`",
         status="refused",
-        tests=("tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused",),
+        tests=(_LOSSES_REFUSED,),
     ),
     _refused("reward models (TRL RewardTrainer)"),
     _refused("GRPO, DFT", note="by TRL itself"),
-    _refused('`train_sampling_strategy="batch_rebalance"`'),
-    _fails("DPO, KTO, any loader without labels", "`KeyError: 'shift_labels'`"),
-    _fails("CPO, ORPO, GKD", "`BatchError` about tensors, which does not name the trainer"),
+    Row(what='`train_sampling_strategy="batch_rebalance"`', status="refused", tests=(_LOSSES_REFUSED,)),
+    Row(
+        what="DPO, KTO, CPO, ORPO: loaders without labels, or with pairs",
+        status="refused",
+        tests=(_LOSSES_REFUSED,),
+        note="by the trainer's name",
+    ),
+    Row(
+        what="GKD, and trainers that put the model's inputs together themselves",
+        status="refused",
+        tests=(_SHARDS,),
+        note="at the first forward",
+    ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
     Row(what="Axolotl, LLaMA-Factory, ms-swift", status="untested", note="they pin versions that exclude this one's"),
 )

@@ -219,6 +219,19 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 2},
         "layers of type chunked_attention",
     ),
+    "masks by content": ("DogeConfig", "DogeForCausalLM", {}, "its attention chooses keys by their content"),
+    "keys repeated by experts": (
+        "JetMoeConfig",
+        "JetMoeForCausalLM",
+        {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+        "its attention has num_key_value_heads of keys per expert",
+    ),
+    "windows in both directions": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+        "its sliding windows look in both directions",
+    ),
 }
 
 
@@ -245,6 +258,19 @@ def test_prompt_tuning_is_refused() -> None:
     tuned = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ModelError, match="puts virtual tokens before the sequence"):
         check_model(tuned)
+
+
+def test_a_mask_of_a_shard_says_that_it_holds_no_numbers() -> None:
+    from ds_hetero.errors import ModelError
+    from ds_hetero.integrations.transformers.attention import ShardedMask
+    from ds_hetero.integrations.transformers.masks import MaskKind
+
+    mask: Any = ShardedMask(None, MaskKind(True, None))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"reads its attention mask \(its 'shape'\)"):
+        mask.shape  # noqa: B018
+    with pytest.raises(ModelError, match=r"reads its attention mask \(a part of it\)"):
+        mask[:, :, :, :5]
+    assert not hasattr(mask, "dtype") and mask.kind.causal
 
 
 def test_a_mask_is_read_from_the_parts_that_made_it() -> None:

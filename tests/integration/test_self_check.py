@@ -6,6 +6,7 @@ Budget: 60 s.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,43 @@ def _make(entry: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     settings = getattr(transformers, config)(**{"attn_implementation": "sdpa", **_SIZES, **changes})
     return getattr(transformers, model)(settings).to(dtype).train()
+
+
+# Refused at the start by their type; a model like them, which no rule knows, is told in its first forward.
+_UNUSUAL_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "doge": ("DogeConfig", "DogeForCausalLM", _KV),
+    "jetmoe": ("JetMoeConfig", "JetMoeForCausalLM", {**_KV, "kv_channels": 8, "num_local_experts": 4}),
+}
+
+
+def test_attention_that_is_not_what_the_config_says_is_told_by_its_layer() -> None:
+    first, second = run_ranks(_verdicts, 2, _UNUSUAL_ATTENTION, "plain", UNEVEN_2, "float32")
+    assert first == second
+    assert "a layer of the model reads its attention mask (its 'dtype') to build another" in first["doge"]
+    assert "JetMoeAttention computes attention with 4 heads over 4 key/value heads" in first["jetmoe"]
+
+
+def test_padding_that_predicts_a_label_is_told_where_it_makes_a_difference() -> None:
+    (eager, sdpa), (other, _) = run_ranks(_warnings, 2)
+    assert "padding on the left predicts the first token of each row, and Gemma2ForCausalLM" in eager
+    assert "Set the labels of first tokens to -100" in eager
+    assert sdpa == other == ""
+
+
+def _warnings(rank: int) -> tuple[str, str]:
+    """What is said of left padding, with eager attention and with sdpa."""
+    from ds_hetero.integrations.transformers.self_check.check import logger
+
+    texts = []
+    for name in ("gemma2", "llama"):
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        assert verdict(_make(EXACT[name]), batch_of("left"), UNEVEN_2) == ""
+        logger.removeHandler(handler)
+        texts.append("".join(said))
+    return texts[0], texts[1]
 
 
 def _verdicts(rank: int, entries: dict[str, tuple[Any, ...]], kind: str, schedule: Any, dtype: str) -> dict[str, str]:

@@ -283,16 +283,34 @@ def _make_trainers_of_different_files(rank: int) -> str:
 
 
 def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:
-    assert all(ranks(_smooth_labels, 2))
+    first, second = ranks(_refuse, 2)
+    assert first == second
+    smoothing, function, rebalance, unlabelled, pairs = first
+    assert smoothing.startswith("label_smoothing_factor=0.1 of Trainer") and "Set it to 0" in smoothing
+    assert function.startswith("compute_loss_func of Trainer") and "override compute_loss" in function
+    assert rebalance.startswith('train_sampling_strategy="batch_rebalance" deals samples out to ranks')
+    assert unlabelled.startswith("the batches of Trainer have no labels (they hold input_ids")
+    assert pairs.startswith("the batches of Trainer cannot be split over the sequence: a batch needs input_ids")
+    for text in (unlabelled, pairs):
+        assert "Train it without sequence parallelism" in text
 
 
-def _smooth_labels(rank: int) -> bool:
+def _refuse(rank: int) -> list[str]:
     import ds_hetero
-    from ds_hetero.errors import ConfigError
+    from ds_hetero.errors import HeteroError
 
     ds_hetero.register()
     ds = ds_config(1, UNEVEN_2, train_micro_batch_size_per_gpu=1)
-    trainer = make_trainer(ds, 2, per_device_train_batch_size=1, label_smoothing_factor=0.1)
-    with pytest.raises(ConfigError, match="compute_loss_func and label_smoothing_factor would see a part"):
-        trainer.train()
-    return True
+    texts = []
+    for arguments in ({"label_smoothing_factor": 0.1}, {}, {"train_sampling_strategy": "batch_rebalance"}, {}, {}):
+        trainer = make_trainer(ds, 2, per_device_train_batch_size=1, **arguments)
+        if len(texts) == 1:
+            trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+        if len(texts) == 3:
+            trainer.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"] for row in rows])}
+        if len(texts) == 4:
+            trainer.data_collator = lambda rows: {"chosen_input_ids": torch.stack([row["input_ids"] for row in rows])}
+        with pytest.raises(HeteroError) as caught:
+            trainer.train()
+        texts.append(str(caught.value))
+    return texts

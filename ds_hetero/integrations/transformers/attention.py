@@ -94,10 +94,28 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """What a layer gets in place of a mask during a sharded forward."""
+    """What a layer gets in place of a mask during a sharded forward; it can pass it on, and nothing else."""
 
     forward: ShardedForward
     kind: MaskKind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _MaskReadError(_MASK_READ.format(f"its {name!r}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _MaskReadError(_MASK_READ.format("a part of it"))
+
+
+class _MaskReadError(ModelError, AttributeError):
+    """An error by name, and "no" for whoever asks whether a mask has an attribute."""
+
+
+_MASK_READ = (
+    "a layer of the model reads its attention mask ({}) to build another, but during a forward on a shard it holds no "
+    "numbers: no rank sees the whole sequence. This model cannot be split over the sequence."
+)
 
 
 _forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
@@ -288,6 +306,13 @@ def _sharded_attention(
     """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
     query, key, value = qkv
     forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
+    heads, expected = (query.shape[1], key.shape[1]), _heads_of(forward.replica)
+    if heads != expected:
+        raise ModelError(
+            f"{layer} computes attention with {heads[0]} heads over {heads[1]} key/value heads, where the model's "
+            f"config says {expected[0]} over {expected[1]}, which the schedule cuts. This model cannot be split over "
+            "the sequence."
+        )
     if problem := _problem(options, mask, head_dim, value_dim):
         raise ModelError(f"{layer} asks for {problem}, which cannot be split over the sequence.")
     if value_dim < head_dim:
@@ -306,6 +331,10 @@ def _sharded_attention(
     if forward.is_placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[..., :value_dim]
+
+
+def _heads_of(replica: Replica) -> tuple[int, int]:
+    return replica.schedule.num_heads, replica.schedule.num_kv_heads
 
 
 def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:

@@ -21,6 +21,11 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
+# By model_type, attention that goes through transformers' interface and is another's all the same.
+_OWN_ATTENTION = {
+    "doge": "its attention chooses keys by their content, in masks of its own",
+    "jetmoe": "its attention has num_key_value_heads of keys per expert and repeats them for each expert of a token",
+}
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -119,9 +124,19 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     router_weight = getattr(config, "router_aux_loss_coef", 0)
     if getattr(config, "output_router_logits", False) and router_weight:
         yield (
-            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens; "
-            "set output_router_logits=False or the coefficient to 0"
+            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens; set "
+            "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
+            "sets output_router_logits by itself)"
         )
+
+
+def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    if reason := _OWN_ATTENTION.get(getattr(pretrained.config, "model_type", "")):
+        yield reason
+    layer_types = getattr(pretrained.config.get_text_config(), "layer_types", None) or ()
+    directions = {module.is_causal for module in pretrained.modules() if hasattr(module, "is_causal")}
+    if "sliding_attention" in layer_types and directions == {False}:
+        yield "its sliding windows look in both directions; without a window, or causal, they are supported"
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[Any]:
@@ -150,5 +165,6 @@ def _peft_problems(model: nn.Module) -> Iterator[str]:
 _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _interface_problems,
     _config_problems,
+    _attention_problems,
     _module_problems,
 )

@@ -31,7 +31,7 @@ from ds_hetero.integrations.transformers.forward_inputs import (
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, embeddings_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
-from ds_hetero.integrations.transformers.training_noise import scale_noise
+from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
@@ -238,7 +238,7 @@ class ShardedModel:
             expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), kwargs.get("input_ids"))
             self._whole_token = begin_whole_forward()
             return (), kwargs
-        expect_shard_shapes(kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        expect_shard_shapes(kwargs)
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not is_forced:
@@ -246,6 +246,8 @@ class ShardedModel:
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
         self._token = begin_sharded_forward(forward)
+        if self.places_documents:
+            expect_no_noise(self._embeddings)
         tokens = kwargs["position_ids"].shape[1]
         self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)
         return (), kwargs

@@ -23,6 +23,7 @@ from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.sharded_model import sharding
+from ds_hetero.integrations.transformers.trainer_checks import expect_labels, expect_splittable, naming_trainer
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
@@ -77,6 +78,8 @@ def _accumulating_micro_steps(stock: Any) -> Any:
     def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         trainer, arguments = given["self"], given["args"]
+        if _is_sharded(trainer):
+            expect_splittable(trainer)
         batches = _replica_batches(trainer)
         if batches is None:
             return stock(*args, **kwargs)
@@ -113,11 +116,6 @@ def _counting_batches_once(stock: Any) -> Any:
     def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
         if not _is_sharded(trainer):
             return stock(trainer, args, dataloader)
-        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-            raise ConfigError(
-                "compute_loss_func and label_smoothing_factor would see a part of each sequence only; "
-                "leave them out, or compute the loss in the model."
-            )
         samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
         if reader is not None:
             samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
@@ -153,10 +151,12 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
         prepared = registry.find(trainer.model)
         if prepared is None:
             return stock(trainer, epoch_iterator, num_batches, device)
-        with sharding(True):
+        with sharding(True), naming_trainer(trainer):
             batches, _ = stock(trainer, epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
+        for batch in batches:
+            expect_labels(trainer, batch)
         items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
         if trainer.args.average_tokens_across_devices:
             dist.all_reduce(items)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-__all__ = ["scale_noise"]
+from ds_hetero.errors import ConfigError
+
+__all__ = ["expect_no_noise", "scale_noise"]
 
 _ALPHA = "neftune_noise_alpha"
 
@@ -29,6 +31,19 @@ def scale_noise(embeddings: nn.Module | None, tokens: int, length: int) -> Calla
         return _do_nothing
     setattr(embeddings, _ALPHA, alpha * (tokens / length) ** 0.5)
     return lambda: setattr(embeddings, _ALPHA, alpha)
+
+
+def expect_no_noise(embeddings: nn.Module | None) -> None:
+    """Refuse NEFTune where rows of a batch become one stream, whose length is not that of a row.
+
+    Raises:
+        ConfigError: the embeddings have an amplitude of noise.
+    """
+    if getattr(embeddings, _ALPHA, None):
+        raise ConfigError(
+            f'{_ALPHA} and "placement": "documents" do not go together: noise is sized by the length of a padded row, '
+            'and rows are put behind each other. Use "placement": "stream", or no noise.'
+        )
 
 
 def _do_nothing() -> None:

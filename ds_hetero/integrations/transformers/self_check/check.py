@@ -31,7 +31,7 @@ from ds_hetero.integrations.transformers.self_check.comparison import (
     noise_of,
     worst,
 )
-from ds_hetero.integrations.transformers.self_check.piece import has_restarts, piece_of, real_tokens
+from ds_hetero.integrations.transformers.self_check.piece import has_left_padding, has_restarts, piece_of, real_tokens
 from ds_hetero.integrations.transformers.self_check.recorded_run import RecordedRun, record_run
 from ds_hetero.integrations.transformers.self_check.traceless import traceless
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
@@ -69,25 +69,41 @@ def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> b
         return False
     differences = _differences(model, piece)
     if not differences:
+        if has_left_padding(piece):
+            _look_at_padding(model, batch)
         return True
     if has_restarts(piece) and not _differences(model, _first_piece(model, batch, inside_document=True) or {}):
-        if dist.get_rank() == 0:
-            logger.warning(
-                "%s lets the documents of a packed batch see each other where one process runs it; here they do not, "
-                "as their position_ids say.",
-                type(model.pretrained).__name__,
-            )
+        _warn(
+            f"{type(model.pretrained).__name__} lets the documents of a packed batch see each other where one process "
+            "runs it; here they do not, as their position_ids say."
+        )
         return True
     raise ModelError(_refusal(model, piece, *differences[0]))
 
 
-def _first_piece(
-    model: ShardedModel, batch: Mapping[str, Any] | None, *, inside_document: bool = False
-) -> dict[str, Any] | None:
-    """Return the piece of the first rank that has a batch; the same on every rank."""
+def _look_at_padding(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+    """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
+    differences = _differences(model, _first_piece(model, batch, padding_predicts=True) or {})
+    if differences:
+        error = next((d.error for _, d in differences if d.kind == LOSS), differences[0][1].error)
+        _warn(
+            f"padding on the left predicts the first token of each row, and {type(model.pretrained).__name__} in one "
+            "process computes attention for padding, where ds_hetero computes none: on a piece of the first batch, "
+            f"the loss differs by {error:.1g} of its value. Set the labels of first tokens to -100, or pad on the "
+            "right."
+        )
+
+
+def _warn(text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("%s", text)
+
+
+def _first_piece(model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool) -> dict[str, Any] | None:
+    """Return the piece of the first rank that has a batch, cut as `piece_of` does; the same on every rank."""
 
     def cut() -> dict[str, Any] | None:
-        return None if batch is None else piece_of(batch, model.replica.schedule, inside_document=inside_document)
+        return None if batch is None else piece_of(batch, model.replica.schedule, **kind)
 
     return next((piece for piece in on_all_ranks(cut) if piece is not None), None)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.schedule import Schedule
 
-__all__ = ["has_restarts", "piece_of", "real_tokens"]
+__all__ = ["has_left_padding", "has_restarts", "piece_of", "real_tokens"]
 
 ROWS = 2
 TOKENS_PER_RANK = 24
@@ -24,13 +24,16 @@ TOKENS_OF_SMALLEST_RANK = 4
 MOST_TOKENS = 512
 
 
-def piece_of(batch: Mapping[str, Any], schedule: Schedule, *, inside_document: bool = False) -> dict[str, Any]:
+def piece_of(
+    batch: Mapping[str, Any], schedule: Schedule, *, inside_document: bool = False, padding_predicts: bool = False
+) -> dict[str, Any]:
     """Cut a piece out of a batch, as a collator would have made it.
 
     Args:
         batch: as the wrapped loader gave it: ``labels`` not moved, no position ids made.
         schedule: whose ranks are to have tokens of the piece.
         inside_document: take the piece from the inside of the first document of a packed batch.
+        padding_predicts: keep the labels that padding predicts, of the first tokens after left padding.
 
     Returns:
         A batch of at most `ROWS` rows; tensors are copies on the CPU.
@@ -48,7 +51,7 @@ def piece_of(batch: Mapping[str, Any], schedule: Schedule, *, inside_document: b
     }
     _sort_last_row(piece)
     _borrow_labels(piece, tensors)
-    _mask_labels_of_padding(piece)
+    _mask_labels_of_padding(piece, padding_predicts)
     return piece
 
 
@@ -82,10 +85,12 @@ def _next_prime(number: int) -> int:
 
 
 def _start(tensors: Mapping[str, Tensor], length: int, count: int) -> int:
-    """Return where the piece begins: where some padding is left of real tokens, or a document ends inside."""
+    """Return where the piece begins: so that padding on the left ends inside, or a document."""
     mask = tensors.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and not bool(mask[:ROWS, count // 2 : count].any(0).all()):
-        return min(max(int(mask[0].ne(0).int().argmax()) - count // 4, 0), length - count)
+    if mask is not None and mask.dim() == 2:
+        padding = int(mask[:ROWS].ne(0).int().argmax(1).max())
+        if padding:
+            return min(max(padding - count // 4, 0), length - count)
     restart = _first_restart(tensors, length)
     return min(restart - count // 2, length - count) if restart is not None and restart >= count else 0
 
@@ -144,14 +149,20 @@ def _borrow_labels(piece: dict[str, Any], tensors: Mapping[str, Tensor]) -> None
         labels[lacking] = known[places.remainder(len(known))][lacking]
 
 
-def _mask_labels_of_padding(piece: dict[str, Any]) -> None:
+def has_left_padding(piece: Mapping[str, Any]) -> bool:
+    """Whether padding stands before real tokens."""
+    return bool(_follows_padding(real_tokens(piece)).any())
+
+
+def _mask_labels_of_padding(piece: dict[str, Any], padding_predicts: bool) -> None:
     """Take out what padding predicts: with this engine the output of padding is zero, as with flash-attention."""
-    mask = piece.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return
-    real = mask.ne(0)
-    predicted_by_padding = torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1]], dim=1) & real
+    real = real_tokens(piece)
     for name in {"labels", "shift_labels"} & set(piece):
         piece[name][~real] = IGNORE_INDEX
-        if name == "labels":
-            piece[name][predicted_by_padding] = IGNORE_INDEX
+        if name == "labels" and not padding_predicts:
+            piece[name][_follows_padding(real)] = IGNORE_INDEX
+
+
+def _follows_padding(real: Tensor) -> Tensor:
+    """[B, n], true for the first real token after padding."""
+    return torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1]], dim=1) & real
