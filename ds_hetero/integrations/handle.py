@@ -72,9 +72,9 @@ class Handle:
         return Handle(self.registry, model)
 
     def undo(self) -> None:
-        """Put back everything that was replaced, in the frameworks and in the models.
+        """Put back everything that was replaced, in the frameworks and in the models, and close the replicas' groups.
 
-        Engines of ZeRO-3 with unequal weights cannot be used afterwards.
+        Call it on every rank. Engines of ZeRO-3 with unequal weights cannot be used afterwards.
         """
         self.registry.undo()
 

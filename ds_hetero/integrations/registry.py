@@ -205,7 +205,7 @@ class Registry:
             self._forget(prepared)
         self.patches.undo()
         self._replicas.clear()
-        self._groups.close()
+        self.process_groups.close()
 
     @property
     def _prepared(self) -> list[PreparedModel]:

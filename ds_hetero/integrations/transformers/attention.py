@@ -40,6 +40,7 @@ __all__ = [
     "NAME",
     "PRIVATE_NAMES",
     "WORKS",
+    "Owner",
     "ShardedForward",
     "ShardedMask",
     "begin_sharded_forward",
