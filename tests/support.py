@@ -31,6 +31,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -75,23 +76,24 @@ def run_ranks(
         AssertionError: a rank raised, died or hung, or the ranks break NCCL's rules. Shows every failed rank, the cause
             before its consequences.
     """
-    if not nccl_rules:
-        return _run(_in_process_group, fn, world_size, args, timeout_s, dict(env or {}))
-    outcomes = _run(_recorded, fn, world_size, args, timeout_s, dict(env or {}))
-    if wrong := violations([events for _, events in outcomes]):
-        raise AssertionError(f"{fn.__qualname__} breaks NCCL's rules: " + "\n".join(wrong))
-    return [result for result, _ in outcomes]
+    return _run_by_rules(_in_process_group, nccl_rules, fn, world_size, args, timeout_s, dict(env or {}))
 
 
 def run_deepspeed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    nccl_rules: bool = False,
 ) -> list[Any]:
     """Like `run_ranks`, in the environment that DeepSpeed's launcher makes, and with no process group yet.
 
     ``deepspeed.initialize``, ``deepspeed.init_distributed``, accelerate and the HF Trainer find RANK, LOCAL_RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT and set the process group up themselves, on the CPU accelerator. The working
     directory is a temporary one.
-    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `start_server`.
+    DeepSpeed's shared-memory extension is compiled once and kept in .cache/, see `start_server`. ``nccl_rules`` holds
+    DeepSpeed's calls to NCCL's rules as well; it takes a tenth of a second.
     """
     launcher_env = {
         "MASTER_ADDR": "127.0.0.1",
@@ -103,7 +105,7 @@ def run_deepspeed(
         "ACCELERATE_USE_CPU": "true",
         **_deepspeed_env(),
     }
-    return _run(_in_launcher_env, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
+    return _run_by_rules(_in_launcher_env, nccl_rules, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
 def free_port() -> int:
@@ -134,6 +136,24 @@ def start_server(*, deepspeed: bool) -> None:
 
 
 # --- the parent's side ------------------------------------------------------------------------------
+
+
+def _run_by_rules(
+    body: Callable[..., Any],
+    nccl_rules: bool,
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    env: dict[str, str],
+) -> list[Any]:
+    """`_run`, whose ranks record what they post if ``nccl_rules`` is set."""
+    if not nccl_rules:
+        return _run(body, fn, world_size, args, timeout_s, env)
+    outcomes = _run(partial(_recorded, body), fn, world_size, args, timeout_s, env)
+    if wrong := violations([events for _, events in outcomes]):
+        raise AssertionError(f"{fn.__qualname__} breaks NCCL's rules: " + "\n".join(wrong))
+    return [result for result, _ in outcomes]
 
 
 def _run(
@@ -267,13 +287,12 @@ def _in_process_group(
     return fn(rank, *args)
 
 
-def _recorded(
-    fn: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], timeout_s: float, folder: str
-) -> Any:
+def _recorded(body: Callable[..., Any], *args: Any) -> Any:
+    """What ``body`` returns, and everything that the rank posted meanwhile."""
     from tests.nccl_rules.recorder import recording
 
     with recording() as events:
-        return _in_process_group(fn, rank, world_size, args, timeout_s, folder), events
+        return body(*args), events
 
 
 def _in_launcher_env(

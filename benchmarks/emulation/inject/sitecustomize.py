@@ -1,7 +1,8 @@
 """Python imports this file when it starts, if its folder is on PYTHONPATH: how `benchmarks.lab.launch` reaches ranks.
 
 In a process with RANK and the launcher's settings in its environment, torch.distributed's `init_process_group` is
-wrapped once torch has been imported: when the group exists, the rank takes its speed and its memory limit.
+wrapped once torch has been imported: when the group exists, the rank takes its speed and its memory limit. DeepSpeed
+is kept from compiling an extension as it starts.
 """
 
 from __future__ import annotations
@@ -12,40 +13,55 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_TARGET = "torch.distributed.distributed_c10d"
-
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the target once, by all other finders, and wraps its loader."""
+    """Finds each module of `_AFTER_IMPORT` once, by all other finders, and wraps its loader."""
+
+    def __init__(self) -> None:
+        self._waiting = dict(_AFTER_IMPORT)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """See `importlib.abc.MetaPathFinder`."""
-        if name != _TARGET:
+        change = self._waiting.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            _wrap_loader(spec.loader)
+            _wrap_loader(spec.loader, change)
         return spec
 
 
-def _wrap_loader(loader: Any) -> None:
+def _wrap_loader(loader: Any, change: Callable[[Any], None]) -> None:
     execute = loader.exec_module
 
     def exec_module(module: Any) -> None:
         execute(module)
-        original = module.init_process_group
-
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            _join()
-
-        module.init_process_group = init_process_group
+        change(module)
 
     loader.exec_module = exec_module
+
+
+def _join_when_the_group_exists(module: Any) -> None:
+    original = module.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        _join()
+
+    module.init_process_group = init_process_group
+
+
+def _without_shared_memory(module: Any) -> None:
+    """Keep DeepSpeed from compiling its extension for all-reduces in shared memory.
+
+    They would go past the emulated links. And ranks wait for whoever compiles, minutes on a busy machine: one that is
+    killed meanwhile leaves a lock behind, for which every later start waits without end.
+    """
+    module.ShareMemCommBuilder.is_compatible = lambda builder, verbose=False: False
 
 
 def _join() -> None:
@@ -55,6 +71,12 @@ def _join() -> None:
     from benchmarks.emulation.join import join
 
     join(settings)
+
+
+_AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
+    "torch.distributed.distributed_c10d": _join_when_the_group_exists,
+    "deepspeed.ops.op_builder.cpu.comm": _without_shared_memory,
+}
 
 
 def _import_the_usual() -> None:
