@@ -76,7 +76,8 @@ def run_ranks(
         AssertionError: a rank raised, died or hung, or the ranks break NCCL's rules. Shows every failed rank, the cause
             before its consequences.
     """
-    return _run_by_rules(_in_process_group, nccl_rules, fn, world_size, args, timeout_s, dict(env or {}))
+    body = partial(_recorded, _in_process_group) if nccl_rules else _in_process_group
+    return _run(body, fn, world_size, args, timeout_s, dict(env or {}))
 
 
 def run_deepspeed(
@@ -105,7 +106,8 @@ def run_deepspeed(
         "ACCELERATE_USE_CPU": "true",
         **_deepspeed_env(),
     }
-    return _run_by_rules(_in_launcher_env, nccl_rules, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
+    body = partial(_recorded, _in_launcher_env) if nccl_rules else _in_launcher_env
+    return _run(body, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
 def free_port() -> int:
@@ -138,24 +140,6 @@ def start_server(*, deepspeed: bool) -> None:
 # --- the parent's side ------------------------------------------------------------------------------
 
 
-def _run_by_rules(
-    body: Callable[..., Any],
-    nccl_rules: bool,
-    fn: Callable[..., Any],
-    world_size: int,
-    args: Sequence[Any],
-    timeout_s: float,
-    env: dict[str, str],
-) -> list[Any]:
-    """`_run`, whose ranks record what they post if ``nccl_rules`` is set."""
-    if not nccl_rules:
-        return _run(body, fn, world_size, args, timeout_s, env)
-    outcomes = _run(partial(_recorded, body), fn, world_size, args, timeout_s, env)
-    if wrong := violations([events for _, events in outcomes]):
-        raise AssertionError(f"{fn.__qualname__} breaks NCCL's rules: " + "\n".join(wrong))
-    return [result for result, _ in outcomes]
-
-
 def _run(
     body: Callable[..., Any],
     fn: Callable[..., Any],
@@ -181,12 +165,24 @@ def _run(
                 process.kill()
                 process.join()
         outputs = [Path(folder, f"output{rank}").read_text(errors="replace") for rank in range(world_size)]
+        broken = _broken_rules(folder, world_size)
     failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+    if broken:
+        broken = f"{fn.__qualname__} breaks NCCL's rules: {broken}\n"
     if failures:
-        raise AssertionError(_report(fn, world_size, failures, outputs))
+        raise AssertionError(broken + _report(fn, world_size, failures, outputs))
+    assert not broken, broken
     for rank, output in enumerate(outputs):
         print("".join(f"[rank {rank}] {line}" for line in output.splitlines(keepends=True)), end="")
     return [pickle.loads(outcomes[rank][1]) for rank in range(world_size)]
+
+
+def _broken_rules(folder: str, world_size: int) -> str:
+    """What breaks NCCL's rules in what the ranks have recorded; empty if nothing does, or not all have recorded."""
+    files = [Path(folder, f"events{rank}") for rank in range(world_size)]
+    if not all(file.exists() for file in files):
+        return ""
+    return "\n".join(violations([pickle.loads(file.read_bytes()) for file in files]))
 
 
 def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> dict[int, tuple[bool, Any]]:
@@ -287,12 +283,23 @@ def _in_process_group(
     return fn(rank, *args)
 
 
-def _recorded(body: Callable[..., Any], *args: Any) -> Any:
-    """What ``body`` returns, and everything that the rank posted meanwhile."""
+def _recorded(
+    body: Callable[..., Any],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    folder: str,
+) -> Any:
+    """What ``body`` returns; everything that the rank posted is left in a file, also if it fails."""
     from tests.nccl_rules.recorder import recording
 
     with recording() as events:
-        return body(*args), events
+        try:
+            return body(fn, rank, world_size, args, timeout_s, folder)
+        finally:
+            Path(folder, f"events{rank}").write_bytes(pickle.dumps(events))
 
 
 def _in_launcher_env(

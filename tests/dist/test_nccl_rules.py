@@ -21,16 +21,33 @@ def _record(rank: int, body: Callable[[int], None]) -> list[Event]:
     return events
 
 
-def _swapped_sends(rank: int) -> None:
-    """Rank 0 sends the small tensor first, rank 1 receives the large one first; tags would pair them."""
-    small, large = torch.ones(2), torch.ones(8)
-    if rank == 0:
-        works = [dist.isend(small, 1, tag=1), dist.isend(large, 1, tag=2)]
-    else:
-        works = [dist.irecv(small, 0, tag=1), dist.irecv(large, 0, tag=2)]
+def _tagged(rank: int, tags_of_ranks: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Rank 0 sends a message for each of its tags, rank 1 receives one for each of its own."""
+    post = dist.isend if rank == 0 else dist.irecv
+    works = [post(torch.ones(4), 1 - rank, tag=tag) for tag in tags_of_ranks[rank]]
     for work in works:
         assert work is not None
         work.wait()
+
+
+def _swapped_sends(rank: int) -> None:
+    """Only tags would tell the messages apart."""
+    _tagged(rank, ((1, 2), (2, 1)))
+
+
+def _unmatched_tag(rank: int) -> None:
+    _tagged(rank, ((1,), (2,)))
+
+
+def _other_order(rank: int) -> None:
+    x = torch.ones(3)
+    calls = [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, src=0)]
+    for call in calls if rank == 0 else reversed(calls):
+        call()
+
+
+def _unequal_sizes(rank: int) -> None:
+    dist.all_reduce(torch.ones(3 + rank))
 
 
 def _messages(rank: int, together: bool) -> None:
@@ -75,6 +92,34 @@ def test_code_that_keeps_the_rules_passes() -> None:
     assert violations(run_ranks(_record, 2, _sends_together, nccl_rules=False)) == []
 
 
+@pytest.mark.parametrize(
+    ("body", "rule", "calls"),
+    [
+        (
+            _swapped_sends,
+            "have other tags",
+            ("send to 1 of 16 bytes of float32 with tag 1", "receive from 0 of 16 bytes"),
+        ),
+        (_missing_receive, "a call that no rank makes", ("send to 1 of 4 bytes of float32", "barrier")),
+        (_other_order, "make different calls", ("allreduce", "broadcast")),
+        (_unequal_sizes, "make different calls", ("('float32', 3)", "('float32', 4)")),
+        (_unmatched_tag, "have other tags", ("with tag 1", "with tag 2")),
+    ],
+    ids=lambda value: value.__name__.strip("_").replace("_", " ") if callable(value) else "",
+)
+def test_a_planted_defect_ends_with_the_calls_that_do_not_match(
+    body: Callable[[int], None], rule: str, calls: tuple[str, ...]
+) -> None:
+    """As any test of ranks would have it; some of these hang on gloo too, until its timeout."""
+    with pytest.raises(AssertionError, match=r"breaks NCCL's rules") as caught:
+        run_ranks(body, 2, timeout_s=16)
+    lines = str(caught.value).partition("breaks NCCL's rules: ")[2].splitlines()
+    assert rule in lines[0]
+    assert lines[1].startswith("  rank 0: ") and calls[0] in lines[1] and "test_nccl_rules.py:" in lines[1]
+    others = [line for line in lines[2:] if calls[1] in line]
+    assert others and others[0].startswith("  rank") and "test_nccl_rules.py:" in others[0]
+
+
 def test_messages_that_wait_for_each_other_are_found() -> None:
     (text,) = violations(run_ranks(_record, 2, _sends_apart, nccl_rules=False))
     assert "wait for each other" in text and "rank 0: send to 1 of 16 bytes" in text and "rank 1: send to 0" in text
@@ -99,7 +144,6 @@ def test_messages_that_only_tags_can_pair_are_found() -> None:
     assert violations([pair(0, (8, 32)), pair(1, (8, 32))]) == []
     (text,) = violations([pair(0, (8, 32)), pair(1, (32, 8))])
     assert "differ in size or type" in text and "send to 1 of 8 bytes" in text and "receive from 0 of 32 bytes" in text
-    assert violations(run_ranks(_record, 2, _swapped_sends, nccl_rules=False)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,19 @@ class Message:
         peer: rank in the group.
         num_bytes: size of the tensor.
         dtype: of the tensor, by name.
+        tag: that the code gave, which NCCL ignores.
     """
 
     sends: bool
     peer: int
     num_bytes: int
     dtype: str
+    tag: int = 0
 
     def __str__(self) -> str:
         direction = "send to" if self.sends else "receive from"
-        return f"{direction} {self.peer} of {self.num_bytes} bytes of {self.dtype}"
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{direction} {self.peer} of {self.num_bytes} bytes of {self.dtype}{tag}"
 
 
 @dataclass(frozen=True, slots=True)

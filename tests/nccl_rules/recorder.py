@@ -119,7 +119,7 @@ class _Recorder:
         def call(group: dist.ProcessGroup, tensors: list[Tensor], peer: int, tag: int) -> Any:
             _check_tensors("send" if sends else "recv", [tensors])
             (tensor,) = tensors
-            message = Message(sends, peer, tensor.numel() * tensor.itemsize, _dtype(tensor))
+            message = Message(sends, peer, tensor.numel() * tensor.itemsize, _dtype(tensor), tag)
             ends = (group.rank(), peer) if sends else (peer, group.rank())
             key = (_name(group), *ends)
             self._num_messages[key] += 1
@@ -216,14 +216,14 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _site() -> str:
-    """Return file and line of the nearest caller inside this repository, or outside torch."""
-    frame = sys._getframe(1)
-    outside = None
+    """Return file and line of the nearest caller inside this repository; before it that of DeepSpeed, if it called."""
+    frame, library = sys._getframe(1), ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_ROOT) and "nccl_rules" not in path.parts and ".venv" not in path.parts:
-            return f"{path.relative_to(_ROOT)}:{frame.f_lineno}"
-        if outside is None and not {"torch", "nccl_rules"} & set(path.parts):
-            outside = f"{path.name}:{frame.f_lineno}"
+        inside = path.is_relative_to(_ROOT) and not {"nccl_rules", ".venv"} & set(path.parts)
+        if inside and frame.f_code.co_name != "timed":  # a wrapper around every collective
+            return f"{library}{path.relative_to(_ROOT)}:{frame.f_lineno}"
+        if not library and "deepspeed" in path.parts and path.parent.name != "comm" and ".venv" in path.parts:
+            library = f"deepspeed's {path.name}:{frame.f_lineno}, called from "
         frame = frame.f_back  # type: ignore[assignment]
-    return outside or "unknown"
+    return library or "unknown"

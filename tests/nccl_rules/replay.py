@@ -3,8 +3,9 @@
 * A communicator runs its calls in the order of posting, on every rank; a call that has to wait holds up all behind it.
 * A collective is the same call on all ranks, with the same sizes; in an uneven all-to-all what a sends to b is what b
   expects from a.
-* Messages have no tags: the k-th from a to b meets the k-th receive that b posts for a. Messages posted together make
-  progress together; all have to be met before the call is over.
+* Messages have no tags: the k-th from a to b meets the k-th receive that b posts for a, and tags that are given for
+  other backends must be the same. Messages posted together make progress together; all have to be met before the call
+  is over.
 * What is posted after a wait runs after what was waited for, on whichever communicator.
 """
 
@@ -82,8 +83,19 @@ def violations(events_of_ranks: Sequence[Sequence[Event]]) -> list[str]:
     stuck = [queue[0] for queue in queues.values() if queue]
     if not stuck:
         return []
-    listed = "\n  ".join(sorted(map(str, stuck)))
-    return [f"calls that wait for each other, or for a call that no rank makes:\n  {listed}"]
+    held_up = {posted.global_rank for posted in stuck}
+    listed = [*sorted(map(str, stuck)), *_last_calls(events_of_ranks, held_up)]
+    return ["calls that wait for each other, or for a call that no rank makes:\n  " + "\n  ".join(listed)]
+
+
+def _last_calls(events_of_ranks: Sequence[Sequence[Event]], held_up: set[int]) -> list[str]:
+    """The last call of every rank whose calls are all over."""
+    calls = {rank: [e for e in events if isinstance(e, Call)] for rank, events in enumerate(events_of_ranks)}
+    return [
+        f"rank {rank} makes no further call after: {of_rank[-1] if of_rank else 'none'}"
+        for rank, of_rank in calls.items()
+        if rank not in held_up
+    ]
 
 
 def _advance(heads: dict[int, _Posted]) -> tuple[list[str], list[_Posted]]:
@@ -104,6 +116,8 @@ def _advance(heads: dict[int, _Posted]) -> tuple[list[str], list[_Posted]]:
                 continue
             if (meeting.num_bytes, meeting.dtype) != (message.num_bytes, message.dtype):
                 return [f"a message and its receive differ in size or type:\n  {posted}\n  {receiver}"], []
+            if meeting.tag != message.tag:
+                return [f"messages that meet by their order have other tags:\n  {posted}\n  {receiver}"], []
             posted.unmet.remove(message)
             receiver.unmet.remove(meeting)
     return [], [posted for posted in heads.values() if posted.call.messages and not posted.unmet]
