@@ -66,10 +66,11 @@ def plan_tangram(
     best: tuple[Candidate, tuple[Island, ...], tuple[int, ...]] | None = None
     for order in _orders(islands):
         for parts in _compositions(costs, ask, order, samples, exact):
-            placed = _placed(order, parts, samples)
-            candidate = None if placed is None else judge_layers(costs, objective, placed)
-            if candidate is not None and (best is None or candidate.value < best[0].value):
-                best = candidate, order, tuple(sum(part.layers) for part in parts)
+            for scattered in (False, True):
+                placed = _placed(order, parts, samples, scattered)
+                candidate = None if placed is None else judge_layers(costs, objective, placed)
+                if candidate is not None and (best is None or candidate.value < best[0].value):
+                    best = candidate, order, tuple(sum(part.layers) for part in parts)
     return None if best is None else TangramPlan(*best, parallelizer.calls)
 
 
@@ -119,8 +120,14 @@ def _timings(
     return timings
 
 
-def _placed(order: Sequence[Island], parts: Sequence[PartialPlan], samples: int) -> list[PlacedPipeline] | None:
-    """Lanes over the islands' real blocks; a lane's blocks of an island are neighbours."""
+def _placed(
+    order: Sequence[Island], parts: Sequence[PartialPlan], samples: int, scattered: bool
+) -> list[PlacedPipeline] | None:
+    """Lanes over the islands' real blocks; None if there are too few.
+
+    A lane's stages are neighbours, or ``scattered`` so that equal stages of all lanes are, as in Megatron-LM's order
+    of ranks: hops are short in one, exchanges of gradients in the other.
+    """
     data, size = parts[0].data_parallel, parts[0].micro_batch_size
     lanes: list[list[Block]] = [[] for _ in range(data)]
     for island, part in zip(order, parts, strict=True):
@@ -133,6 +140,7 @@ def _placed(order: Sequence[Island], parts: Sequence[PartialPlan], samples: int)
         if len(blocks) < data * stages:
             return None
         for lane in range(data):
-            lanes[lane] += blocks[lane * stages : (lane + 1) * stages]
+            own = slice(lane, data * stages, data) if scattered else slice(lane * stages, (lane + 1) * stages)
+            lanes[lane] += blocks[own]
     layers = tuple(count for part in parts for count in part.layers)
     return [PlacedPipeline(tuple(lane), layers, size, samples // (data * size)) for lane in lanes]
