@@ -1,0 +1,148 @@
+"""A peer's plan under our cost model: all samples counted, and the recomputation that is best for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec
+from ds_hetero.planner.outer.blocks import ranks_of_blocks
+from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.planning import plan_pipelines, recomputing_or_not
+from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
+
+__all__ = ["Case", "NoPlan", "PeerStage", "best_that_fits", "our_s", "plan_of", "row_text", "shared_evenly"]
+
+GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
+SIZES = (1, 2, 4)
+MOST_PLANS = 500  # of a peer that are tried until one fits into memory
+
+
+class NoPlan(Exception):
+    """A peer has no plan, or one that ours cannot say; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What all planners are asked.
+
+    Args:
+        name: for the table.
+        cluster: the devices.
+        model: what is trained.
+        batch: samples of a step.
+        seq_len: tokens of a sequence.
+    """
+
+    name: str
+    cluster: Cluster
+    model: ModelSpec
+    batch: int
+    seq_len: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStage:
+    """A stage of a peer's pipeline.
+
+    Args:
+        node: of its devices.
+        size: devices, which it cuts by tensor parallelism.
+        layers: of the stage.
+    """
+
+    node: int
+    size: int
+    layers: int
+
+
+def plan_of(case: Case, pipelines: Sequence[Sequence[PeerStage]], batches: Sequence[tuple[int, int]]) -> Plan:
+    """Return a peer's pipelines as a plan file's value.
+
+    Args:
+        case: what was asked.
+        pipelines: stages in order; the devices of a node are of one kind.
+        batches: samples of a micro-batch and number of them, by pipeline.
+
+    Raises:
+        NoPlan: the samples are not the batch, or it is no plan of ours.
+    """
+    samples = sum(size * count for size, count in batches)
+    if samples != case.batch:
+        raise NoPlan(f"its plan trains {samples} of {case.batch} samples")
+    pools = Pools(case.cluster)
+    kind_of = {pool.node: pool.kind for pool in pools.pools}
+    blocks = [
+        [Block(kind_of[s.node], s.node, s.size, "one" if s.size == 1 else "tensor") for s in stages]
+        for stages in pipelines
+    ]
+    ranks = ranks_of_blocks(pools, blocks)
+    model = case.model
+    values = []
+    for stages, own, (size, count) in zip(pipelines, ranks, batches, strict=True):
+        stops = list(accumulate(stage.layers for stage in stages))
+        inner = ["one" if stage.size == 1 else "tensor" for stage in stages]
+        placed = zip(stages, own, stops, inner, strict=True)
+        parts = tuple(Stage(ranks=r, layers=(stop - s.layers, stop), inner=how) for s, r, stop, how in placed)
+        values.append(Pipeline(stages=parts, micro_batch_size=size, micro_batches=count))
+    try:
+        return Plan(
+            pipelines=tuple(values),
+            model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),
+            seq_len=case.seq_len,
+        )
+    except PlanError as error:
+        raise NoPlan(f"its plan is none of ours: {error}") from None
+
+
+def best_that_fits(case: Case, plans: Iterable[Plan]) -> tuple[int, float]:
+    """Return the first of a peer's plans that fits into memory: its rank, from 1, and its step.
+
+    The step is that with the recomputation that is best for the plan.
+
+    Raises:
+        NoPlan: there is no plan, or none of the first ones fits.
+    """
+    models = recomputing_or_not(case.cluster, case.model, Workload(seq_len=case.seq_len))
+    reason = "it has no plan that ours can say"
+    for rank, plan in enumerate(islice(plans, MOST_PLANS), 1):
+        outcomes = [_step_s_or_reason(costs, plan) for costs in models]
+        steps = [outcome for outcome in outcomes if isinstance(outcome, float)]
+        if steps:
+            return rank, min(steps)
+        reason = f"its first {rank} plans: {outcomes[0]}"
+    raise NoPlan(reason)
+
+
+def _step_s_or_reason(costs: StageCosts, plan: Plan) -> float | str:
+    try:
+        return judge_plan(costs, plan, GOAL).step_s
+    except PlanError as error:
+        return str(error).partition(",")[0]
+
+
+def our_s(case: Case) -> float:
+    """Our plan of the same case."""
+    work = Workload(seq_len=case.seq_len)
+    return plan_pipelines(case.cluster, case.model, work, case.batch, micro_batch_sizes=SIZES).step_s
+
+
+def shared_evenly(samples: int, pipelines: int, size: int) -> list[tuple[int, int]]:
+    """Micro-batches of equal pipelines: as even as whole ones can be, the first ones take what is left."""
+    number, left = divmod(samples // size, pipelines)
+    return [(size, number + (i < left)) for i in range(pipelines)]
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A cell of the table: seconds over ours, or the reason."""
+    if "over_ours" not in row:
+        return str(row["reason"])
+    rank = f", its plan {row['its_rank']}" if row.get("its_rank", 1) > 1 else ""
+    return f"{row['step_s']:.3f} s ({row['over_ours']:.2f} x{rank})"
