@@ -195,7 +195,7 @@ class BucketTransfer:
 
     def _finish(self) -> Tensor:
         if self._work is not None:
-            with waiting_for_peers(f"sending {self._what} among ranks {self._members}"):
+            with waiting_for_peers(f"exchanging {self._what} with the other replicas"):
                 self._work.wait()
         received = self._received
         assert received is not None

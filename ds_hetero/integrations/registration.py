@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations import accelerate
+from ds_hetero.integrations import accelerate, uncaught
 from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
 from ds_hetero.integrations.deepspeed.registered import expect_no_engine
 from ds_hetero.integrations.handle import Handle
@@ -49,6 +49,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     expect_no_engine()
     registry = Registry(ds_config)
     registry.patches.on_undo(_forget)
+    registry.patches.on_undo(uncaught.install())
     attention.install(registry.patches)
     shard_guard.install(registry.patches)
     deepspeed_engine.install(registry)

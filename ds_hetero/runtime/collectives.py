@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple, NoReturn, TypeVar
 from zlib import crc32
 
@@ -19,8 +20,9 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero import errors
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
-from ds_hetero.runtime.peers.calls import REMEDY, ranks_by_value, ranks_text
+from ds_hetero.runtime.peers.calls import REMEDY, own_calls, ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.waiting import current_phase, waiting_for_peers
+from ds_hetero.runtime.peers.watch import start_watch
 
 __all__ = [
     "all_gather_bytes",
@@ -30,12 +32,13 @@ __all__ = [
     "on_all_ranks",
     "pairs_by_order",
     "raise_failures",
+    "timeout_of_job",
 ]
 
 T = TypeVar("T")
 
 _WIDTH = 16  # integers in every all_gather of this module, so that ranks in different phases find out
-_LONGEST_PHASE = 64  # bytes of its name
+_LONGEST_PHASE = 128  # bytes of its description
 
 
 def message_device(group: ProcessGroup | None = None) -> torch.device:
@@ -77,8 +80,7 @@ def all_gather_bytes(
     with waiting_for_peers(phase):
         rows = _gather(torch.tensor(row + [0] * (_WIDTH - len(row)), dtype=torch.int64), group).tolist()
         if len({code for code, *_ in rows}) > 1:
-            phases = _gather_bytes(phase.encode(), [_LONGEST_PHASE] * len(rows), group)
-            _raise_different_phases(dist.get_process_group_ranks(group), phases)
+            _raise_different_phases(phase, group)
         payloads = _gather_bytes(payload, [size for _, size, *_ in rows], group)
     return [of_rank[2 : len(row)] for of_rank in rows], payloads
 
@@ -92,8 +94,17 @@ def messages_group() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if _messages_group is None or _messages_group[0] is not world:
-        _messages_group = world, dist.new_group()
+        start_watch()
+        _messages_group = world, dist.new_group(timeout=timeout_of_job())
     return _messages_group[1]
+
+
+def timeout_of_job() -> timedelta:
+    """After how long a collective of the default process group gives up; for groups beside it."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout: timedelta = world._get_backend(message_device()).options._timeout
+    return timeout
 
 
 def _gather(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -113,16 +124,20 @@ def _gather_bytes(own: bytes, sizes: Sequence[int], group: ProcessGroup) -> list
     return [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
 
 
-def _raise_different_phases(ranks: Sequence[int], phases: Sequence[bytes]) -> NoReturn:
-    """Name the phase of every rank, on all of them.
+def _raise_different_phases(phase: str, group: ProcessGroup) -> NoReturn:
+    """Name the ranks that are in another phase than the others, on every rank.
 
     Raises:
         StepError: always.
     """
-    names = [phase.rstrip(b"\0").decode() for phase in phases]
-    by_phase = ranks_by_value(zip(ranks, names, strict=True))
-    listed = "; ".join(f"{phase} on {ranks_text(of_phase)}" for phase, of_phase in by_phase.items())
-    raise StepError(f"the ranks are not in the same place of the script: {listed}. {REMEDY}")
+    left = "has left the loop over its batches and is " if own_calls.history().has_left else "is "
+    ranks = dist.get_process_group_ranks(group)
+    sizes = [_LONGEST_PHASE] * len(ranks)
+    did = [text.rstrip(b"\0").decode() for text in _gather_bytes(f"{left}{phase}".encode(), sizes, group)]
+    by_phase = ranks_by_value(zip(ranks, did, strict=True))
+    usual = min(by_phase, key=lambda text: ("has left" in text, -len(by_phase[text])))
+    unusual = "; ".join(f"{ranks_text(of_phase)} {text}" for text, of_phase in by_phase.items() if text != usual)
+    raise StepError(f"{unusual}, while the other ranks are {usual.removeprefix('is ')}. {REMEDY}")
 
 
 def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
@@ -143,6 +158,8 @@ def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) ->
         PeerError: ranks failed in other ways alone.
     """
     own_error: Exception | None = None
+    if dist.is_initialized() and group is None:
+        messages_group()  # before anything can fail
     try:
         result = compute()
         numbers, payload = [0], pickle.dumps(result)

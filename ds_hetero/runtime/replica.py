@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.plans import BatchSplit, Plan
-from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.collectives import on_all_ranks, timeout_of_job
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]
@@ -99,7 +99,7 @@ class ProcessGroups:
         """
         key = tuple(sorted(ranks)), purpose
         if key not in self._made:
-            self._made[key] = dist.new_group(list(key[0]))
+            self._made[key] = dist.new_group(list(key[0]), timeout=timeout_of_job())
         return self._made[key]
 
     def close(self) -> None:

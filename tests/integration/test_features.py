@@ -348,8 +348,7 @@ def _resume(rank: int, stage: int, folder: str, whole: list[dict[str, Tensor]]) 
 def test_dead_rank_is_reported_by_the_others() -> None:
     with pytest.raises(AssertionError) as caught:
         run_deepspeed(_one_dies, 4, timeout_s=60)
-    assert str(caught.value).count("PeerError: rank ") == 3
-    assert "another rank has failed or stopped answering" in str(caught.value)
+    assert str(caught.value).count("PeerError: rank 2 gone: killed, or crashed without a last word") == 3
 
 
 def _one_dies(rank: int) -> None:

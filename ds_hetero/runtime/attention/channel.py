@@ -58,10 +58,10 @@ class Channel:
         pending = []
         for message in receives:
             work = dist.irecv(message.tensor, message.peer, group=group, tag=message.tag)
-            pending.append(_Pending(work, f"receiving from rank {message.peer}", (message.tensor,)))
+            pending.append(_Pending(work, (message.tensor,)))
         for message in sends:
             work = dist.isend(message.tensor, message.peer, group=group, tag=message.tag)
-            self._unfinished.append(_Pending(work, f"sending to rank {message.peer}", (message.tensor,)))
+            self._unfinished.append(_Pending(work, (message.tensor,)))
         return PendingReceives(pending)
 
     def finish(self) -> None:
@@ -76,10 +76,9 @@ class Channel:
         operations += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in sends]
         if not operations:
             return PendingReceives([])
-        peers = ", ".join(str(peer) for peer in sorted({message.peer for message in (*receives, *sends)}))
         tensors = tuple(message.tensor for message in (*receives, *sends))
         works = dist.batch_isend_irecv(operations)
-        pending = [_Pending(work, f"exchanging messages with rank {peers}", tensors) for work in works]
+        pending = [_Pending(work, tensors) for work in works]
         self._unfinished += pending
         return PendingReceives(pending)
 
@@ -87,16 +86,15 @@ class Channel:
 class _Pending:
     """Messages that have been posted and not yet waited for; holds their tensors until then."""
 
-    def __init__(self, work: dist.Work | None, doing: str, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: dist.Work | None, tensors: tuple[Tensor, ...]) -> None:
         assert work is not None
         self._work: dist.Work | None = work
-        self._doing = doing
         self._tensors = tensors
 
     def wait(self) -> None:
         """Wait for the messages; later calls return at once, since gloo would wait for another message."""
         if self._work is None:
             return
-        with waiting_for_peers(f"{self._doing} in ring attention"):
+        with waiting_for_peers("exchanging keys and values in ring attention"):
             self._work.wait()
         self._work, self._tensors = None, ()

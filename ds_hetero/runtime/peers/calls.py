@@ -2,14 +2,14 @@
 
 A step is a contract: every rank takes the batch, runs its forward and backward, and steps. A rank that leaves one of
 them out keeps the others waiting for ever. So each rank records its calls. The loader's exchange carries how many have
-followed the last one, and ranks that wait elsewhere compare their records (`first_difference`).
+followed the last one, and ranks that wait elsewhere compare their records (`diagnosis`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ds_hetero.errors import StepError
@@ -18,6 +18,7 @@ __all__ = [
     "BACKWARD",
     "FETCH",
     "FORWARD",
+    "INTERRUPTED",
     "REMEDY",
     "SAVE",
     "STEP",
@@ -25,7 +26,6 @@ __all__ = [
     "Counts",
     "History",
     "expect_same_counts",
-    "first_difference",
     "own_calls",
     "ranks_by_value",
     "ranks_text",
@@ -36,6 +36,7 @@ FORWARD = "a forward"
 BACKWARD = "a backward"
 STEP = "the engine's step"
 SAVE = "the saving of a checkpoint"
+INTERRUPTED = ", which ended with "
 REMEDY = (
     "Every rank has to use every batch and to make the same calls. Decide `continue`, `break`, the end of training and "
     "what follows a caught exception on all ranks together, for instance by an all_reduce of a flag."
@@ -77,7 +78,7 @@ class History(NamedTuple):
     Args:
         calls: what it called, oldest first.
         num_before: calls before these.
-        has_left: whether it has left a loop over its batches since, before the loop's end.
+        has_left: whether it has left a loop over its batches, before the loop's end, since its last fetch.
     """
 
     calls: Sequence[str]
@@ -96,19 +97,23 @@ class History(NamedTuple):
 
 
 class Calls:
-    """The calls of this process; `own_calls` is the one instance."""
+    """The calls of this process; `own_calls` is the one instance.
+
+    Attributes:
+        number: calls made so far.
+    """
 
     def __init__(self) -> None:
         self._latest: deque[str] = deque(maxlen=_KEPT)
-        self._number = 0
+        self.number = 0
         self._since_fetch = dict.fromkeys((FORWARD, BACKWARD, STEP), 0)
         self._training_thread: int | None = None
-        self._left_after = -1
+        self._has_left = False
 
     def record(self, call: str) -> None:
         """Add a call that all ranks make."""
         self._latest.append(call)
-        self._number += 1
+        self.number += 1
         if call in self._since_fetch:
             self._since_fetch[call] += 1
             self._training_thread = threading.get_ident()
@@ -116,7 +121,7 @@ class Calls:
     def fail(self, error: BaseException) -> None:
         """Note that ``error`` ended the latest call on this rank."""
         if self._latest:
-            self._latest[-1] += f", which ended with {type(error).__name__}: {error}"
+            self._latest[-1] += f"{INTERRUPTED}{type(error).__name__}: {error}"
 
     def begin_fetch(self, number: int) -> Counts:
         """Record a fetch; return what was called since the last one.
@@ -131,17 +136,18 @@ class Calls:
         self._since_fetch = dict.fromkeys(self._since_fetch, 0)
         if self._training_thread not in (None, threading.get_ident()):
             return _UNKNOWN_COUNTS
+        self._has_left = False
         self.record(FETCH)
         return counts
 
     def leave_loop(self) -> None:
         """Note that this rank has left a loop over its batches before the loop's end."""
-        self._left_after = self._number
+        self._has_left = True
 
     def history(self) -> History:
         """The latest calls."""
         latest = list(self._latest)
-        return History(latest, self._number - len(latest), self._left_after == self._number)
+        return History(latest, self.number - len(latest), self._has_left)
 
 
 own_calls = Calls()
@@ -155,25 +161,15 @@ def expect_same_counts(counts: Sequence[Counts]) -> None:
         counts: by rank.
 
     Raises:
-        StepError: they did not; the message names ranks and what is missing. The same on every rank.
+        StepError: they did not; the message names the ranks that did something else than the others. The same on every
+            rank.
     """
-    if len(set(counts)) > 1 and _UNKNOWN_COUNTS not in counts:
-        listed = "; ".join(f"{ranks_text(ranks)} {did}" for did, ranks in ranks_by_value(enumerate(counts)).items())
-        raise StepError(f"the ranks did not do the same with the batch before this one: {listed}. {REMEDY}")
-
-
-def first_difference(histories: Mapping[int, History]) -> str | None:
-    """Where the calls of the ranks part, in words; None as long as they agree.
-
-    Args:
-        histories: by rank; one that is behind agrees as far as it goes.
-    """
-    first = max(history.num_before for history in histories.values())
-    for index in range(first, max(history.end for history in histories.values())):
-        calls = {rank: call for rank, history in histories.items() if (call := history.at(index)) is not None}
-        if len(set(calls.values())) > 1:
-            return "; ".join(f"{call} on {ranks_text(ranks)}" for call, ranks in ranks_by_value(calls.items()).items())
-    return None
+    if len(set(counts)) == 1 or _UNKNOWN_COUNTS in counts:
+        return
+    groups = ranks_by_value(enumerate(counts))
+    usual = max(groups, key=lambda did: (len(groups[did]), did))
+    unusual = "; ".join(f"{ranks_text(ranks)} {did}" for did, ranks in groups.items() if did != usual)
+    raise StepError(f"the ranks went different ways: {unusual}; the other ranks {usual}. {REMEDY}")
 
 
 def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:

@@ -9,9 +9,11 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
-from ds_hetero.errors import PeerError
+from ds_hetero.errors import PeerError, StepError
+from ds_hetero.runtime.peers.diagnosis import STEP
+from ds_hetero.runtime.peers.watch import current_watch
 
-__all__ = ["current_phase", "is_lost_peer", "waiting_for_peers"]
+__all__ = ["current_phase", "is_lost_peer", "lost_peer_error", "waiting_for_peers"]
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
 _LOST_PEER = re.compile(
@@ -32,12 +34,35 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST_PEER.search(str(error)))
 
 
-@contextmanager
-def waiting_for_peers(phase: str) -> Iterator[None]:
-    """Raise `PeerError` when a collective or a message inside fails because another rank is gone.
+def lost_peer_error(error: BaseException, phase: str) -> PeerError | StepError:
+    """The error to raise where a backend has reported ``error``: which rank is gone, or went another way.
 
     Args:
-        phase: what the ranks do together, to complete "while ..."; the same on all ranks that meet inside.
+        error: of the backend.
+        phase: what this rank was doing.
+    """
+    watch = current_watch()
+    diagnosis = None if watch is None else watch.explain()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if diagnosis is None:
+        return PeerError(
+            f"another rank has closed its connections or stopped answering; which one is not known. Rank {rank} was "
+            f"{phase}, and saw: {str(error).splitlines()[0]}"
+        )
+    kind = StepError if diagnosis.error == STEP else PeerError
+    return kind(f"{diagnosis.text} Rank {rank} was {phase}.")
+
+
+@contextmanager
+def waiting_for_peers(phase: str) -> Iterator[None]:
+    """Raise an error that names the rank when a collective or a message inside fails because one is gone.
+
+    Args:
+        phase: what the ranks do together, to complete "rank 3 was ..."; the same on all ranks that meet inside.
+
+    Raises:
+        PeerError: a rank is gone, or has ended with an error of its own.
+        StepError: a rank has ended or gone on without the others.
     """
     token = _phase.set(phase)
     try:
@@ -45,9 +70,6 @@ def waiting_for_peers(phase: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        raise PeerError(
-            f"rank {dist.get_rank()} failed while {phase}: another rank has failed or stopped answering. The log of "
-            f"the rank that stopped first has the cause; this one saw: {str(error).splitlines()[0]}"
-        ) from error
+        raise lost_peer_error(error, phase) from error
     finally:
         _phase.reset(token)

@@ -1,0 +1,140 @@
+"""What the ranks of a job write for one another in its key-value store, where no collective can help any more.
+
+    asked            how often ranks have asked where the others are; who sees it grow writes its status
+    status/RANK      where that rank is
+    num_ends, end/N  the last words of the ranks that have ended, in their order
+    diagnosis        why the job cannot go on; the first one counts
+
+A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from ds_hetero.runtime.peers.calls import History
+
+__all__ = ["ENDED", "FAILED", "STOPPED", "Board", "End", "Status", "default_group"]
+
+ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
+
+
+_num_boards = 0
+
+
+class Status(NamedTuple):
+    """Where a rank is.
+
+    Args:
+        asked: the question that this answers.
+        place: file, line and function of the script, and of the collective that it waits in, if it does.
+        waits: whether it waits for other ranks there.
+        in_script: whether in a collective that the script itself calls.
+        unchanged_s: for how long it has been there.
+        history: its latest calls.
+    """
+
+    asked: int
+    place: str
+    waits: bool
+    in_script: bool
+    unchanged_s: float
+    history: History
+
+
+class End(NamedTuple):
+    """The last words of a rank.
+
+    Args:
+        rank: whose.
+        how: `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks.
+        text: its error.
+    """
+
+    rank: int
+    how: str
+    text: str
+
+
+class Board:
+    """This rank's access to what the ranks write.
+
+    It has a connection of its own, so that it works while another thread waits in the store.
+    """
+
+    def __init__(self) -> None:
+        global _num_boards
+        _num_boards += 1  # the same on every rank, also where process groups are made one after another
+        store = _get_default_store()
+        clone = getattr(store, "clone", None)
+        self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}", store if clone is None else clone())
+        self._num_ends_read = 0
+        self._ends: list[End] = []
+
+    def asked(self) -> int:
+        """How often ranks have asked."""
+        return int(self._store.add("asked", 0))
+
+    def ask(self) -> int:
+        """Ask all ranks where they are; return the number of the question."""
+        return int(self._store.add("asked", 1))
+
+    def may_ask(self, asked: int) -> bool:
+        """Whether this rank is the one that asks after question ``asked``; one of all that want to."""
+        return int(self._store.add(f"asks_after/{asked}", 1)) == 1
+
+    def introduce(self, rank: int, process: dict[str, Any]) -> None:
+        """Tell the others which process this rank is."""
+        self._store.set(f"process/{rank}", json.dumps(process))
+
+    def process(self, rank: int) -> dict[str, Any] | None:
+        """What a rank has introduced itself with."""
+        content: dict[str, Any] | None = self._read(f"process/{rank}")
+        return content
+
+    def write_status(self, rank: int, status: Status) -> None:
+        """Write where this rank is."""
+        self._store.set(f"status/{rank}", json.dumps(status))
+
+    def status(self, rank: int) -> Status | None:
+        """The latest status of a rank."""
+        content = self._read(f"status/{rank}")
+        if content is None:
+            return None
+        asked, place, waits, in_script, unchanged_s, history = content
+        return Status(asked, place, waits, in_script, unchanged_s, History(*history))
+
+    def write_end(self, end: End) -> None:
+        """Write this rank's last words."""
+        self._store.set(f"end/{self._store.add('num_ends', 1)}", json.dumps(end))
+
+    def ends(self) -> list[End]:
+        """The last words of all ranks that have ended."""
+        while (content := self._read(f"end/{self._num_ends_read + 1}")) is not None:
+            self._num_ends_read += 1
+            self._ends.append(End(*content))
+        return self._ends
+
+    def settle(self, diagnosis: list[str]) -> list[str]:
+        """Write a diagnosis unless there is one; return the one that counts."""
+        content: list[str] = json.loads(self._store.compare_set("diagnosis", "", json.dumps(diagnosis)))
+        return content
+
+    def diagnosis(self) -> list[str] | None:
+        """The diagnosis that counts, if there is one."""
+        content: list[str] | None = self._read("diagnosis")
+        return content
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group

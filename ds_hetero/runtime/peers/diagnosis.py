@@ -1,0 +1,127 @@
+"""Why a job cannot go on, from what its ranks have written: pure functions, the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
+from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History, ranks_by_value, ranks_text
+
+__all__ = ["GONE", "STEP", "Diagnosis", "Evidence", "diagnose"]
+
+GONE, STEP = "PeerError", "StepError"
+_IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
+_LEFT_S = 1.0  # the same where it has left the loop over its batches
+
+
+class Diagnosis(NamedTuple):
+    """Why the job cannot go on.
+
+    Args:
+        error: the class of the error that all other ranks raise, `GONE` or `STEP`.
+        text: names the ranks that caused it and what to do.
+    """
+
+    error: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank knows of the others.
+
+    Args:
+        statuses: answers to its question, by rank.
+        ends: last words of ranks.
+        dead: ranks of this host whose process does not exist any more.
+        stopped: ranks of this host whose process is stopped by a signal.
+        silent: ranks that have not answered in time.
+        has_lost_peer: whether the backend has reported that some rank is gone.
+    """
+
+    statuses: Mapping[int, Status]
+    ends: Sequence[End] = ()
+    dead: Sequence[int] = ()
+    stopped: Sequence[int] = ()
+    silent: Sequence[int] = ()
+    has_lost_peer: bool = False
+
+
+def diagnose(evidence: Evidence) -> Diagnosis | None:
+    """Return what keeps the job from going on; None where the ranks may just be slow."""
+    if failed := [end for end in evidence.ends if end.how == FAILED]:
+        return Diagnosis(GONE, "; ".join(f"rank {end.rank} has ended with {end.text}" for end in failed))
+    known = {end.rank for end in evidence.ends}
+    if dead := [rank for rank in evidence.dead if rank not in known]:
+        return Diagnosis(
+            GONE,
+            f"{ranks_text(dead)} gone: killed, or crashed without a last word. The output of the launcher, or of the "
+            "kernel where memory ran out, names the signal.",
+        )
+    return _different_calls(evidence) or _passed_by(evidence) or _without_an_answer(evidence, known)
+
+
+def _different_calls(evidence: Evidence) -> Diagnosis | None:
+    """Whose calls are not those of the others."""
+    histories = {rank: status.history for rank, status in evidence.statuses.items()}
+    first = max((history.num_before for history in histories.values()), default=0)
+    for index in range(first, max((history.end for history in histories.values()), default=0)):
+        calls = {rank: call for rank, history in histories.items() if (call := history.at(index)) is not None}
+        if len(set(calls.values())) > 1:
+            return Diagnosis(STEP, f"{_blame(calls, histories)} {REMEDY}")
+    return None
+
+
+def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
+    """One sentence on calls that differ between ranks: who did something else than the others.
+
+    Args:
+        calls: the first that differ, by rank.
+        histories: of all ranks.
+    """
+    groups = ranks_by_value(calls.items())
+    interrupted = {rank: call for rank in calls for call in histories[rank].calls if INTERRUPTED in call}
+    if interrupted and len(interrupted) < len(calls):
+        return " ".join(f"rank {rank} went on after {call}; the others wait." for rank, call in interrupted.items())
+    if FETCH in groups and len(groups) == 2:
+        other = next(call for call in groups if call != FETCH)
+        return f"{ranks_text(groups[FETCH])} left out {other}, in which the others wait."
+    fewest = min(groups.values(), key=len)
+    return f"{ranks_text(fewest)} called {calls[fewest[0]]}, while the others called something else."
+
+
+def _passed_by(evidence: Evidence) -> Diagnosis | None:
+    """Who waits in a collective of the script, or has ended, while the others have gone on to their next call."""
+    statuses = evidence.statuses
+    farthest = max((status.history.end for status in statuses.values()), default=0)
+    for rank, status in statuses.items():
+        end, has_left = status.history.end, status.history.has_left
+        patience_s = _LEFT_S if has_left else _IN_COLLECTIVE_S
+        if end < farthest and status.in_script and status.unchanged_s >= patience_s:
+            call = next(other.history.at(end) for other in statuses.values() if other.history.end == farthest)
+            left = " has left the loop over its batches and" if has_left else ""
+            return Diagnosis(
+                STEP, f"rank {rank}{left} waits in {status.place}, while the others wait in {call}. {REMEDY}"
+            )
+    ended = [end.rank for end in evidence.ends if end.how == ENDED]
+    in_vain = [status for status in statuses.values() if status.waits and status.unchanged_s >= _LEFT_S]
+    if ended and any(list(status.history.calls[-1:]) == [FETCH] for status in in_vain):
+        return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others wait for the next batch. {REMEDY}")
+    return None
+
+
+def _without_an_answer(evidence: Evidence, known: set[int]) -> Diagnosis | None:
+    """Who does not answer although a backend has waited long enough."""
+    if not evidence.has_lost_peer:
+        return None
+    if ended := [end.rank for end in evidence.ends if end.how == ENDED]:
+        return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others go on. {REMEDY}")
+    if evidence.stopped:
+        return Diagnosis(
+            GONE, f"{ranks_text(evidence.stopped)} stopped by a signal (SIGSTOP), and did not go on in time."
+        )
+    if silent := [rank for rank in evidence.silent if rank not in known]:
+        return Diagnosis(GONE, f"{ranks_text(silent)} gone or unreachable: no answer to the other ranks.")
+    return None

@@ -1,0 +1,134 @@
+"""Who keeps a job from going on, from what its ranks have written. Budget: 2 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_hetero.errors import StepError
+from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, End, Status
+from ds_hetero.runtime.peers.calls import BACKWARD, FETCH, FORWARD, SAVE, STEP, Calls, Counts, expect_same_counts
+from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose
+
+TRAINED = (FETCH, FORWARD, BACKWARD, STEP)
+
+
+def status(
+    *made: str, waits: bool = True, in_script: bool = False, left: bool = False, unchanged_s: float = 2.0
+) -> Status:
+    """A rank that has made these calls."""
+    calls = Calls()
+    for call in made:
+        calls.record(call)
+    if left:
+        calls.leave_loop()
+    return Status(1, "barrier at train.py:7", waits, in_script, 2.0, calls.history())
+
+
+# By name: what each rank has done, more evidence, and what the diagnosis begins with; None for no diagnosis.
+CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
+    "one rank is behind": ([status(*TRAINED, FETCH), status(*TRAINED)], {}, None),
+    "all wait in one place": ([status(*TRAINED, FETCH)] * 3, {}, None),
+    "a forward left out": (
+        [status(FETCH, FORWARD), status(FETCH, FETCH), status(FETCH, FORWARD)],
+        {},
+        "rank 1 left out a forward, in which the others wait. Every rank",
+    ),
+    "a step left out by two": (
+        [status(FETCH, FORWARD, BACKWARD, FETCH)] * 2 + [status(*TRAINED)],
+        {},
+        "ranks 0, 1 left out the engine's step",
+    ),
+    "a checkpoint of one rank": (
+        [status(*TRAINED, SAVE), status(*TRAINED, FETCH)],
+        {},
+        "rank 1 left out the saving of a checkpoint",
+    ),
+    "a loop left for a barrier": (
+        [status(*TRAINED, FETCH), status(*TRAINED, in_script=True, left=True)],
+        {},
+        "rank 1 has left the loop over its batches and waits in barrier at train.py:7, while the others wait in",
+    ),
+    "a barrier that may still be reached by all": (
+        [status(*TRAINED, FETCH), status(*TRAINED, in_script=True)],
+        {},
+        None,
+    ),
+    "the script of one rank is over": (
+        [status(*TRAINED, FETCH)],
+        {"ends": [End(1, ENDED, "")]},
+        "rank 1 ended, while the others wait for the next batch",
+    ),
+    "the script of one rank is over, the others write files": (
+        [status(*TRAINED, waits=False)],
+        {"ends": [End(1, ENDED, "")]},
+        None,
+    ),
+    "an error of one rank": (
+        [status(FETCH)],
+        {"ends": [End(2, STOPPED, "PeerError: rank 1"), End(1, FAILED, "ValueError: no")], "dead": [1, 2]},
+        "rank 1 has ended with ValueError: no",
+    ),
+    "a killed rank, and one that has ended because of it": (
+        [status(FETCH)],
+        {"ends": [End(2, STOPPED, "PeerError: rank 1")], "dead": [1, 2]},
+        "rank 1 gone: killed",
+    ),
+    "no answer, and nothing has broken": ([status(FETCH)], {"silent": [1]}, None),
+    "no answer, and a connection has broken": (
+        [status(FETCH)],
+        {"silent": [1], "has_lost_peer": True},
+        "rank 1 gone or unreachable",
+    ),
+    "a stopped rank, and nothing has broken": ([status(FETCH)], {"stopped": [1]}, None),
+    "a stopped rank, and a timeout": (
+        [status(FETCH)],
+        {"stopped": [1], "silent": [1], "has_lost_peer": True},
+        "rank 1 stopped by a signal",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statuses", "more", "expected"), CASES.values(), ids=CASES)
+def test_who_is_to_blame(statuses: list[Status], more: dict[str, Any], expected: str | None) -> None:
+    diagnosis = diagnose(Evidence(dict(enumerate(statuses)), **more))
+    if expected is None:
+        assert diagnosis is None
+    else:
+        assert diagnosis is not None and diagnosis.text.startswith(expected), diagnosis
+
+
+def test_an_interrupted_call_is_blamed_on_its_rank_alone() -> None:
+    calls = Calls()
+    calls.record(FETCH)
+    calls.record(FORWARD)
+    calls.fail(ValueError("odd batch"))
+    calls.record(FETCH)
+    others = status(FETCH, FORWARD)
+    interrupted = others._replace(history=calls.history())
+    diagnosis = diagnose(Evidence({0: others, 1: others, 2: interrupted}))
+    assert diagnosis is not None and diagnosis.error != GONE
+    assert diagnosis.text.startswith("rank 2 went on after a forward, which ended with ValueError: odd batch")
+
+
+def test_only_ranks_that_did_less_are_named() -> None:
+    expect_same_counts([Counts(1, 1, 1, 4)] * 3)
+    with pytest.raises(StepError) as caught:
+        expect_same_counts([Counts(1, 1, 1, 4), Counts(0, 0, 0, 4), Counts(1, 1, 1, 4)])
+    assert "rank 1 ran 0 forwards, 0 backwards, 0 steps since" in str(caught.value)
+    assert "rank 0" not in str(caught.value) and "ranks 0" not in str(caught.value)
+
+
+def test_old_calls_are_forgotten_and_still_compared() -> None:
+    calls, others = Calls(), Calls()
+    for _ in range(100):
+        for call in TRAINED:
+            calls.record(call)
+            others.record(call)
+    calls.record(FETCH)
+    others.record(SAVE)
+    assert len(calls.history().calls) < 100
+    of = {rank: status()._replace(history=made.history()) for rank, made in enumerate((calls, others))}
+    diagnosis = diagnose(Evidence(of))
+    assert diagnosis is not None and diagnosis.text.startswith("rank 0 left out the saving of a checkpoint")
