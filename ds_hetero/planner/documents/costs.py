@@ -38,7 +38,7 @@ class UnitCosts:
             own.
         receive_s: seconds to pass the keys and values of one token, and their gradients, between two units of a node,
             ``[node]``.
-        cross_s: the same from other nodes, through all network interfaces of the node together, ``[node]``.
+        cross_s: the same from other nodes to the node as a whole, ``[node]``.
         exchange_per_receive: bytes of q, k, v, the output and their gradients over the bytes that ``receive_s`` counts.
 
     Raises:

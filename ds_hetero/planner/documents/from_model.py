@@ -9,6 +9,7 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.crossing import routed_s_per_byte
 from ds_hetero.schedule import Schedule
 
 __all__ = ["kv_bytes_per_token", "unit_costs"]
@@ -17,7 +18,7 @@ GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
 
 
-def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
+def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = False) -> UnitCosts:
     """What documents cost the units of ``schedule``.
 
     A unit is as slow as its slowest rank, whose share of the unit's tokens and heads is the schedule's. Short keys and
@@ -26,6 +27,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     Args:
         cost: the cost model of the replica that the schedule is for; its ranks begin at 0.
         schedule: gives units, heads and token weights.
+        routed: documents over several nodes use all network interfaces of a node, and not those of one rank.
 
     Raises:
         PlanError: the schedule's ranks or heads are not those of the cluster and the model.
@@ -40,7 +42,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     idle_K = tokens_K == 0
     token_s_K[idle_K] = token_s_K.max()
     nodes = _nodes(cost.cluster, schedule)
-    receive_s, cross_s = _link_s(cost, schedule, nodes)
+    receive_s, cross_s = _link_s(cost, schedule, nodes, routed=routed)
     bytes_there, bytes_back = kv_bytes_per_token(cost)
     model = cost.model
     exchanged = (1 + model.num_heads / model.num_kv_heads) * bytes_there  # q, k, v and the output
@@ -75,12 +77,13 @@ def kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
 
 
 def _link_s(
-    cost: CalibratedCostModel, schedule: Schedule, nodes: tuple[int, ...]
+    cost: CalibratedCostModel, schedule: Schedule, nodes: tuple[int, ...], *, routed: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds per token received, by node: from another unit of the node, and from other nodes through all its NICs.
+    """Seconds per token received, by node: from another unit of the node, and from other nodes.
 
     Inside a node every rank receives the keys and values of its own heads; a switch that they share carries what all of
-    them receive. Between nodes a rank has the network link's rate, and all of a node together that of its NICs.
+    them receive. A ring enters a node over the links of the ranks of one unit; `routed_s_per_byte` takes all
+    of them. What the ranks of a node share towards others bounds both.
     """
     cluster, token_bytes = cost.cluster, sum(kv_bytes_per_token(cost))
     p2p = cluster.node_p2p_s_per_byte
@@ -95,9 +98,14 @@ def _link_s(
         inside = max(float(p2p[place, place]) for place in where)
         shared = max(ranks_on[node] * widest[node] / float(cluster.switch_bytes_per_s[place]) for place in where)
         receive_s[node] = token_bytes * max(inside * widest[node], shared)
-        outside = [float(p2p[place, other]) for place in where for other in range(len(p2p)) if other not in where]
+        between = [float(p2p[place, other]) for place in where for other in range(len(p2p)) if other not in where]
+        direct = max(between, default=0.0) * widest[node]
+        if routed:
+            direct = max(
+                routed_s_per_byte(inside, max(between, default=0.0), others, ranks_on[node]) for others in ranks_on
+            )
         nic = float(sum(cluster.nic_bytes_per_s[place] for place in where))
-        cross_s[node] = token_bytes * max(max(outside, default=0.0) / ranks_on[node], 1 / nic)
+        cross_s[node] = token_bytes * max(direct, 1 / nic)
     return tuple(receive_s), tuple(cross_s)
 
 

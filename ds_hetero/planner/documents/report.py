@@ -10,7 +10,9 @@ from typing import Any
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.placement import Placement, Range, stream_placement
+from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.crossing import by_heads_s
 from ds_hetero.planner.documents.from_model import kv_bytes_per_token, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
@@ -143,9 +145,20 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
         costs=costs,
         loads=placement_loads(placement, documents, costs),
         ideal_s=ideal_s(lengths, costs, length - sum(lengths)),
-        others_s=_others_s(schedule, lengths, documents, length, costs),
+        others_s={
+            **_others_s(schedule, lengths, documents, length, costs),
+            **_crossing_s(lengths, unit_costs(cost, schedule, routed=True)),
+        },
         kv_bytes=sum(kv_bytes_per_token(cost)),
     )
+
+
+def _crossing_s(lengths: Sequence[int], routed: UnitCosts) -> dict[str, float | None]:
+    """Predicted times, without padding, if documents over several nodes travelled otherwise; see `crossing`."""
+    if routed.num_nodes == 1:
+        return {}
+    placed = place_lengths(lengths, routed)
+    return {"routed": placed.predicted_s, "by heads": by_heads_s(lengths, placed.pieces, routed)}
 
 
 def _others_s(
