@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.remap import least_remap_s, remap
+from ds_hetero.planner.documents.remap import least_remap_s, remap, remapped_s
+from ds_hetero.planner.documents.score import loads_of
 
 
 def costs_of(node, inside_s=1.0, between_s=8.0):
@@ -69,3 +70,18 @@ def test_transfers_lead_from_what_units_have_to_what_they_want(units):
     surplus = [a - b for a, b in zip(have, want, strict=True)]
     least_s, _ = least_remap_s(surplus, node, 1.0, 8.0)
     assert max(sent_s) <= least_s + 2 * 8.0  # whole tokens
+
+
+def test_a_remapped_block_is_as_slow_as_its_slowest_attention_and_even_linear_modules():
+    # Units 0 and 1 hold 300 and 100 tokens in two whole documents; 100 tokens travel at 1 s each way, once and a half.
+    costs = UnitCosts(
+        token_s=(1.0, 1.0),
+        square_s=(0.01, 0.01),
+        most_tokens=(10**6,) * 2,
+        node=(0, 0),
+        receive_s=(1.0,),
+        cross_s=(8.0,),
+        exchange_per_receive=1.5,
+    )
+    loads = loads_of([300, 100], [[(0, 300)], [(1, 100)]], costs)
+    assert remapped_s(loads, costs) == pytest.approx(200 + 300 * 300 * 0.01 + 1.5 * 100)

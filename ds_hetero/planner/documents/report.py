@@ -16,6 +16,7 @@ from ds_hetero.planner.documents.crossing import by_heads_s
 from ds_hetero.planner.documents.from_model import kv_bytes_per_token, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
+from ds_hetero.planner.documents.remap import remapped_s
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.strategies import PLACEMENT_STRATEGIES
 from ds_hetero.schedule import Schedule
@@ -139,15 +140,17 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
     documents = documents_of(lengths, length)
     costs = unit_costs(cost, schedule)
     placement = place_documents(schedule, documents, length, costs)
+    loads = placement_loads(placement, documents, costs)
     return DocumentsReport(
         placement=placement,
         documents=documents,
         costs=costs,
-        loads=placement_loads(placement, documents, costs),
+        loads=loads,
         ideal_s=ideal_s(lengths, costs, length - sum(lengths)),
         others_s={
             **_others_s(schedule, lengths, documents, length, costs),
             **_crossing_s(lengths, unit_costs(cost, schedule, routed=True)),
+            "remapped": remapped_s(loads, costs),
         },
         kv_bytes=sum(kv_bytes_per_token(cost)),
     )
