@@ -262,6 +262,20 @@ _LOOP_ROWS = (
         tests=(_SHARDS,),
         note="at the first forward",
     ),
+    Row(
+        what="pipelines of unequal stages: own loop, HF Trainer, LoRA, tied embeddings, packing",
+        status="tested",
+        tests=(
+            "tests/integration/test_pipelines.py::test_unequal_stages_train_as_one_process",
+            "tests/integration/test_pipelines.py::test_random_plans_train_as_one_process",
+            "tests/integration/test_trainer.py::test_pipelines_train_log_and_save_as_one_process",
+        ),
+    ),
+    Row(
+        what="checkpoints of pipelines under another plan",
+        status="tested",
+        tests=("tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",),
+    ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
     Row(what="Axolotl, LLaMA-Factory, ms-swift", status="untested", note="they pin versions that exclude this one's"),
 )

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import nn
 
@@ -23,7 +24,18 @@ from ds_hetero.placement import Placer
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 
-__all__ = ["PreparedModel", "Registry"]
+__all__ = ["PipelinedModel", "PreparedModel", "Registry"]
+
+
+class PipelinedModel(Protocol):
+    """A model that was cut into stages of pipelines, of which this rank has one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """As the user gave it, with the parts of other stages taken out."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights of all stages, as transformers reads them; on every rank."""
 
 
 @dataclass
@@ -63,7 +75,7 @@ class Registry:
         self.ds_config = ds_config
         self.patches = Patches()
         self._unsplit: list[weakref.ref[nn.Module]] = []
-        self._pipelined: list[weakref.ref[nn.Module]] = []
+        self._pipelined: list[weakref.ref[PipelinedModel]] = []
         self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
         self.process_groups = ProcessGroups()
@@ -95,19 +107,24 @@ class Registry:
         if model is not None:
             self._unsplit.append(weakref.ref(model))
 
-    def note_pipelined(self, model: nn.Module) -> None:
-        """``model`` was cut into stages of pipelines."""
+    def note_pipelined(self, stages: PipelinedModel) -> None:
+        """A model was cut into stages of pipelines."""
         self._pipelined = [weak for weak in self._pipelined if weak() is not None]
-        self._pipelined.append(weakref.ref(model))
+        self._pipelined.append(weakref.ref(stages))
+
+    def find_pipelined(self, model: nn.Module) -> PipelinedModel | None:
+        """What ``model`` has become, if it was cut into stages of pipelines."""
+        alive = (weak() for weak in self._pipelined)
+        return next((stages for stages in alive if stages is not None and stages.model is model), None)
 
     def is_pipelined(self, model: nn.Module) -> bool:
         """Whether ``model`` was cut into stages of pipelines."""
-        return any(weak() is model for weak in self._pipelined)
+        return self.find_pipelined(model) is not None
 
     @property
     def pipelined_model(self) -> nn.Module | None:
         """The model cut last into stages of pipelines, if it still exists."""
-        return next((model for weak in reversed(self._pipelined) if (model := weak()) is not None), None)
+        return next((stages.model for weak in reversed(self._pipelined) if (stages := weak()) is not None), None)
 
     def find(self, model: nn.Module) -> PreparedModel | None:
         """What was prepared for ``model``, if it was."""

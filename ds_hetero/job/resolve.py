@@ -211,7 +211,7 @@ def _expect_replicas(plan: Plan, name: str) -> None:
     if not plan.is_replicas:
         raise PlanError(
             f'{name}: the plan has pipelines of several stages, or stages that are not "inner": "sequence". Such '
-            "plans run in a loop of one's own, through deepspeed.initialize."
+            "plans run through deepspeed.initialize, the Trainer and accelerate."
         )
     if plan.zero is not None:
         raise PlanError(

@@ -314,3 +314,43 @@ def _refuse(rank: int) -> list[str]:
             trainer.train()
         texts.append(str(caught.value))
     return texts
+
+
+PIPELINES = {
+    "version": 2,
+    "model": {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "pipelines": [
+        {
+            "micro_batch_size": 1,
+            "micro_batches": 2,
+            "stages": [{"ranks": [0, 1], "layers": [0, 1], "inner": "tensor"}, {"ranks": [2], "layers": [1, 2]}],
+        },
+        {"micro_batch_size": 2, "micro_batches": 1, "stages": [{"ranks": [3], "layers": [0, 2]}]},
+    ],
+}
+
+
+def _train_pipelines(rank: int, options: dict[str, Any]) -> Any:
+    """Logs of a training that saves, and of one that goes on from its checkpoint; and the folder's weights."""
+    from transformers import LlamaForCausalLM
+
+    import ds_hetero
+
+    ds_hetero.register()
+    ds = {**ds_config(1, PIPELINES), "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(ds, 4, **options, save_strategy="steps", save_steps=4)
+    trainer.train()
+    trainer.save_model("weights")
+    if rank > 0:
+        return logged(trainer), None
+    whole = LlamaForCausalLM.from_pretrained("weights")
+    return logged(trainer), parameters(whole)
+
+
+def test_pipelines_train_log_and_save_as_one_process() -> None:
+    options = {"num_samples": 11, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
+    expected, trained = one_process(_train, None, UNEVEN_2, {**options, "per_device_train_batch_size": 4})
+    options |= {"per_device_train_batch_size": 4, "prediction_loss_only": True}
+    outcomes = ranks(_train_pipelines, 4, options)
+    assert_same_logs(outcomes[0][0], expected)
+    assert_same_parameters(outcomes[0][1], trained)

@@ -18,10 +18,14 @@ import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
-from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts
+from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts, section_of
+from ds_hetero.integrations.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.attention import keep_attention_function
+from ds_hetero.job.pipelines import agree_on_pipelines
+from ds_hetero.job.start import World
+from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["PendingRegistration", "SequenceParallelState", "Ulysses", "size_in_configuration"]
@@ -105,6 +109,7 @@ class Ulysses:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._pending: PendingRegistration | None = None
+        self._has_pipelines = False
 
     def take_pending(self) -> PendingRegistration | None:
         """Return the registration that waits for the configuration, if any, once."""
@@ -129,6 +134,10 @@ class Ulysses:
             if not enabled(ds_config):
                 return stock(cls, *args, **kwargs)
             model = given["model_name_or_path"]
+            if agree_on_pipelines(World.current(), lambda: section_of(ds_config)) is not None:
+                self._has_pipelines = True
+                expect_one_worker(size)
+                return OneWorker()
             if isinstance(model, torch.nn.Module):
                 sizes = {"sequence_parallel_size": size, **size_in_configuration(ds_config)}
                 return SequenceParallelState(self._registry.prepare(model, ds_config, sizes).model.replica, size)
@@ -156,6 +165,10 @@ class Ulysses:
         @functools.wraps(stock)
         def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
             prepared = self._registry.find_by_ranks(dist.get_process_group_ranks(sp_group))
+            if prepared is None and self._has_pipelines:
+                adapter.__class__ = SameBatches
+                SameBatches.__init__(adapter, dl, torch.device(device))
+                return
             if prepared is not None:
                 adapter.__class__ = ModelLoader
                 ModelLoader.__init__(adapter, dl, prepared.model, torch.device(device))

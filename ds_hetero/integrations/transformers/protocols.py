@@ -23,6 +23,9 @@ class ModelConfig(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json."""
 
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write config.json."""
+
 
 class PretrainedModel(Protocol):
     """A `transformers.PreTrainedModel`."""
@@ -54,6 +57,9 @@ class PretrainedModel(Protocol):
 
     def get_input_embeddings(self) -> nn.Module | None:
         """What turns tokens into embeddings."""
+
+    def register_forward_pre_hook(self, hook: Any) -> Any:
+        """Have ``hook`` run before every forward; the handle removes it."""
 
     def is_backend_compatible(self) -> bool:
         """Whether every layer takes its attention function from transformers' registry."""

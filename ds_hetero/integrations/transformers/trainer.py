@@ -56,12 +56,13 @@ def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
     replace = registry.patches.replace
     replace(Trainer, "_inner_training_loop", _accumulating_micro_steps)
-    replace(Trainer, "_get_dataloader", _loading_over_replicas)
+    replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
     replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
-    replace(Trainer, "_track_num_input_tokens", _not_counting_placeholders)
+    replace(Trainer, "_track_num_input_tokens", lambda stock: _counting_tokens_once(registry, stock))
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
+    replace(Trainer, "save_model", lambda stock: _saving_stages(registry, stock))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
         replace(Trainer, name, _failing_together)
     replace(Trainer, "_save_checkpoint", _marking_unfinished)
@@ -98,10 +99,31 @@ def _accumulating_micro_steps(stock: Any) -> Any:
     return inner_training_loop
 
 
-def _loading_over_replicas(stock: Any) -> Any:
+def _expect_loss_only(trainer: Any) -> None:
+    """Refuse metrics of logits, which no rank has whole where a model is cut into stages of pipelines.
+
+    Raises:
+        ConfigError: the Trainer has ``compute_metrics``.
+    """
+    if trainer.compute_metrics is not None:
+        raise ConfigError(
+            "compute_metrics needs logits, which stay on the last stages of pipelines. Leave it out and use eval_loss."
+        )
+
+
+def _same_on_all_ranks(values: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a gather over data-parallel ranks: pipelines evaluate the same batch on all ranks."""
+    return values
+
+
+def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
     @functools.wraps(stock)
     def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("is_training") or not _is_sharded(trainer):
+        is_pipelined = registry.is_pipelined(trainer.model)
+        if is_pipelined:
+            _expect_loss_only(trainer)
+            trainer.gather_function = _same_on_all_ranks
+        if not (kwargs.get("is_training") or is_pipelined) or not _is_sharded(trainer):
             return stock(trainer, *args, **kwargs)
         with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(trainer)):
             return stock(trainer, *args, **kwargs)
@@ -149,6 +171,8 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
     @functools.wraps(stock)
     def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         prepared = registry.find(trainer.model)
+        if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
+            return stock(trainer, epoch_iterator, num_batches, device)[0], None
         if prepared is None:
             return stock(trainer, epoch_iterator, num_batches, device)
         with sharding(True), naming_trainer(trainer):
@@ -174,6 +198,10 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     def compute_loss(
         trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if registry.is_pipelined(trainer.model):
+            outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
+            trainer.loss_is_scaled_for_ga = True
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
         prepared = registry.find(trainer.model)
         if prepared is None or not prepared.model.takes_shards:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
@@ -189,16 +217,38 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     return compute_loss
 
 
-def _not_counting_placeholders(stock: Any) -> Any:
+def _counting_tokens_once(registry: Registry, stock: Any) -> Any:
+    """Placeholders are no tokens, and of a batch that all ranks of pipelines are given, one rank counts them."""
+
     @functools.wraps(stock)
     def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
-        if is_placeholder(inputs):
+        counts_elsewhere = registry.is_pipelined(trainer.model) and dist.get_rank() > 0
+        if is_placeholder(inputs) or counts_elsewhere:
             inputs = {
                 name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
             }
         stock(trainer, inputs)
 
     return track_num_input_tokens
+
+
+def _saving_stages(registry: Registry, stock: Any) -> Any:
+    """The weights of a model that is cut into stages are written by the stages, in the folder's usual format."""
+
+    @functools.wraps(stock)
+    def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        pipelined = registry.find_pipelined(trainer.model)
+        if pipelined is None:
+            stock(trainer, output_dir, _internal_call)
+            return
+        folder = output_dir if output_dir is not None else trainer.args.output_dir
+        pipelined.save_pretrained(folder)
+        if trainer.args.should_save:
+            if trainer.processing_class is not None:
+                trainer.processing_class.save_pretrained(folder)
+            torch.save(trainer.args, Path(folder, "training_args.bin"))
+
+    return save_model
 
 
 def _failing_together(stock: Any) -> Any:

@@ -15,7 +15,7 @@ from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 
-__all__ = ["SameBatches", "micro_batches", "samples_of_step"]
+__all__ = ["SameBatches", "micro_batches", "of_at_most", "samples_of_step"]
 
 
 def samples_of_step(plan: Plan) -> int:
@@ -50,6 +50,12 @@ def micro_batches(plan: Plan, pipeline: int, batch: WholeBatch) -> list[WholeBat
     return [_rows(batch, start, min(start + size, before + size * count, batch.batch_size)) for start in starts]
 
 
+def of_at_most(batch: WholeBatch, rows: int) -> Iterator[WholeBatch]:
+    """Yield the batch in parts of at most ``rows`` rows, in order."""
+    for start in range(0, batch.batch_size, rows):
+        yield _rows(batch, start, min(start + rows, batch.batch_size))
+
+
 def _rows(batch: WholeBatch, start: int, stop: int) -> WholeBatch:
     sequences = {name: tensor[start:stop] for name, tensor in batch.sequences.items()}
     return replace(batch, batch_size=stop - start, sequences=sequences)
@@ -69,6 +75,11 @@ class SameBatches:
 
     def __len__(self) -> int:
         return len(self.dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":  # looked up by copy before there is any attribute
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.plans import Pipeline, Plan
-from ds_hetero.plans.timetable import FORWARD, Action, one_f_one_b
+from ds_hetero.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
 
 __all__ = ["MicroBatch", "Neighbours", "PipelineRunner", "StageCompute", "neighbours_of"]
@@ -157,7 +157,8 @@ class PipelineRunner(Generic[B]):
     ) -> Tensor | None:
         near = self._neighbours
         inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
-        gradients = _Inbox(near.output_gradients, batches, self._width, self._dtype)
+        has_backwards = any(action.kind == BACKWARD for action in actions)  # else no gradient comes that is asked for
+        gradients = _Inbox(near.output_gradients if has_backwards else None, batches, self._width, self._dtype)
         outbox = _Outbox(near.pipeline.in_flight(0))
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         total: Tensor | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
     expect_supported_with_pipelines,
     lone_configuration,
 )
+from ds_hetero.integrations.deepspeed.pipeline.one_worker import LoneWorker
 from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,
@@ -87,18 +89,17 @@ class PipelineInstaller:
         """
         model: nn.Module = self._given["model"]
         named = on_all_ranks(self._examine)[self._rank]
-        groups = self._registry.process_groups
-        assert self._plan.model is not None
+        made = self._registry.process_groups
         if self._plan.activation_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
         if _wants_bf16(self._ds_config):
             _cast(model, torch.bfloat16)
-        stage = StageModel(model, self._stage, self._plan.model.num_layers, self._rank)
-        replica = make_replica(_plan_of_stages(self._plan), groups) if _has_sequence_stages(self._plan) else None
+        stage = StageModel(model, self._plan, self._rank)
+        replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             stage.shard_sequences(replica, None)
-        boundaries = make_boundary_groups(self._plan, groups)
+        boundaries = make_boundary_groups(self._plan, made)
         engine, *rest = self._build(stage, named)
         runner = None
         if self._stage is not None:
@@ -106,7 +107,7 @@ class PipelineInstaller:
             runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype)
         pipelined = PipelinedEngine(engine=engine, plan=self._plan, stage=stage, runner=runner)
         install_hooks(pipelined, PIPELINE_HOOKS)
-        self._registry.note_pipelined(model)
+        self._registry.note_pipelined(stage)
         return (engine, *rest)
 
     def _examine(self) -> Groups:
@@ -129,22 +130,24 @@ class PipelineInstaller:
             given = [{"params": given}]
         return groups_by_name(given, names)
 
-    def _build(self, stage: StageModel, groups: Groups) -> tuple[Any, ...]:
+    def _build(self, stage: StageModel, named: Groups) -> tuple[Any, ...]:
         """Have stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
         arguments = {
             **self._given,
             "config": lone_configuration(self._ds_config, samples_of_step(self._plan)),
             "config_params": None,
-            "optimizer": lambda _: self._optimizer(stage, groups),
+            "optimizer": lambda _: self._optimizer(stage, named),
             "model_parameters": None,
             "mpu": LoneRank(self._registry.process_groups),
             "mesh_param": None,
         }
         built: tuple[Any, ...] = self._stock(**arguments)
         built[0].enable_backward_allreduce = False
+        before, groups.mpu = groups.mpu, LoneWorker(self._registry.process_groups)
+        self._registry.patches.on_undo(lambda: setattr(groups, "mpu", before))
         return built
 
-    def _optimizer(self, stage: StageModel, groups: Groups) -> PipelineOptimizer:
+    def _optimizer(self, stage: StageModel, named: Groups) -> PipelineOptimizer:
         """Cut tensor-parallel stages, start the synchronizer, and make the user's optimizer over what it owns."""
         meshes = _meshes(self._plan)
         if self._stage is not None and self._stage.inner == "tensor":
@@ -161,17 +164,20 @@ class PipelineInstaller:
         )
         owned = [
             {**group, "params": [sync.owned[name] for name in group["params"] if name in sync.owned] or [_nothing()]}
-            for group in groups
+            for group in named
         ]
         return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config))
 
-    def _inner(self, groups: Groups) -> Optimizer:
+    def _inner(self, owned: Groups) -> Optimizer:
         optimizer = self._given.get("optimizer")
         if optimizer is None:
-            return optimizer_of_section(self._ds_config["optimizer"], groups)
-        if isinstance(optimizer, Optimizer):
-            return type(optimizer)(groups)  # type: ignore[call-arg]  # the groups have its settings
-        made: Optimizer = optimizer(groups)
+            return optimizer_of_section(self._ds_config["optimizer"], owned)
+        if isinstance(optimizer, Optimizer):  # the same object, since schedulers set the rates in its groups
+            for group, of_rank in zip(optimizer.param_groups, owned, strict=True):
+                group["params"] = of_rank["params"]
+            optimizer.state.clear()
+            return optimizer
+        made: Optimizer = optimizer(owned)
         expect_elementwise(type(made))
         return made
 

@@ -16,7 +16,7 @@ from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEng
 from ds_hetero.integrations.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.pipeline.batches import micro_batches
+from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, samples_of_step
 
 __all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "run_passes"]
 
@@ -66,7 +66,8 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: 
         return nothing
     assert pipelined.runner is not None
     scale = 1 / max(num_labels, 1)
-    batches = [StageBatch(whole=rows, scale=scale) for rows in micro_batches(plan, place[0], whole)]
+    steps = [whole] if is_training else list(of_at_most(whole, samples_of_step(plan)))
+    batches = [StageBatch(whole=rows, scale=scale) for step in steps for rows in micro_batches(plan, place[0], step)]
     sync = pipelined.engine.optimizer.sync
     value = pipelined.runner.train(batches, sync.no_sync) if is_training else pipelined.runner.evaluate(batches)
     stage = plan.pipelines[place[0]].stages[place[1]]

@@ -12,19 +12,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
+from ds_hetero.integrations.transformers.stages.export import write_stages
 from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of
 from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
 from ds_hetero.placement import stream_placement
-from ds_hetero.plans import Stage
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
 from ds_hetero.runtime.loss import cross_entropy_sum
 from ds_hetero.runtime.replica import Replica
@@ -64,8 +67,7 @@ class StageModel:
     Args:
         model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are taken
             out of it and freed.
-        stage: with its layers; None on a rank that is idle, which keeps nothing.
-        num_layers: of the whole model.
+        plan: of pipelines; a rank that is idle in it keeps nothing.
         rank: this process's.
 
     Attributes:
@@ -74,8 +76,13 @@ class StageModel:
         is_last: it computes the loss.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage | None, num_layers: int, rank: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
+        assert plan.model is not None
+        place, num_layers = plan.place_of(rank), plan.model.num_layers
+        stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
         self.model, self._stage, self._rank = model, stage, rank
+        writes = place is not None and place[0] == 0 and stage is not None and rank == stage.ranks[0]
+        self._writes = (place[1], len(plan.pipelines[0].stages)) if writes and place is not None else None
         self._pretrained = pretrained_of(model)
         self._decoder = self._pretrained.base_model
         self.dtype: torch.dtype = self._pretrained.dtype
@@ -84,6 +91,9 @@ class StageModel:
         layers = (0, 0) if stage is None or stage.layers is None else stage.layers
         self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
         self._take_out(layers)
+        self._is_running = False
+        self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
+        self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
         self._sharded: ShardedModel | None = None
 
     def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
@@ -110,6 +120,29 @@ class StageModel:
             return frozenset()
         ids = {id(p) for name, p in self._decoder.named_parameters() if name in partial_parameters(self._pretrained)}
         return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights of all stages, and the configuration, as `from_pretrained` of transformers reads them.
+
+        Args:
+            folder: that all ranks see.
+
+        Caller: every rank of the world.
+
+        Raises:
+            ModelError: the model has adapters of PEFT, which a folder of a whole model does not hold.
+            CheckpointError: on every rank, when a rank cannot write.
+        """
+        if getattr(self.model, "peft_config", None):
+            raise ModelError(
+                "a model with adapters cannot be saved as a folder of transformers while it is cut into stages; "
+                "engine.save_checkpoint keeps the adapters."
+            )
+        write_stages(self.parameters(), self._writes, Path(folder))
+        if dist.get_rank() == 0:
+            self._pretrained.config.save_pretrained(folder)
+            if (generation := getattr(self._pretrained, "generation_config", None)) is not None:
+                generation.save_pretrained(folder)
 
     def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
         """Run the forward of a micro-batch: ``[b, s, H]`` or, on the last stage, this rank's summand of the loss.
@@ -153,11 +186,20 @@ class StageModel:
 
     @contextlib.contextmanager
     def _forward_of_stage(self) -> Iterator[None]:
-        if self._sharded is None:
-            yield
-            return
-        with sharding(True):
-            yield
+        self._is_running = True
+        try:
+            with contextlib.nullcontext() if self._sharded is None else sharding(True):
+                yield
+        finally:
+            self._is_running = False
+
+    def _expect_pipeline(self, *_: Any) -> None:
+        """Refuse a forward of a stage alone, which would give something else than the model's."""
+        if not self._is_running:
+            raise BatchError(
+                f"{type(self._pretrained).__name__} is cut into stages of pipelines, of which this rank has one: call "
+                "engine(**batch), on every rank. Generation and other uses of the model are not supported."
+            )
 
     def _take_out(self, layers: tuple[int, int]) -> None:
         """Put `Absent` in the place of what other stages hold."""
