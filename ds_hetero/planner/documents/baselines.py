@@ -6,6 +6,7 @@ The planner is never predicted to be slower than these two and the stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
@@ -72,15 +73,15 @@ def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     for units in costs.units_by_node:
         speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
         cut_s = (v * costs.square_s[unit] for v, unit in zip(speeds, units, strict=True))
-        added = min(added, FRAGMENT_ROWS * tokens * sum(cut_s) if len(units) > 1 else 0.0)
-        speed += sum(speeds)
+        added = min(added, FRAGMENT_ROWS * tokens * fsum(cut_s) if len(units) > 1 else 0.0)
+        speed += fsum(speeds)
     return (1 + added) / speed
 
 
 def _shares(units: Sequence[int], costs: UnitCosts) -> list[float]:
     """Share of every unit in a document: in proportion to its speed outside attention, 0 without memory."""
     speeds = [1 / costs.token_s[unit] if costs.most_tokens[unit] else 0.0 for unit in units]
-    whole = sum(speeds)
+    whole = fsum(speeds)
     return [speed / whole for speed in speeds]
 
 
@@ -101,7 +102,7 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
     slowest_s = 0.0
     for unit, part in shares.items():
         node = costs.node[unit]
-        if tokens * part > costs.most_tokens[unit]:
+        if part and tokens * part + len(lengths) > costs.most_tokens[unit]:  # every document is rounded by itself
             return float("inf")
         attention_s = (squares * part + (FRAGMENT_ROWS * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
         received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0

@@ -2,8 +2,10 @@
 
 A bin is a unit, or a node with the speed of all its units. `deal` takes documents longest first, as Zeppelin does
 (EuroSys 2026, Algorithms 1 and 2), with seconds in place of tokens; `water_fill` shares out a document so that all bins
-that hold some of it end together. Only + - * / and comparisons in a fixed order decide, so that every rank comes to the
-same result.
+that hold some of it end together.
+
+Only + - * / and comparisons in a fixed order decide, and `math.fsum`, which is exact, so that every rank comes to the
+same result. Python's own sum of floats differs between its versions, numpy's between CPUs.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ cut over as few nodes, or units, as can hold it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 from typing import NamedTuple
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
@@ -119,12 +120,12 @@ def _inside(
         if pieces is None:
             return None
         placed.append(pieces)
-    per_token, per_square = 1 / sum(1 / s for s in bins.token_s), 1 / sum(1 / s for s in bins.square_s)
-    work_s = sum(tokens * (per_token + length * per_square) for _, length, tokens in (*across, *inside))
+    per_token, per_square = 1 / fsum(1 / s for s in bins.token_s), 1 / fsum(1 / s for s in bins.square_s)
+    work_s = fsum(tokens * (per_token + length * per_square) for _, length, tokens in (*across, *inside))
     dealt = deal(inside, bins, max(budget_s, work_s), least_tokens, widen)
     return None if dealt is None else placed + dealt
 
 
 def _together(seconds: Sequence[float], units: Sequence[int]) -> float:
     """Seconds of one unit of work if all units share it by speed."""
-    return 1 / sum(1 / seconds[unit] for unit in units)
+    return 1 / fsum(1 / seconds[unit] for unit in units)
