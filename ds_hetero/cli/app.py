@@ -129,7 +129,8 @@ def plan(
         from ds_hetero.cli.pipelines import commands
 
         task = commands.Task.read(cluster, model, cost_model, workload)
-        commands.plan(task, global_batch or 1, objective, at_most_s, out, as_json)
+        assert global_batch is not None  # see _is_full
+        commands.plan(task, global_batch, objective, at_most_s, out, as_json)
         return
     from ds_hetero.cli.scenario import Scenario
 
@@ -225,7 +226,8 @@ def compare(
     if _is_full(parallel, global_batch):
         from ds_hetero.cli.pipelines import commands, compare
 
-        compare.run(commands.Task.read(cluster, model, cost_model, workload), global_batch or 1, as_json)
+        assert global_batch is not None  # see _is_full
+        compare.run(commands.Task.read(cluster, model, cost_model, workload), global_batch, as_json)
         return
     from ds_hetero.cli import compare as command
     from ds_hetero.cli.scenario import Scenario

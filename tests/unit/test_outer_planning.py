@@ -245,10 +245,40 @@ def test_the_command_line_compares_planners(capsys):
         (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "8", "--objective", "cost"], "price_per_hour"),
         (["simulate", *OPTIONS, "--plan", "nowhere.json"], "nowhere.json"),
         (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "8", "--cost-model", "x"], "calibrated, hexiscale"),
+        (["plan", *OPTIONS, "--parallel", "full", "--global-batch", "0"], "global_batch must be a whole number"),
+        (["compare", *OPTIONS, "--parallel", "full", "--global-batch", "-3"], "global_batch must be a whole number"),
+        (
+            ["plan", *OPTIONS[:3], "llama-3.1-405b", *OPTIONS[4:], "--parallel", "full", "--global-batch", "8"],
+            "of 126 layers",
+        ),
     ],
 )
 def test_bad_input_is_one_message(arguments, message, capsys):
     assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["replan", *OPTIONS, "--lost", "99"], "lost ranks [99] do not exist; the cluster has ranks 0 to 7"),
+        (["replan", *OPTIONS, "--lost-node", "nowhere"], "the nodes of the cluster are a800, 4090, 3090"),
+        (["replan", *OPTIONS, *(option for rank in range(8) for option in ("--lost", str(rank)))], "nothing is left"),
+        (["replan", *OPTIONS], "say what has changed"),
+        (["replan", *OPTIONS, "--added", "nowhere.yaml"], "nowhere.yaml"),
+        (["simulate", *OPTIONS[:3], "llama-2-7b", *OPTIONS[4:]], "num_layers=40, but llama-2-7b has 32"),
+        (["replan", *OPTIONS[:3], "llama-2-7b", *OPTIONS[4:], "--lost", "7"], "num_layers=40, but llama-2-7b has 32"),
+        (["simulate", *OPTIONS[2:], "--cluster", "workstation-4090-3090"], "the cluster has ranks 0 to 1"),
+        (["replan", *OPTIONS[2:], "--cluster", "workstation-4090-3090", "--lost", "0"], "the cluster has ranks 0 to 1"),
+    ],
+)
+def test_plans_that_do_not_belong_and_losses_that_cannot_be_are_one_message(command, message, tmp_path, capsys):
+    path, model = tmp_path / "plan.json", load_model("llama-2-13b")
+    costs = CalibratedStageCosts(CASE, model, WORK)
+    path.write_text(json.dumps(plan_pipelines(CASE, model, WORK, 8, costs=costs, effort_s=0.02).plan.to_dict()))
+    assert run([*command, "--plan", str(path)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1

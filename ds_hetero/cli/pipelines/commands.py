@@ -212,7 +212,8 @@ def _print_plan(task: Task, planned: PlannedPipelines) -> None:
     recomputed = {True: "with", False: "without"}[bool(planned.plan.activation_checkpointing)]
     lines = [
         f"{task.model.name}, {planned.global_batch} sequences of {task.workload.seq_len} tokens per step, "
-        f"{planned.costs.name} cost model; searched for {time_text(planned.search_s)}",
+        f"{planned.costs.name} cost model; searched for {time_text(planned.search_s)}"
+        f"{', then interrupted: the best plan so far' if planned.interrupted else ''}",
         f"predicted:  {time_text(planned.step_s)} per step, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} "
         "recomputation",
     ]

@@ -25,6 +25,7 @@ from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
 from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult, default_effort_s
+from ds_hetero.plans import Plan
 
 __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or_not"]
 
@@ -90,25 +91,19 @@ def plan_pipelines(
     goal = Objective.of(objective, devices, global_batch * workload.seq_len, at_most_s)
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload)
-    effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
-    results = _search(models, task, effort_s)
+    results = _search(models, task, default_effort_s(cluster.num_ranks) if effort_s is None else effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
-    rivals = {"grid": _best_grid(models, task, finalists)}
-    if costs is None:
-        rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
-    best = min((each for each in finalists if each.value < TOO_LONG), key=lambda finalist: finalist.value, default=None)
-    plan = None
-    sequence = rivals.get("sequence")
-    if (
-        sequence is not None
-        and sequence.value is not None
-        and sequence.value < (TOO_LONG if best is None else best.value)
-    ):
-        plan, value, reasons = sequence.plan, sequence.value, [f"{sequence.name} is faster than any pipeline found"]
-        best = None
-    elif best is not None:
-        value, reasons = best.value, reasons_of(best.costs, best.finished, best.value, best.others)
-        plan = to_plan(best.costs, best.finished)
+    interrupted = any(result.interrupted for _, result in results)
+    rivals: dict[str, Rival] = {}
+    try:
+        rivals["grid"] = _best_grid(models, task, finalists)
+        if costs is None:
+            rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
+    except KeyboardInterrupt:
+        if not finalists:
+            raise
+        interrupted = True
+    best, plan, value, reasons = _winner(finalists, rivals.get("sequence"))
     if plan is None:
         raise PlanError(nothing_fits(models[0], at_most_s))
     return PlannedPipelines(
@@ -120,10 +115,25 @@ def plan_pipelines(
         global_batch=global_batch,
         search_s=time.perf_counter() - started,
         num_evaluated=sum(result.num_evaluated for _, result in results),
-        interrupted=any(result.interrupted for _, result in results),
+        interrupted=interrupted,
         rivals=rivals,
         reasons=tuple(reasons),
     )
+
+
+def _winner(
+    finalists: Sequence[_Finalist], sequence: Rival | None
+) -> tuple[_Finalist | None, Plan | None, float, list[str]]:
+    """The best pipelines, or pure sequence parallelism where that is better; its plan, its value and the reasons."""
+    fitting = (each for each in finalists if each.value < TOO_LONG)
+    best = min(fitting, key=lambda finalist: finalist.value, default=None)
+    least = TOO_LONG if best is None else best.value
+    if sequence is not None and sequence.value is not None and sequence.value < least:
+        return None, sequence.plan, sequence.value, [f"{sequence.name} is faster than any pipeline found"]
+    if best is None:
+        return None, None, least, []
+    reasons = reasons_of(best.costs, best.finished, best.value, best.others)
+    return best, to_plan(best.costs, best.finished), best.value, reasons
 
 
 def check_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ FULL_S = 2e-4  # what the rest of an evaluation takes
 FULL_PIPELINE_S = 2e-5
 SOLVE_S = 4e-4  # what the cuts of one pipeline take
 SOLVE_STAGE_S = 3e-5
+ACTION_S = 2.5e-6  # what the last word takes for a forward and a backward
 
 
 class Shape(NamedTuple):
@@ -77,6 +79,7 @@ class Evaluator:
         cuts: layer cuts to share with other evaluators of the same cost model.
 
     Attributes:
+        pipeline_s: the last word on one pipeline, ``(cut, micro_batches)``.
         spent_s: what all evaluations take by a count of their work, so that a search stops at the same place on every
             machine.
     """
@@ -88,6 +91,7 @@ class Evaluator:
         self.cuts = LayerCuts(costs) if cuts is None else cuts
         self.spent_s = 0.0
         self.num_evaluated = 0
+        self.pipeline_s = cache(self._pipeline_s)
         self._rates: dict[tuple[Block, ...], float] = {}
 
     def __call__(self, shapes: Sequence[Shape], better_than: float = inf) -> Candidate | None:
@@ -149,9 +153,23 @@ class Evaluator:
             value=self.objective.value(step_s, rate, busy_rate(self.objective, shapes, cuts, counts)),
         )
 
-    def exact(self, plan: Candidate) -> Candidate:
-        """Judge a candidate again, by the last word on every pipeline instead of its closed form."""
-        return judge(self.costs, self.objective, plan.shapes, plan.cuts, plan.micro_batches)
+    def exact(
+        self, plan: Candidate, cuts: tuple[Cut, ...] | None = None, micro_batches: tuple[int, ...] | None = None
+    ) -> Candidate:
+        """Judge a candidate again, by the last word on every pipeline instead of its closed form.
+
+        Args:
+            plan: gives the blocks.
+            cuts: layers, in place of the plan's.
+            micro_batches: likewise.
+        """
+        cuts, micro_batches = cuts or plan.cuts, micro_batches or plan.micro_batches
+        self.spent_s += FULL_S + FULL_PIPELINE_S * len(cuts)
+        return judge(self.costs, self.objective, plan.shapes, cuts, micro_batches, self.pipeline_s)
+
+    def _pipeline_s(self, cut: Cut, micro_batches: int) -> float:
+        self.spent_s += ACTION_S * len(cut.layers) * micro_batches
+        return self.costs.pipeline_s(*cut.arrays, micro_batches)
 
     def _rate(self, blocks: tuple[Block, ...]) -> float:
         if blocks not in self._rates:
@@ -165,12 +183,24 @@ def judge(
     shapes: Sequence[Shape],
     cuts: Sequence[Cut],
     micro_batches: Sequence[int],
+    pipeline_s: Callable[[Cut, int], float] | None = None,
 ) -> Candidate:
-    """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`)."""
+    """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`).
+
+    Args:
+        costs: the cost model.
+        objective: what is made small.
+        shapes: blocks of every pipeline.
+        cuts: layers likewise.
+        micro_batches: likewise.
+        pipeline_s: the last word, where it is kept.
+    """
+    if pipeline_s is None:
+        pipeline_s = lambda cut, number: costs.pipeline_s(*cut.arrays, number)  # noqa: E731
     most: dict[Cut, int] = {}  # of pipelines with equal cuts, the one with most micro-batches ends last
     for cut, number in zip(cuts, micro_batches, strict=True):
         most[cut] = max(number, most.get(cut, 0))
-    times = {cut: costs.pipeline_s(*cut.arrays, number) for cut, number in most.items()}
+    times = {cut: pipeline_s(cut, number) for cut, number in most.items()}
     last = max(times, key=lambda cut: times[cut])
     gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
     step_s = costs.step_s(times[last], gradients_s, last.overlap_s)

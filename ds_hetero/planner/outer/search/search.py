@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, Shape
+from ds_hetero.planner.outer.search.last_word import refine
 from ds_hetero.planner.outer.search.moves import Shapes, neighbours
 from ds_hetero.planner.outer.search.starts import starts, uniform_grids
 
@@ -32,7 +33,8 @@ KICK_BEST = 0.5  # share of the restarts that begin at the best plan, others at 
 KICK_MOVES = 3  # random moves of a restart, at most
 KICK_TRIES = 10  # neighbours that are looked at for one of them
 KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
-LAST_WORD = 5
+LAST_WORD = 8
+LAST_WORD_SHARE = 0.1  # of the effort, on top of it
 LEAST_GAIN = 1e-9
 
 
@@ -115,8 +117,10 @@ class Search:
             interrupted = True
         if self._best is None:
             return None
-        finalists = sorted(self._close.values(), key=lambda plan: plan.value)[: self._last_word]
-        ranked = sorted((self._evaluate.exact(plan) for plan in finalists), key=lambda plan: plan.value)
+        try:
+            ranked = self._ranked()
+        except KeyboardInterrupt:
+            interrupted, ranked = True, [self._evaluate.exact(self._best)]
         return SearchResult(
             best=ranked[0],
             first=kept[0] if kept else self._best,
@@ -127,6 +131,12 @@ class Search:
         )
 
     # --- parts of it
+
+    def _ranked(self) -> list[Candidate]:
+        """The best plans of different shapes by the last word."""
+        finalists = sorted(self._close.values(), key=lambda plan: plan.value)[: self._last_word]
+        effort_s = LAST_WORD_SHARE * self._effort_s / len(finalists)
+        return sorted((refine(self._evaluate, plan, effort_s) for plan in finalists), key=lambda plan: plan.value)
 
     def _starts(self, warm: Iterable[Shapes]) -> list[Candidate]:
         """The best few starts, each of another time or number of pipelines."""
