@@ -20,6 +20,7 @@ __all__ = ["Finished", "finish", "memory_bytes", "most_in_flight", "to_plan"]
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
+ENDS_LAST = 0.9  # of the slowest pipeline's time, from which on a pipeline may keep more
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,18 @@ def finish(costs: StageCosts, candidate: Candidate) -> Finished:
 
     A published cost model knows 1F1B's own numbers only.
     """
-    may_raise = isinstance(costs, CalibratedStageCosts)
-    known: dict[tuple[Cut, int], tuple[tuple[int, ...], float]] = {}
-    count = len(candidate.shapes)
-    for shape, cut, number in zip(candidate.shapes, candidate.cuts, candidate.micro_batches, strict=True):
-        if (cut, number) not in known:
-            most = most_in_flight(costs, shape, cut, count) if may_raise else default_in_flight(len(cut.layers))
-            known[cut, number] = _best_in_flight(costs, cut, number, most)
-    chosen = [known[key] for key in zip(candidate.cuts, candidate.micro_batches, strict=True)]
+    count, pairs = len(candidate.shapes), list(zip(candidate.cuts, candidate.micro_batches, strict=True))
+    known = {
+        (cut, number): (default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.arrays, number))
+        for cut, number in dict.fromkeys(pairs)
+    }
+    if isinstance(costs, CalibratedStageCosts):
+        late_s = ENDS_LAST * max(seconds for _, seconds in known.values())
+        for (cut, number), shape in dict(zip(pairs, candidate.shapes, strict=True)).items():
+            seconds = known[cut, number][1]
+            if seconds >= late_s:
+                known[cut, number] = _best_in_flight(cut, number, most_in_flight(costs, shape, cut, count), seconds)
+    chosen = [known[pair] for pair in pairs]
     times = [seconds for _, seconds in chosen]
     last = candidate.cuts[times.index(max(times))]
     return Finished(
@@ -79,11 +84,10 @@ def most_in_flight(costs: StageCosts, shape: Shape, cut: Cut, pipelines: int) ->
 
 
 def _best_in_flight(
-    costs: StageCosts, cut: Cut, micro_batches: int, most: Sequence[int]
+    cut: Cut, micro_batches: int, most: Sequence[int], default_s: float
 ) -> tuple[tuple[int, ...], float]:
     default = default_in_flight(len(cut.layers))
-    forward, backward, hop = cut.arrays
-    best = default, costs.pipeline_s(forward, backward, hop, micro_batches)
+    best = default, default_s
     for more in MORE_IN_FLIGHT:
         raised = tuple(min(number + more, limit, micro_batches) for number, limit in zip(default, most, strict=True))
         raised = (*(max(number, own) for number, own in zip(raised[:-1], default, strict=False)), 1)

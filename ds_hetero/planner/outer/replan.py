@@ -123,7 +123,7 @@ def replan(
         result = _search(evaluate, shapes, start, effort_s / len(models), progress)
         if result is not None:
             first = first or (result.first.step_s, time.perf_counter() - started)
-            finalists += [(costs, finish(costs, found)) for found in (result.best, *result.others[:1])]
+            finalists.append((costs, finish(costs, result.best)))
     if first is None:
         raise PlanError(nothing_fits(models[0], None))
     costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))

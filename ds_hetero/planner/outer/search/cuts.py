@@ -28,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
 TOLERANCE = 1e-9  # of a period, for layers that just fit
 PERIODS = 96  # shortest periods that are all tried; of longer ones about as many
+GIVERS, TAKERS = 6, 8  # stages between which single layers are moved
 POLISHED = (4, 128)  # micro-batches for which single layers are moved
 
 
@@ -275,12 +276,14 @@ def _undominated(law: _Law, layers_CS: Ints) -> Ints:
 
 
 def _polish(law: _Law, layers_S: Ints, room_S: Ints, micro_batches: int) -> Ints:
-    """Move single layers between stages while the time of ``micro_batches`` falls."""
-    stages = len(layers_S)
-    moves = np.eye(stages, dtype=np.int64)[:, None] - np.eye(stages, dtype=np.int64)[None]
-    moves = moves.reshape(-1, stages)[np.flatnonzero(~np.eye(stages, dtype=bool).ravel())]
-    time_s = np.inf
+    """Move single layers between stages while the time of ``micro_batches`` falls.
+
+    In long pipelines, the busiest stages give and the least busy ones take.
+    """
+    unit_SS, time_s = np.eye(len(layers_S), dtype=np.int64), np.inf
     while True:
+        order = np.argsort(layers_S * law.layer_s + law.offset_s, kind="stable")
+        moves = (unit_SS[order[:TAKERS], None] - unit_SS[order[-GIVERS:]]).reshape(-1, len(layers_S))
         tried = np.concatenate([layers_S[None], layers_S + moves])
         tried = tried[(tried >= 1).all(axis=1) & (tried <= room_S).all(axis=1)]
         time_C = law(tried).of(micro_batches)
