@@ -58,6 +58,13 @@ def test_unequal_replicas_train_as_one_rank():
     assert _run(3, script, *SHORT, "--degrees", "1", "2") == pytest.approx(expected, abs=2e-4)
 
 
+def test_unequal_pipelines_train_as_one_process():
+    script = str(EXAMPLES / "unequal_pipelines.py")
+    expected = _run(1, script, *SHORT, "--plan", "")
+    assert len(expected) == 4
+    assert _run(4, script, *SHORT) == pytest.approx(expected, abs=2e-4)
+
+
 def test_prefill_equals_that_of_one_process():
     assert _run(4, str(EXAMPLES / "prefill.py"), "--tokens", "256") == []
 
