@@ -20,6 +20,8 @@ from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.attention.kernels.packed import backward_each, forward_each
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
@@ -52,7 +54,30 @@ def test_lanes_that_would_wait_yield_where_messages_have_tags():
     run_ranks(_check_cases, 4, 40, (torch.float64,), True, nccl_rules=False)
 
 
-def _check_cases(rank, num_cases, dtypes, by_documents=False):
+@pytest.mark.parametrize("by_documents", [False, True])
+def test_kernels_that_take_many_blocks_at_a_time_equal_one_process(by_documents):
+    run_ranks(_check_cases, 3, 60, (torch.float64, torch.float32), by_documents, _Packing)
+
+
+class _Packing(TorchKernel):
+    """A kernel for CPU that is given all blocks of a kind at once."""
+
+    def packs(self, q, scores):
+        return True
+
+    def forward_many(self, q, k, v, scores, blocks):
+        assert all(band.window(*_sizes(*at)) == blocks.window for *at, band in blocks.parts())
+        return forward_each(self.forward, (q, k, v), scores, blocks)
+
+    def backward_many(self, dout, saved, scores, blocks):
+        return backward_each(self.backward, dout, saved, scores, blocks)
+
+
+def _sizes(queries, keys):
+    return queries.stop - queries.start, keys.stop - keys.start
+
+
+def _check_cases(rank, num_cases, dtypes, by_documents=False, kernel=None):
     world_size = dist.get_world_size()
     for seed in range(num_cases):
         case = random_case(1000 * world_size + seed, world_size, by_documents)
@@ -61,7 +86,7 @@ def _check_cases(rank, num_cases, dtypes, by_documents=False):
             torch.manual_seed(seed)
             whole = case.tensors(dtype)
             expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
-            found = _distributed(case, replica, *whole)
+            found = _distributed(case, replica, *whole, kernel=kernel)
             mine = case.placement.positions(rank)
             # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
             largest = [0.0 if x is None else x.abs().max().item() for x in expected]
@@ -89,7 +114,7 @@ def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:
     return [out.detach(), *(x if x is None else x.grad for x in leaves)]
 
 
-def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | None]:
+def _distributed(case: Case, replica, q, k, v, dout, sinks, kernel=None) -> list[Tensor | None]:
     mine = case.placement.positions(replica.rank)
     q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
@@ -102,7 +127,7 @@ def _distributed(case: Case, replica, q, k, v, dout, sinks) -> list[Tensor | Non
     )
     batch = agree_on_batch(replica, shard)
     spec = AttentionSpec(
-        select(CPU, q.dtype, case.head_dim, case.softcap, None),
+        kernel() if kernel else select(CPU, q.dtype, case.head_dim, case.softcap, None),
         causal=case.causal,
         window=case.window,
         softcap=case.softcap,

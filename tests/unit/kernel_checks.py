@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ds_hetero.runtime.attention.kernels import (
     Band,
+    PackedBlocks,
     SavedForward,
     Scores,
     merge_,
@@ -77,6 +78,33 @@ def check(kernel, block, dtype=torch.float32, softcap=None, sinks=None, inputs=N
     grads = kernel.backward(dout, saved, scores, band)
     assert all(x.dtype in (dtype, lse.dtype) for x in grads)
     assert_close((out, lse, *grads), want, dtype)
+
+
+def check_many(kernel, sizes, band_of, dtype=torch.float32, softcap=None, heads=4, kv_heads=2, head_dim=16):
+    """Blocks that lie one behind the other, forward and backward in one call each, against the reference.
+
+    Args:
+        kernel: to be checked.
+        sizes: (queries, keys) of every block.
+        band_of: (queries, keys) -> band; the same window for all where the kernel needs that.
+    """
+    blocks = [(*size, band_of(*size)) for size in sizes]
+    each = [
+        tensors(block, dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, seed=i)
+        for i, block in enumerate(blocks)
+    ]
+    wanted = [reference(*inputs, block[2], softcap=softcap) for inputs, block in zip(each, blocks, strict=True)]
+    want = [torch.cat(parts, dim=2) for parts in zip(*wanted, strict=True)]
+    dout, q, k, v = (torch.cat(parts, dim=2) for parts in zip(*each, strict=True))
+    packed, scores = (
+        PackedBlocks.of_sizes(*zip(*sizes, strict=True), [band for *_, band in blocks]),
+        Scores(0.3, softcap),
+    )
+    out, lse = kernel.forward_many(q, k, v, scores, packed)
+    assert out.dtype == dtype
+    assert lse.shape == q.shape[:3]
+    saved = SavedForward(q, k, v, want[0].to(dtype), want[1].to(lse.dtype))
+    assert_close((out, lse, *kernel.backward_many(dout, saved, scores, packed)), want, dtype)
 
 
 def strided(dout, q, k, v):

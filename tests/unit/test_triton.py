@@ -37,8 +37,9 @@ _FLOATS = ("inner", "outer", "scale")
 _ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
-def test_compiles_for_ampere_within_shared_memory(name, tmp_path, monkeypatch):
+def test_compiles_for_ampere_within_shared_memory(name, many, tmp_path, monkeypatch):
     """The interpreter runs what the compiler refuses; 99 KiB is what the smallest Ampere GPU has."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -48,10 +49,13 @@ def test_compiles_for_ampere_within_shared_memory(name, tmp_path, monkeypatch):
     kernel = getattr(importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels"), f"{name}_kernel")
     blocks = getattr(block_sizes(64, True), name)
     constants = {"HEAD_DIM": 64, "BLOCK_Q": blocks.queries, "BLOCK_K": blocks.keys, "BLOCK_D": 64, "SOFTCAP": True}
+    constants["MANY"] = many
 
     def type_of(argument):
         if argument in constants:
             return "constexpr"
+        if argument == "TABLE":
+            return "*i32" if many else "*bf16"
         if argument.isupper():
             return "*fp32" if argument in _ACCUMULATED else "*bf16"
         return "fp32" if argument in _FLOATS else "i32"

@@ -9,7 +9,7 @@ import torch
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
-from tests.unit.kernel_checks import assert_close, check, in_parts, reference, strided, tensors
+from tests.unit.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
 
 KERNEL = TritonKernel()
 
@@ -28,6 +28,18 @@ KERNEL = TritonKernel()
 )
 def test_triton_equals_the_reference_on_any_band(block, softcap, shape):
     check(KERNEL, block, softcap=softcap, **shape)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "band_of"),
+    [
+        ([(5, 5), (1, 1), (33, 33)], lambda queries, keys: CAUSAL),
+        ([(17, 9), (1, 20), (4, 33)], lambda queries, keys: FULL),
+        ([(20, 20), (18, 30)], lambda queries, keys: Band(-3, keys - queries)),
+    ],
+)
+def test_triton_takes_many_blocks_at_a_time(sizes, band_of):
+    check_many(KERNEL, sizes, band_of, head_dim=8, softcap=1.5 if sizes[0] == (17, 9) else None)
 
 
 def test_triton_equals_the_reference_in_float16():

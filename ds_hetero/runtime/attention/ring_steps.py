@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.runtime.attention.ring_table import RingTable, Round
@@ -64,6 +64,7 @@ class Ring:
         tokens: of the group that are of this lane.
         num_q: query heads of this rank.
         sub_rings: in which this rank takes part.
+        prepared: what `ds_hetero.runtime.attention.lane_passes` makes of ``calls``, kept here for every layer.
     """
 
     table: RingTable
@@ -71,6 +72,7 @@ class Ring:
     tokens: slice
     num_q: int
     sub_rings: tuple[SubRing, ...]
+    prepared: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:

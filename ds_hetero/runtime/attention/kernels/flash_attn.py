@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.packed import boundaries
 
 __all__ = ["FlashAttnKernel", "flash_attn_refusal"]
 
@@ -43,8 +44,7 @@ class FlashAttnKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        left, right = band.window(q.shape[2], k.shape[2])
-        mask = {"causal": (left, right) == (-1, 0), "window_size_left": left, "window_size_right": right}
+        mask = _mask(band.window(q.shape[2], k.shape[2]))
         softcap = scores.softcap or 0.0
         tensors = [x.transpose(1, 2) for x in (q, k, v)]
         if flash := _version_3(q.device):
@@ -70,6 +70,60 @@ class FlashAttnKernel:
             _version_2()._flash_attn_backward(*tensors, *grads, 0.0, scores.scale, *mask, None, deterministic)
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
+
+    def packs(self, q: Tensor, scores: Scores) -> bool:
+        """See `AttentionKernel`."""
+        return True
+
+    def forward_many(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel`; blocks have one window."""
+        lengths, mask, softcap = _lengths(blocks, q.device), _mask(blocks.window), scores.softcap or 0.0
+        tensors = [x[0].transpose(0, 1) for x in (q, k, v)]
+        if flash := _version_3(q.device):
+            out, lse, *_ = flash._flash_attn_forward(
+                *tensors, **lengths, softmax_scale=scores.scale, softcap=softcap, **mask
+            )
+        else:
+            out, lse, *_ = _version_2()._flash_attn_varlen_forward(
+                *tensors, *lengths.values(), 0.0, scores.scale, softcap=softcap, **mask
+            )
+        return out.transpose(0, 1)[None], lse[None]
+
+    def backward_many(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel`; blocks have one window."""
+        queries, keys, *most = _lengths(blocks, dout.device).values()
+        mask = (*_mask(blocks.window).values(), scores.softcap or 0.0)
+        tensors = [x[0].transpose(0, 1) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
+        tensors.append(saved.lse[0].contiguous())
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if flash := _version_3(dout.device):
+            lengths = (queries, keys, None, None, *most)
+            flash._flash_attn_backward(*tensors, *lengths, *grads, scores.scale, *mask, deterministic)
+        else:
+            _version_2()._flash_attn_varlen_backward(
+                *tensors, *grads, queries, keys, *most, 0.0, scores.scale, *mask, None, deterministic
+            )
+        dq, dk, dv = (x.transpose(0, 1)[None] for x in grads)
+        return dq, dk, dv
+
+
+def _lengths(blocks: PackedBlocks, device: torch.device) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": boundaries(blocks.queries, device),
+        "cu_seqlens_k": boundaries(blocks.keys, device),
+        "max_seqlen_q": blocks.max_queries,
+        "max_seqlen_k": blocks.max_keys,
+    }
+
+
+def _mask(window: tuple[int, int]) -> dict[str, Any]:
+    left, right = window
+    return {"causal": window == (-1, 0), "window_size_left": left, "window_size_right": right}
 
 
 @cache

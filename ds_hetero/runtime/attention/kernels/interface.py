@@ -5,15 +5,17 @@ Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_hetero.runtime.attention.kernels.tiles import Band
 
-__all__ = ["AttentionKernel", "Band", "SavedForward", "Scores", "merge_"]
+__all__ = ["AttentionKernel", "Band", "PackedBlocks", "SavedForward", "Scores", "merge_"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,45 @@ class SavedForward:
     lse: Tensor
 
 
+class PackedBlocks(NamedTuple):
+    """Blocks that lie one behind the other in packed tensors, queries and keys in the same order.
+
+    Args:
+        queries: where each block's queries begin, and where the last one's end.
+        keys: the same of the keys.
+        bands: of every block.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    bands: tuple[Band, ...]
+
+    @classmethod
+    def of_sizes(cls, queries: Sequence[int], keys: Sequence[int], bands: Sequence[Band]) -> PackedBlocks:
+        """Blocks of so many queries and keys."""
+        return cls(tuple(accumulate(queries, initial=0)), tuple(accumulate(keys, initial=0)), tuple(bands))
+
+    @property
+    def max_queries(self) -> int:
+        """Queries of the largest block."""
+        return max(stop - start for start, stop in pairwise(self.queries))
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the block with the most."""
+        return max(stop - start for start, stop in pairwise(self.keys))
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """`Band.window`, which is the same of all blocks."""
+        return self.bands[0].window(self.queries[1], self.keys[1])
+
+    def parts(self) -> Iterator[tuple[slice, slice, Band]]:
+        """(queries, keys, band) of every block."""
+        for queries, keys, band in zip(pairwise(self.queries), pairwise(self.keys), self.bands, strict=True):
+            yield slice(*queries), slice(*keys), band
+
+
 class AttentionKernel(Protocol):
     """Attention of a block of queries to a block of keys, together with its log-sum-exp.
 
@@ -73,6 +114,19 @@ class AttentionKernel(Protocol):
 
     def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
+
+    def packs(self, q: Tensor, scores: Scores) -> bool:
+        """Whether `forward_many` is fewer launches than the blocks are many, for queries like these."""
+
+    def forward_many(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of many blocks of one batch row: q [1, H, queries, D], k and v [1, G, keys, D]."""
+
+    def backward_many(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the same blocks."""
 
 
 def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:

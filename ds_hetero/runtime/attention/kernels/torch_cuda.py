@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.packed import boundaries
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
 from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL, Tile, decompose
@@ -20,7 +21,9 @@ __all__ = [
     "efficient_forward",
     "efficient_refusal",
     "flash_backward",
+    "flash_backward_many",
     "flash_forward",
+    "flash_forward_many",
     "flash_refusal",
 ]
 
@@ -87,6 +90,57 @@ def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band
         window_size_right=right,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def flash_forward_many(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks) -> tuple[Tensor, Tensor]:
+    """`AttentionKernel.forward_many` without a soft cap; blocks have one window."""
+    left, right = blocks.window
+    q, k, v = (_token_first(x)[0] for x in (q, k, v))
+    out, lse, *_ = _aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        boundaries(blocks.queries, q.device),
+        boundaries(blocks.keys, q.device),
+        blocks.max_queries,
+        blocks.max_keys,
+        0.0,
+        False,
+        False,
+        scale=scores.scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def flash_backward_many(
+    dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`AttentionKernel.backward_many` without a soft cap; blocks have one window."""
+    left, right = blocks.window
+    dout, q, k, v, out = (_token_first(x)[0] for x in (dout, saved.q, saved.k, saved.v, saved.out))
+    no_dropout = q.new_empty(2, dtype=torch.uint64)
+    dq, dk, dv = _aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        saved.lse[0].contiguous(),
+        boundaries(blocks.queries, q.device),
+        boundaries(blocks.keys, q.device),
+        blocks.max_queries,
+        blocks.max_keys,
+        0.0,
+        False,
+        no_dropout,
+        no_dropout,
+        scale=scores.scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return dq.transpose(0, 1)[None], dk.transpose(0, 1)[None], dv.transpose(0, 1)[None]
 
 
 def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

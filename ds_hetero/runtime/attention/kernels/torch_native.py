@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.packed import backward_each, forward_each
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_cpu import cpu_backward, cpu_forward
 from ds_hetero.runtime.attention.kernels.torch_cuda import (
@@ -20,7 +21,9 @@ from ds_hetero.runtime.attention.kernels.torch_cuda import (
     efficient_forward,
     efficient_refusal,
     flash_backward,
+    flash_backward_many,
     flash_forward,
+    flash_forward_many,
     flash_refusal,
 )
 
@@ -50,6 +53,26 @@ class TorchKernel:
         """See `AttentionKernel`."""
         q = saved.q
         return _operators(q.device, q.dtype, q.shape[-1], scores.softcap).backward(dout, saved, scores, band)
+
+    def packs(self, q: Tensor, scores: Scores) -> bool:
+        """See `AttentionKernel`."""
+        return _operators(q.device, q.dtype, q.shape[-1], scores.softcap) is _FLASH
+
+    def forward_many(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel`."""
+        if self.packs(q, scores):
+            return flash_forward_many(q, k, v, scores, blocks)
+        return forward_each(self.forward, (q, k, v), scores, blocks)
+
+    def backward_many(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel`."""
+        if self.packs(saved.q, scores):
+            return flash_backward_many(dout, saved, scores, blocks)
+        return backward_each(self.backward, dout, saved, scores, blocks)
 
 
 class _Operators(NamedTuple):

@@ -5,6 +5,10 @@ blocks that the band's edge crosses, then those that are wholly visible and need
 outside the band is not visited. Scores are kept as multiples of log 2, so that exp2 serves: ``inner`` and ``outer`` are
 ``scale * log2(e)`` and 0 without a soft cap, and ``scale / softcap`` and ``softcap * log2(e)`` with one.
 
+A launch computes one block, or with MANY all blocks that lie one behind the other in packed tensors. Then TABLE tells
+each program in seven integers which it works on: its first query (or key) in its block, where the block's queries and
+keys begin, how many they are, and the band.
+
 All tensors are read as [B, heads, tokens, D] with D consecutive and any other strides; lse and delta are contiguous
 [B, H, Q]. Everything is accumulated in float32.
 
@@ -19,7 +23,13 @@ import triton.language as tl
 
 __all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel"]
 
-_SIZES = ["num_queries", "num_keys", "lo", "hi"]  # vary from call to call: no special build for 1 or a multiple of 16
+_SIZES = [
+    "num_rows",
+    "num_queries",
+    "num_keys",
+    "lo",
+    "hi",
+]  # vary from call to call: no special build for 1 or a multiple of 16
 
 
 @triton.jit
@@ -88,24 +98,38 @@ def _phase(bounds, PHASE: tl.constexpr):
     return bounds[PHASE], bounds[PHASE + 1]
 
 
+@triton.jit
+def _place(TABLE, BLOCK: tl.constexpr, num_queries, num_keys, lo, hi, MANY: tl.constexpr):
+    """What this program works on: (first token, first query and key of the block, queries, keys, lo, hi)."""
+    if MANY:
+        entry = TABLE + tl.program_id(0) * 7
+        q_start, k_start = tl.load(entry + 1).to(tl.int64), tl.load(entry + 3).to(tl.int64)
+        first, num_queries, num_keys = tl.load(entry), tl.load(entry + 2), tl.load(entry + 4)
+        return first, q_start, k_start, num_queries, num_keys, tl.load(entry + 5), tl.load(entry + 6)
+    else:  # noqa: RET505 - as above
+        return tl.program_id(0) * BLOCK, 0, 0, num_queries, num_keys, lo, hi
+
+
 # --- forward ---------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def forward_kernel(
-    Q, K, V, OUT, LSE,
+    Q, K, V, OUT, LSE, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_ob, stride_oh, stride_o,
-    num_heads, group, num_queries, num_keys, lo, hi, inner, outer,
+    num_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H, Q, D] and LSE [B, H, Q] of a block; programs (blocks of queries, B * H)."""
-    first_query = tl.program_id(0) * BLOCK_Q
+    place = _place(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
+    first_query, q_start, k_start, num_queries, num_keys, lo, hi = place
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
-    Q += sample * stride_qb + head * stride_qh
-    K += sample * stride_kb + head // group * stride_kh
-    V += sample * stride_vb + head // group * stride_vh
+    Q += sample * stride_qb + head * stride_qh + q_start * stride_q
+    K += sample * stride_kb + head // group * stride_kh + k_start * stride_k
+    V += sample * stride_vb + head // group * stride_vh + k_start * stride_v
     queries = first_query + tl.arange(0, BLOCK_Q)
     q = _load(Q, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -131,17 +155,17 @@ def forward_kernel(
             top = new_top
     inside = queries < num_queries
     total = tl.where(inside, total, 1.0)
-    OUT += sample * stride_ob + head * stride_oh
+    OUT += sample * stride_ob + head * stride_oh + q_start * stride_o
     values = (acc / total[:, None]).to(OUT.dtype.element_ty)
     _store(OUT, values, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D)
     lse = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * num_queries + queries, lse, mask=inside)
+    tl.store(LSE + tl.program_id(1).to(tl.int64) * num_rows + q_start + queries, lse, mask=inside)
 
 
 # --- backward --------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["num_queries"])
 def delta_kernel(
     OUT, DOUT, DELTA,
     stride_ob, stride_oh, stride_o, stride_db, stride_dh, stride_d,
@@ -160,25 +184,29 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def dq_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DQ,
+    Q, K, V, DOUT, LSE, DELTA, DQ, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
-    num_heads, group, num_queries, num_keys, lo, hi, inner, outer, scale,
+    num_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """DQ [B, H, Q, D] in float32; programs (blocks of queries, B * H)."""
-    first_query = tl.program_id(0) * BLOCK_Q
+    place = _place(TABLE, BLOCK_Q, num_queries, num_keys, lo, hi, MANY)
+    first_query, q_start, k_start, num_queries, num_keys, lo, hi = place
     sample = (tl.program_id(1) // num_heads).to(tl.int64)
     head = (tl.program_id(1) % num_heads).to(tl.int64)
-    K += sample * stride_kb + head // group * stride_kh
-    V += sample * stride_vb + head // group * stride_vh
+    Q += sample * stride_qb + head * stride_qh + q_start * stride_q
+    DOUT += sample * stride_db + head * stride_dh + q_start * stride_d
+    K += sample * stride_kb + head // group * stride_kh + k_start * stride_k
+    V += sample * stride_vb + head // group * stride_vh + k_start * stride_v
     queries = first_query + tl.arange(0, BLOCK_Q)
     inside = queries < num_queries
-    row = tl.program_id(1).to(tl.int64) * num_queries + queries
+    row = tl.program_id(1).to(tl.int64) * num_rows + q_start + queries
     lse = tl.load(LSE + row, mask=inside, other=0.0) * 1.4426950408889634
     delta = tl.load(DELTA + row, mask=inside, other=0.0)
-    q = _load(Q + sample * stride_qb + head * stride_qh, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
-    dout = _load(DOUT + sample * stride_db + head * stride_dh, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
+    q = _load(Q, queries, stride_q, num_queries, HEAD_DIM, BLOCK_D, True)
+    dout = _load(DOUT, queries, stride_d, num_queries, HEAD_DIM, BLOCK_D, True)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     bounds = _key_bounds(first_query, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
     for phase in tl.static_range(3):
@@ -196,35 +224,39 @@ def dq_kernel(
             if SOFTCAP:
                 dscores *= 1 - (scores / outer) * (scores / outer)
             dq += tl.dot(dscores.to(k.dtype), k, input_precision="ieee")
-    DQ += sample * stride_gb + head * stride_gh
+    DQ += sample * stride_gb + head * stride_gh + q_start * stride_g
     _store(DQ, dq * scale, queries, stride_g, num_queries, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV,
+    Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_db, stride_dh, stride_d, stride_gb, stride_gh, stride_g,
-    num_kv_heads, group, num_queries, num_keys, lo, hi, inner, outer, scale,
+    num_kv_heads, group, num_rows, num_queries, num_keys, lo, hi, inner, outer, scale,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """DK and DV [B, G, K, D] in float32 with equal strides; programs (blocks of keys, B * G).
 
     Scores and probabilities are transposed here, [keys, queries], as the left operands of both products.
     """
-    first_key = tl.program_id(0) * BLOCK_K
+    place = _place(TABLE, BLOCK_K, num_queries, num_keys, lo, hi, MANY)
+    first_key, q_start, k_start, num_queries, num_keys, lo, hi = place
     sample = (tl.program_id(1) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % num_kv_heads).to(tl.int64)
     keys = first_key + tl.arange(0, BLOCK_K)
-    k = _load(K + sample * stride_kb + kv_head * stride_kh, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, True)
-    v = _load(V + sample * stride_vb + kv_head * stride_vh, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, True)
+    K += sample * stride_kb + kv_head * stride_kh + k_start * stride_k
+    V += sample * stride_vb + kv_head * stride_vh + k_start * stride_v
+    k = _load(K, keys, stride_k, num_keys, HEAD_DIM, BLOCK_D, True)
+    v = _load(V, keys, stride_v, num_keys, HEAD_DIM, BLOCK_D, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     bounds = _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q, BLOCK_K)
     for head in range(kv_head * group, kv_head * group + group):
-        Q_h = Q + sample * stride_qb + head * stride_qh
-        DOUT_h = DOUT + sample * stride_db + head * stride_dh
-        row = (sample * num_kv_heads * group + head) * num_queries
+        Q_h = Q + sample * stride_qb + head * stride_qh + q_start * stride_q
+        DOUT_h = DOUT + sample * stride_db + head * stride_dh + q_start * stride_d
+        row = (sample * num_kv_heads * group + head) * num_rows + q_start
         for phase in tl.static_range(3):
             start, stop = _phase(bounds, phase)
             for first_query in range(start, stop, BLOCK_Q):
@@ -244,7 +276,7 @@ def dkv_kernel(
                 if SOFTCAP:
                     dscores *= 1 - (scores / outer) * (scores / outer)
                 dk += tl.dot(dscores.to(q.dtype), q, input_precision="ieee")
-    DK += sample * stride_gb + kv_head * stride_gh
-    DV += sample * stride_gb + kv_head * stride_gh
+    DK += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
+    DV += sample * stride_gb + kv_head * stride_gh + k_start * stride_g
     _store(DK, dk * scale, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)
     _store(DV, dv, keys, stride_g, num_keys, HEAD_DIM, BLOCK_D)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
 
 __all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes", "triton_is_slow", "triton_refusal"]
 
@@ -93,53 +95,128 @@ class TritonKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        q, k, v = (_dense_rows(x) for x in (q, k, v))
-        batch_size, heads, num_queries, head_dim = q.shape
-        out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        blocks = _launch(q).forward
-        _kernels().forward_kernel[_grid(num_queries, blocks.queries, q)](
-            *(q, k, v, out, lse),
-            *_strides(q, k, v, out),
-            *_sizes(q, k, band),
-            *_score_factors(scores),
-            **_constants(q, blocks, scores.softcap),
-        )
-        return out, lse
+        return _forward(q, k, v, scores, _OneBlock(band))
 
     def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`; gradients in float32."""
-        dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
-        lse = saved.lse.contiguous()
-        delta = torch.empty_like(lse)
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        kernels, launch = _kernels(), _launch(q)
-        kernels.delta_kernel[_grid(q.shape[2], launch.dq.queries, q)](
-            *(out, dout, delta),
-            *_strides(out, dout),
-            *(q.shape[1], q.shape[2]),
-            HEAD_DIM=q.shape[3],
-            BLOCK_Q=launch.dq.queries,
-            BLOCK_D=_padded(q.shape[3]),
-        )
-        operands = (q, k, v, dout, lse, delta)
-        factors = (*_score_factors(scores), scores.scale)
-        heads, group, *sizes = _sizes(q, k, band)
-        kernels.dq_kernel[_grid(q.shape[2], launch.dq.queries, q)](
-            *(*operands, dq),
-            *_strides(q, k, v, dout, dq),
-            *(heads, group, *sizes),
-            *factors,
-            **_constants(q, launch.dq, scores.softcap),
-        )
-        kernels.dkv_kernel[_grid(k.shape[2], launch.dkv.keys, k)](
-            *(*operands, dk, dv),
-            *_strides(q, k, v, dout, dk),
-            *(heads // group, group, *sizes),
-            *factors,
-            **_constants(q, launch.dkv, scores.softcap),
-        )
-        return dq, dk, dv
+        return _backward(dout, saved, scores, _OneBlock(band))
+
+    def packs(self, q: Tensor, scores: Scores) -> bool:
+        """See `AttentionKernel`."""
+        return True
+
+    def forward_many(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionKernel`."""
+        return _forward(q, k, v, scores, _ManyBlocks(blocks))
+
+    def backward_many(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionKernel`; gradients in float32."""
+        return _backward(dout, saved, scores, _ManyBlocks(blocks))
+
+
+@dataclass(frozen=True)
+class _OneBlock:
+    """A launch for one block: nothing but the band."""
+
+    band: Band
+
+    def programs(self, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
+        """How many programs a head has, and the table, which is not read."""
+        return -(-(k if by_keys else q).shape[2] // block), q
+
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        """(rows of lse, queries, keys, lo, hi)."""
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        return num_queries, num_queries, num_keys, *self.band.bounds(num_queries, num_keys)
+
+
+@dataclass(frozen=True)
+class _ManyBlocks:
+    """A launch for many blocks, with a table of what each program works on."""
+
+    blocks: PackedBlocks
+
+    def programs(self, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
+        """How many programs a head has, and the table."""
+        table = _table(self.blocks, block, by_keys, q.device)
+        return len(table), table
+
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        """(rows of lse, and four numbers that the table replaces)."""
+        return q.shape[2], 0, 0, 0, 0
+
+
+@lru_cache(maxsize=256)
+def _table(blocks: PackedBlocks, block: int, by_keys: bool, device: torch.device) -> Tensor:
+    """[programs, 7]: first token in the block, start and number of its queries and of its keys, lo, hi."""
+    rows = []
+    for queries, keys, band in blocks.parts():
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        entry = (queries.start, num_queries, keys.start, num_keys, *band.bounds(num_queries, num_keys))
+        rows += [(first, *entry) for first in range(0, num_keys if by_keys else num_queries, block)]
+    return torch.tensor(rows, dtype=torch.int32).to(device)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, work: _OneBlock | _ManyBlocks) -> tuple[Tensor, Tensor]:
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    batch_size, heads, num_queries, head_dim = q.shape
+    out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    blocks = _launch(q).forward
+    programs, table = work.programs(q, k, blocks.queries, by_keys=False)
+    _kernels().forward_kernel[programs, batch_size * heads](
+        *(q, k, v, out, lse, table),
+        *_strides(q, k, v, out),
+        *(heads, heads // k.shape[1], *work.sizes(q, k)),
+        *_score_factors(scores),
+        **_constants(q, blocks, scores.softcap),
+        MANY=isinstance(work, _ManyBlocks),
+    )
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, saved: SavedForward, scores: Scores, work: _OneBlock | _ManyBlocks
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+    batch_size, heads, num_queries, head_dim = q.shape
+    lse = saved.lse.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    kernels, launch, many = _kernels(), _launch(q), isinstance(work, _ManyBlocks)
+    kernels.delta_kernel[-(-num_queries // launch.dq.queries), batch_size * heads](
+        *(out, dout, delta),
+        *_strides(out, dout),
+        *(heads, num_queries),
+        HEAD_DIM=head_dim,
+        BLOCK_Q=launch.dq.queries,
+        BLOCK_D=_padded(head_dim),
+    )
+    operands = (q, k, v, dout, lse, delta)
+    group, sizes, factors = heads // k.shape[1], work.sizes(q, k), (*_score_factors(scores), scores.scale)
+    programs, table = work.programs(q, k, launch.dq.queries, by_keys=False)
+    kernels.dq_kernel[programs, batch_size * heads](
+        *(*operands, dq, table),
+        *_strides(q, k, v, dout, dq),
+        *(heads, group, *sizes),
+        *factors,
+        **_constants(q, launch.dq, scores.softcap),
+        MANY=many,
+    )
+    programs, table = work.programs(q, k, launch.dkv.keys, by_keys=True)
+    kernels.dkv_kernel[programs, batch_size * k.shape[1]](
+        *(*operands, dk, dv, table),
+        *_strides(q, k, v, dout, dk),
+        *(k.shape[1], group, *sizes),
+        *factors,
+        **_constants(q, launch.dkv, scores.softcap),
+        MANY=many,
+    )
+    return dq, dk, dv
 
 
 def _interpreted() -> bool:
@@ -155,19 +232,9 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _grid(num_tokens: int, block: int, x: Tensor) -> tuple[int, int]:
-    return (-(-num_tokens // block), x.shape[0] * x.shape[1])
-
-
 def _strides(*tensors: Tensor) -> list[int]:
     """Of batch, heads and tokens, for each tensor."""
     return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _sizes(q: Tensor, k: Tensor, band: Band) -> tuple[int, int, int, int, int, int]:
-    """(query heads, query heads per KV head, queries, keys, lo, hi)."""
-    heads, num_queries, num_keys = q.shape[1], q.shape[2], k.shape[2]
-    return heads, heads // k.shape[1], num_queries, num_keys, *band.bounds(num_queries, num_keys)
 
 
 def _score_factors(scores: Scores) -> tuple[float, float]:
