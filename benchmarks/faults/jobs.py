@@ -6,11 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-__all__ = ["KILL", "LOCAL", "MISMATCHES", "PAUSE", "START", "STOP", "Job", "all_jobs", "quick_jobs"]
+__all__ = [
+    "KILL",
+    "LOCAL",
+    "MISMATCHES",
+    "NOT_REGISTERED",
+    "PAUSE",
+    "SILENT",
+    "START",
+    "STOP",
+    "Job",
+    "all_jobs",
+    "quick_jobs",
+]
 
 # Signals, of which "pause" is SIGSTOP and SIGCONT; errors; the file system.
 KILL, TERMINATE, EXCEPTION, MEMORY = "kill -9", "SIGTERM", "exception", "MemoryError"
 PAUSE, STOP = "pause", "stop for good"
+NOT_REGISTERED = "no register()"
 FULL, READ_ONLY = "disk full", "read-only"
 
 START = ("agreement", "describe", "cache", "profile", "links", "plan")
@@ -27,9 +40,12 @@ MISMATCHES = {
     "switched off": "heterogeneity",
     "another schedule": "heterogeneity",
     "another model": "model",
-    "no register()": "register",
+    NOT_REGISTERED: "register",
 }
 """What the victim has differently from the other ranks, and what a message must name."""
+
+SILENT = (STOP, NOT_REGISTERED)
+"""What nobody can learn of but by waiting until the process group's timeout; the victim does not end by itself."""
 
 _ONLY_RANK_0 = ("cache", "plan")
 _STAGES = 4

@@ -9,7 +9,7 @@ from math import isclose
 from pathlib import Path
 
 import ds_hetero.errors
-from benchmarks.faults.jobs import LOCAL, MISMATCHES, PAUSE, STOP, Job
+from benchmarks.faults.jobs import LOCAL, MISMATCHES, PAUSE, SILENT, Job
 from benchmarks.faults.plant import FAULT_FILE
 from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step
 from benchmarks.faults.world import PAUSE_S, RankEnd
@@ -59,7 +59,7 @@ class Verdict:
 def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
     """Judge a job by how its ranks ended; its checkpoint apart, see `judge_checkpoint`."""
     verdict = Verdict(job, None, last_words=[last_word(end.output) for end in ends])
-    stopped = {job.victim} if job.fault == STOP else set()
+    stopped = {job.victim} if job.fault in SILENT else set()
     verdict.hung = [rank for rank, end in enumerate(ends) if end.exit_code is None and rank not in stopped]
     if not (folder / FAULT_FILE).exists():
         verdict.problems.append("the fault did not happen")
@@ -69,7 +69,8 @@ def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
         verdict.problems.append(f"hang of ranks {verdict.hung}")
     else:
         ended_s = max(end.ended_at_s for rank, end in enumerate(ends) if rank not in stopped)
-        verdict.seconds = ended_s - fault_s - {STOP: TIMEOUT_S, PAUSE: PAUSE_S}.get(job.fault, 0.0)
+        own_s = TIMEOUT_S if job.fault in SILENT else PAUSE_S if job.fault == PAUSE else 0.0
+        verdict.seconds = ended_s - fault_s - own_s
     if job.fault == PAUSE:
         _expect_completed(verdict, ends, folder)
     else:
@@ -125,7 +126,8 @@ def _expect_completed(verdict: Verdict, ends: Sequence[RankEnd], folder: Path) -
 def _judge_words(verdict: Verdict, ends: Sequence[RankEnd]) -> None:
     """Every rank that lives on must end with an error of ours, or its own, that names the victim and nobody else."""
     job = verdict.job
-    judged = [rank for rank in range(job.ranks) if rank != job.victim or job.fault in (*LOCAL, *MISMATCHES)]
+    knows = job.fault in (*LOCAL, *MISMATCHES) and job.fault not in SILENT  # the victim is told, too
+    judged = [rank for rank in range(job.ranks) if rank != job.victim or knows]
     names = []
     for rank in judged:
         if ends[rank].exit_code is None:
