@@ -26,7 +26,7 @@ PAUSE, STOP = "pause", "stop for good"
 NOT_REGISTERED = "no register()"
 FULL, READ_ONLY = "disk full", "read-only"
 
-START = ("agreement", "describe", "cache", "profile", "links", "plan")
+START = ("model", "agreement", "describe", "cache", "profile", "links", "plan")
 TRAINING = ("data set", "collator", "forward", "backward", "step", "between steps", "look", "save")
 LOCAL = ("continue", "break", "caught exception", "stop of one rank")
 """What one rank decides alone and the others do not learn of."""

@@ -66,6 +66,7 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
     config = _ds_config(job)
     if difference in _DIFFERENCES:
         config = _DIFFERENCES[difference](config)
+    plant.strike("model")
     run = _train_in_loop if job.loop == "loop" else _train_by_trainer
     run(job, plant, _Record(folder, rank, resume), handle, model, optimizer, config)
 
