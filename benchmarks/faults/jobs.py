@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 
 __all__ = [
+    "ENDLESS",
     "KILL",
     "LOCAL",
     "MISMATCHES",
     "NOT_REGISTERED",
     "PAUSE",
-    "SILENT",
     "START",
     "STOP",
     "Job",
@@ -44,8 +44,8 @@ MISMATCHES = {
 }
 """What the victim has differently from the other ranks, and what a message must name."""
 
-SILENT = (STOP, NOT_REGISTERED)
-"""What nobody can learn of but by waiting until the process group's timeout; the victim does not end by itself."""
+ENDLESS = (STOP, NOT_REGISTERED)
+"""After these the victim does not end by itself."""
 
 _ONLY_RANK_0 = ("cache", "plan")
 _STAGES = 4
@@ -74,6 +74,14 @@ class Job:
     victim: int
     store: str
     weighted: bool
+
+    @property
+    def takes_timeout(self) -> bool:
+        """Whether the others can learn of the fault only by waiting until the process group's timeout.
+
+        Before deepspeed.initialize no rank knows of the others.
+        """
+        return self.fault in ENDLESS or (self.phase == "model" and self.fault != PAUSE)
 
     @property
     def name(self) -> str:

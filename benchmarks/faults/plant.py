@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.faults.jobs import START, Job
 
@@ -84,8 +85,8 @@ class Plant:
             owner = functools.reduce(getattr, owners, importlib.import_module(module))
             setattr(owner, name, self._before(self._job.phase, getattr(owner, name)))
 
-    def in_model(self, layer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Plant faults in a layer's forward and backward, and in the optimizer's step."""
+    def in_model(self, layer: torch.nn.Module) -> None:
+        """Plant faults in a layer's forward and backward, and in the step of any optimizer."""
         layer.register_forward_pre_hook(lambda *_: self.strike("forward"))
 
         def hook_gradient(module: Any, inputs: Any, output: Any) -> None:
@@ -94,7 +95,7 @@ class Plant:
                 tensor.register_hook(lambda grad: self.strike("backward"))
 
         layer.register_forward_hook(hook_gradient)
-        optimizer.register_step_pre_hook(lambda *_: self.strike("step"))
+        register_optimizer_step_pre_hook(lambda *_: self.strike("step"))  # the Trainer makes one of its own
 
     def in_saving(self) -> None:
         """Plant faults in the writing of a checkpoint's files."""

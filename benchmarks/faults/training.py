@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.faults.jobs import LOCAL, MISMATCHES, NOT_REGISTERED, SILENT, Job
+from benchmarks.faults.jobs import LOCAL, MISMATCHES, NOT_REGISTERED, Job
 from benchmarks.faults.plant import FAULT_STEP, Plant, Planted
 
 __all__ = ["STEPS", "TIMEOUT_S", "checkpoints", "last_checkpoint", "losses_by_step", "train"]
@@ -25,7 +25,7 @@ __all__ = ["STEPS", "TIMEOUT_S", "checkpoints", "last_checkpoint", "losses_by_st
 STEPS = FAULT_STEP + 2
 SAVED_AFTER = (1, FAULT_STEP)
 TIMEOUT_S = 6.0
-"""Of the process group where the fault is one of `SILENT`; for nothing else do the others have to wait that long."""
+"""Of the process group where a job `takes_timeout`; for nothing else do the others have to wait that long."""
 
 _BATCH, _LENGTH, _VOCABULARY = 2, 32, 64
 _LINK = {"bandwidth_gb_per_s": 2, "latency_us": 50}
@@ -50,7 +50,7 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
 
     import ds_hetero
 
-    timeout = timedelta(seconds=TIMEOUT_S) if job.fault in SILENT and not resume else None
+    timeout = timedelta(seconds=TIMEOUT_S) if job.takes_timeout and not resume else None
     deepspeed.init_distributed("gloo", verbose=False, **({} if timeout is None else {"timeout": timeout}))
     _probe_briefly()
     plant = Plant(job, rank if not resume else -1, folder)
@@ -62,7 +62,7 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
     handle = None if difference == NOT_REGISTERED else ds_hetero.register()
     model = _llama(num_layers=3 if difference == "another model" else 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    plant.in_model(model.model.layers[1], optimizer)
+    plant.in_model(model.model.layers[1])
     config = _ds_config(job)
     if difference in _DIFFERENCES:
         config = _DIFFERENCES[difference](config)

@@ -9,7 +9,7 @@ from math import isclose
 from pathlib import Path
 
 import ds_hetero.errors
-from benchmarks.faults.jobs import LOCAL, MISMATCHES, PAUSE, SILENT, Job
+from benchmarks.faults.jobs import ENDLESS, LOCAL, MISMATCHES, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step
 from benchmarks.faults.world import PAUSE_S, RankEnd
@@ -59,7 +59,7 @@ class Verdict:
 def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
     """Judge a job by how its ranks ended; its checkpoint apart, see `judge_checkpoint`."""
     verdict = Verdict(job, None, last_words=[last_word(end.output) for end in ends])
-    stopped = {job.victim} if job.fault in SILENT else set()
+    stopped = {job.victim} if job.fault in ENDLESS else set()
     verdict.hung = [rank for rank, end in enumerate(ends) if end.exit_code is None and rank not in stopped]
     if not (folder / FAULT_FILE).exists():
         verdict.problems.append("the fault did not happen")
@@ -69,7 +69,7 @@ def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
         verdict.problems.append(f"hang of ranks {verdict.hung}")
     else:
         ended_s = max(end.ended_at_s for rank, end in enumerate(ends) if rank not in stopped)
-        own_s = TIMEOUT_S if job.fault in SILENT else PAUSE_S if job.fault == PAUSE else 0.0
+        own_s = TIMEOUT_S if job.takes_timeout else PAUSE_S if job.fault == PAUSE else 0.0
         verdict.seconds = ended_s - fault_s - own_s
     if job.fault == PAUSE:
         _expect_completed(verdict, ends, folder)
@@ -124,32 +124,34 @@ def _expect_completed(verdict: Verdict, ends: Sequence[RankEnd], folder: Path) -
 
 
 def _judge_words(verdict: Verdict, ends: Sequence[RankEnd]) -> None:
-    """Every rank that lives on must end with an error of ours, or its own, that names the victim and nobody else."""
+    """Every rank that lives on must fail, and what is printed name the victim and nobody else.
+
+    A refusal that is the same on all ranks is printed by one of them, which may be the victim.
+    """
     job = verdict.job
-    knows = job.fault in (*LOCAL, *MISMATCHES) and job.fault not in SILENT  # the victim is told, too
-    judged = [rank for rank in range(job.ranks) if rank != job.victim or knows]
-    names = []
-    for rank in judged:
-        if ends[rank].exit_code is None:
-            continue
-        word = verdict.last_words[rank]
+    alive = [rank for rank in range(job.ranks) if ends[rank].exit_code is not None]
+    words = {rank: word for rank in alive if _ERROR.match(word := verdict.last_words[rank]) or _is_raw(word)}
+    judged = [rank for rank in words if rank != job.victim] or [rank for rank in words if _is_ours(words[rank])]
+    for rank in alive:
         if ends[rank].exit_code == 0:
             verdict.problems.append(f"rank {rank} ends as if nothing had happened")
-        elif _is_raw(word) or (ends[rank].exit_code or 0) < 0:
+        if rank != job.victim and ((ends[rank].exit_code or 0) < 0 or _is_raw(verdict.last_words[rank])):
             verdict.raw.append(rank)
-        names.append(_named(word, rank, job))
     order = ("wrong", "nobody", "right")
-    verdict.named = min(names, key=order.index, default="-")
+    verdict.named = min((_named(words[rank], rank, job) for rank in judged), key=order.index, default="nobody")
     if verdict.raw:
-        verdict.problems.append(f"raw text ends the output of ranks {sorted(set(verdict.raw))}")
-    if verdict.named in ("wrong", "nobody"):
+        verdict.problems.append(f"raw text ends the output of ranks {verdict.raw}")
+    if verdict.named != "right":
         verdict.problems.append(f"{verdict.named} named")
 
 
-def _is_raw(word: str) -> bool:
+def _is_ours(word: str) -> bool:
     match = _ERROR.match(word)
-    ours = match is not None and (hasattr(ds_hetero.errors, match[1]) or match[1] == "Planted")
-    return not ours and bool(_BACKEND.search(word))
+    return match is not None and hasattr(ds_hetero.errors, match[1])
+
+
+def _is_raw(word: str) -> bool:
+    return not _is_ours(word) and "Planted" not in word and bool(_BACKEND.search(word))
 
 
 def _named(word: str, rank: int, job: Job) -> str:

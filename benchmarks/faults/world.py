@@ -24,7 +24,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.jobs import PAUSE, SILENT, Job
+from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 
 __all__ = ["PAUSE_S", "RankEnd", "run_world"]
@@ -98,7 +98,7 @@ def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, res
     deadline = time.monotonic() + limit_s
     ended: dict[int, float | None] = dict.fromkeys(range(job.ranks))
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    stopped = {job.victim} if job.fault in SILENT and not resume else set()
+    stopped = {job.victim} if job.fault in ENDLESS and not resume else set()
     goes_on_at: float | None = None
     while set(running.values()) - stopped and time.monotonic() < deadline:
         for sentinel in wait(list(running), timeout=0.1):
@@ -166,6 +166,7 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
     except BaseException:
         code = 1
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    os.seteuid(os.getuid())  # of a rank that has given its rights up
     atexit._run_exitfuncs()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

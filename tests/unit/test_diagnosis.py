@@ -45,6 +45,11 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         {},
         "rank 1 left out the saving of a checkpoint",
     ),
+    "two ranks at different calls": (
+        [status(FETCH, FORWARD), status(FETCH, SAVE)],
+        {},
+        "rank 0 called a forward, rank 1 called the saving of a checkpoint. Every rank",
+    ),
     "a loop left for a barrier": (
         [status(*TRAINED, FETCH), status(*TRAINED, in_script=True, left=True)],
         {},

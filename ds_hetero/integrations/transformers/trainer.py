@@ -5,6 +5,7 @@ All private names of `transformers.Trainer` that ds_hetero knows are in this fil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import shutil
@@ -289,10 +290,11 @@ def _marking_unfinished(stock: Any) -> Any:
             unfinished = folder.with_name(f"{folder.name}.unfinished")
             if trainer.args.should_save and folder.exists():
                 shutil.rmtree(unfinished, ignore_errors=True)
-                folder.rename(unfinished)
+                with contextlib.suppress(OSError):  # what refuses a file may refuse this as well
+                    folder.rename(unfinished)
             raise CheckpointError(
-                f"{error} What the Trainer has written is in {unfinished}; delete it, and resume from the checkpoint "
-                "before."
+                f"{error} What the Trainer has written is in {folder} or {unfinished.name}; delete it, and resume from "
+                "the checkpoint before."
             ) from error
 
     return save_checkpoint

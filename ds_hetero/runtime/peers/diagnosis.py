@@ -88,8 +88,8 @@ def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
     if FETCH in groups and len(groups) == 2:
         other = next(call for call in groups if call != FETCH)
         return f"{ranks_text(groups[FETCH])} left out {other}, in which the others wait."
-    fewest = min(groups.values(), key=len)
-    return f"{ranks_text(fewest)} called {calls[fewest[0]]}, while the others called something else."
+    fewest_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    return ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in fewest_first) + "."
 
 
 def _passed_by(evidence: Evidence) -> Diagnosis | None:

@@ -1,0 +1,36 @@
+"""One rank of a job dies, hangs, fails or goes its own way: the others end soon, name it, and the checkpoint is whole.
+
+`benchmarks.faults` tries 190 jobs; here is one per phase and per fault.
+
+Budget: 40 s without the slow ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.jobs import Job, quick_jobs
+from benchmarks.faults.run import run_job
+
+# What a quick run tries: a phase each, and what only one rank decides or has otherwise.
+_QUICK = ("data set", "collator", "forward", "backward", "save", "plan")
+_QUICK_FAULTS = ("continue", "another schedule")
+_SLOWEST_S = 10.0  # on a machine that does other things as well; two seconds on an idle one
+
+
+def _is_quick(job: Job) -> bool:
+    return job.fault in _QUICK_FAULTS or (job.phase in _QUICK and job.fault != "read-only")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, id=job.name, marks=() if _is_quick(job) else pytest.mark.slow) for job in quick_jobs()],
+)
+def test_all_ranks_end_and_name_the_rank_and_the_last_checkpoint_loads(job: Job) -> None:
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        verdict = run_job(job, Path(folder))
+    assert verdict.is_good, "\n".join([*verdict.problems, *map(str, enumerate(verdict.last_words))])
+    assert verdict.seconds is not None and verdict.seconds < _SLOWEST_S
