@@ -129,7 +129,7 @@ def expect_section_name(ds_config: Mapping[str, Any]) -> None:
         ConfigError: it has one; the message names it.
     """
     for key in ds_config:
-        if isinstance(key, str) and key != SECTION and nearest(key, [SECTION], _NEAR):
+        if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _NEAR):
             raise ConfigError(
                 f'"{key}" in ds_config.json is no key of DeepSpeed\'s (did you mean "{SECTION}"?). Without a section '
                 "of that name ds_hetero would stay off, and every rank would train on whole sequences."

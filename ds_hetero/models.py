@@ -17,7 +17,7 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
 
-__all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names"]
+__all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names", "read_model_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +136,21 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     if isinstance(source, Mapping):
         name = source.get("model_type")
         return model_from_config(source, name if isinstance(name, str) and name else "model")
-    path, name = _config_file(source)
+    return model_from_config(read_model_config(source), _config_file(source)[1])
+
+
+def read_model_config(source: str | Path) -> Any:
+    """Return the content of the config.json that a source stands for.
+
+    Args:
+        source: a config.json, a folder with one, or the name of a preset.
+
+    Raises:
+        ModelError: no such file or preset, or not JSON.
+    """
+    path, _ = _config_file(source)
     try:
-        config = read_file(path, "model", ModelError)
+        return read_file(path, "model", ModelError)
     except ModelError as error:
         if path.name == "config.json" or str(source) in model_names() or is_file(path):
             raise
@@ -147,7 +159,6 @@ def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
             f"cannot read model {shortened(str(source))}: it is neither a Hugging Face config.json, a folder with one, "
             f"nor a preset{f'; did you mean {close!r}?' if close else '.'} Presets: {', '.join(model_names())}."
         ) from error
-    return model_from_config(config, name)
 
 
 def _config_file(source: str | Path) -> tuple[Path, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from ds_hetero.baselines import FROM_DEVICES
 from ds_hetero.cluster import load_cluster
@@ -20,60 +23,102 @@ from ds_hetero.common.extras import TRAINING
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.config import SECTION
-from ds_hetero.errors import ConfigError, HeteroError
+from ds_hetero.errors import ConfigError, HeteroError, ModelError
+from ds_hetero.integrations.deepspeed.batch_sizes import expect_batch_of_replicas
 from ds_hetero.integrations.deepspeed.facts import expect_supported, read_training_facts, section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts
 from ds_hetero.job.report import forecast_text
 from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, plan_in_file, replica_size, sp_size_of
+from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.models import load_model
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.partition import check_weights, is_even
 
-__all__ = ["examine", "model_facts", "show"]
+__all__ = ["examine", "model_facts", "model_of", "show"]
 
 _OPTIONAL = ("triton", "flash-attn")
 _HEAD_DIM = 128  # of today's models
+_NO_MODEL = "no model was given."
+
+
+def model_of(source: str | None) -> nn.Module | None:
+    """The model that would be trained, without weights; None where none was given, or transformers cannot build it.
+
+    Args:
+        source: config.json, folder or preset.
+
+    Raises:
+        ModelError: the source cannot be read.
+    """
+    if source is None or find_spec("transformers") is None:
+        return None
+    from ds_hetero.integrations.transformers.facts import model_without_weights
+
+    return model_without_weights(source)
 
 
 def model_facts(
-    source: str | None, *, num_heads: int, num_kv_heads: int, seq_len: int | None, checkpointing: bool
+    source: str | None,
+    model: nn.Module | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int | None,
+    checkpointing: bool,
 ) -> ModelFacts:
     """What the options of the command say of the model.
 
     Args:
         source: config.json, folder or preset; None if not given.
+        model: from `model_of`.
         num_heads: query heads, where there is no ``source``.
         num_kv_heads: key/value heads, where there is no ``source``.
         seq_len: tokens to plan for, where the section has none.
         checkpointing: of the activations of every layer.
 
     Raises:
-        ModelError: the source cannot be read, or no cost model describes it.
+        ModelError: the source cannot be read; or neither a cost model nor transformers knows such models.
     """
-    spec = None if source is None else load_model(source)
-    return ModelFacts(
-        name="model" if spec is None else spec.name,
-        num_heads=num_heads if spec is None else spec.num_heads,
-        num_kv_heads=num_kv_heads if spec is None else spec.num_kv_heads,
-        spec=spec,
-        no_spec_reason="no model was given." if spec is None else "",
+    facts = ModelFacts(
+        name="model",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        no_spec_reason=_NO_MODEL,
         max_seq_len=seq_len,
         checkpointing=checkpointing,
     )
+    if model is not None:
+        from ds_hetero.integrations.transformers.facts import describe_model
+
+        with contextlib.suppress(ModelError):  # `examine` says what is wrong with it
+            of_model = describe_model(model)
+            names = ("name", "num_heads", "num_kv_heads", "no_spec_reason", "head_dim", "softcap", "causal")
+            facts = replace(facts, **{name: getattr(of_model, name) for name in names})
+    try:
+        spec = None if source is None else load_model(source)
+    except ModelError:
+        if model is None:
+            raise
+        return facts  # it can be trained all the same, without a search
+    if spec is None:
+        return facts
+    facts = replace(facts, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+    return replace(facts, name=spec.name, spec=spec, no_spec_reason="")
 
 
-def examine(config: Path | None, model: ModelFacts, world_size: int) -> dict[str, Any]:
+def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> dict[str, Any]:
     """Everything that `show` prints, as plain data; ``healthy`` says whether training would start.
 
     Args:
         config: ds_config.json whose section is checked, if any.
-        model: to be trained, from `model_facts`.
+        facts: of the model to be trained, from `model_facts`.
         world_size: processes of the job.
+        model: from `model_of`.
     """
     packages = _packages()
-    section = None if config is None else _section(config, model, world_size)
+    section = None if config is None else _section(config, facts, world_size, model)
     healthy = all(p["problem"] is None or p["optional"] for p in packages) and (
         section is None or not section["problem"]
     )
@@ -114,7 +159,7 @@ def _devices() -> list[dict[str, Any]]:
     return rows
 
 
-def _section(config: Path, model: ModelFacts, world_size: int) -> dict[str, Any]:
+def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> dict[str, Any]:
     report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
         if not is_whole(world_size, 1, MAX_RANKS):
@@ -126,46 +171,73 @@ def _section(config: Path, model: ModelFacts, world_size: int) -> dict[str, Any]
         if section is None:
             return {**report, "enabled": False}
         expect_supported(ds_config)
+        if model is not None:
+            from ds_hetero.integrations.transformers.model_checks import check_model
+
+            check_model(model)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        facts = JobFacts(section=section, model=model, training=training, sp_sizes=sp_sizes)
-        return {**report, **_decision(facts, world_size)}
+        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
+        return {**report, **_decision(facts, ds_config, world_size, model)}
     except HeteroError as error:
         return {**report, "problem": str(error)}
 
 
-def _decision(facts: JobFacts, world_size: int) -> dict[str, Any]:
+def _decision(
+    facts: JobFacts, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+) -> dict[str, Any]:
     """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
-    section, model = facts.section, facts.model
-    _check_before_deciding(facts, world_size)
+    section = facts.section
+    _check_before_deciding(facts, ds_config, world_size, model)
     if later := _decided_at_start(facts, world_size):
         return {"decided": later}
     if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
         facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
     decision = decide(facts, world_size, measured=None, on_host=False)
+    if decision.plan.batch_split is not None:
+        expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
+    if decision.zero_weights is not None:
+        _expect_partition(ds_config, decision.zero_weights, model)
     report: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
     if decision.forecasts:
         report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
         report["decided"] = forecast_text(decision.forecasts)
-    elif decision.no_forecast_reason is not None and model.spec is not None:
+    elif decision.no_forecast_reason is not None and facts.model.spec is not None:
         report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
     return report
 
 
-def _check_before_deciding(facts: JobFacts, world_size: int) -> None:
+def _check_before_deciding(
+    facts: JobFacts, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+) -> None:
     """What the start of a job refuses whatever is measured or searched for.
 
     Raises:
         HeteroError: as the start of the job.
     """
-    section, training = facts.section, facts.training
+    section = facts.section
+    if facts.model.no_spec_reason == _NO_MODEL:
+        expect_kernel(facts)
+    else:
+        check_facts(facts, world_size)
     if isinstance(section.zero_partition, list):
-        check_weights(section.zero_partition, world_size, zero_stage=training.zero_stage)
-        if training.zero_stage == 0 and not is_even(section.zero_partition):
-            raise ConfigError('"zero_partition" has nothing to partition without ZeRO; set "zero_optimization".')
+        check_weights(section.zero_partition, world_size, zero_stage=facts.training.zero_stage)
+        _expect_partition(ds_config, section.zero_partition, model)
     if plan_in_file(section, world_size) is None:
         size = replica_size(facts.sp_sizes, world_size)
         if section.cluster != "measure":
             clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
+
+
+def _expect_partition(ds_config: Mapping[str, Any], weights: Sequence[float], model: nn.Module | None) -> None:
+    """Refuse unequal ZeRO partitions that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
+
+    Raises:
+        ConfigError: as the start of the job.
+    """
+    if not is_even(weights) and find_spec("deepspeed") is not None:
+        from ds_hetero.integrations.deepspeed.zero.optimizers import expect_possible
+
+        expect_possible(ds_config, weights, model)
 
 
 def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.config import SECTION, HeterogeneitySection
@@ -25,7 +26,7 @@ from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.report import announce, forecast_text, plan_text
-from ds_hetero.job.resolve import check_plan_fits, needs_planner, pipelines_in_file, plan_in_file
+from ds_hetero.job.resolve import check_plan_fits, needs_planner, pipelines_in_file, plan_in_file, replica_size
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
@@ -43,6 +44,7 @@ __all__ = [
     "agree_on_replica_batches",
     "announce_start",
     "check_facts",
+    "expect_kernel",
     "start_job",
 ]
 
@@ -141,7 +143,7 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
 
     def examine() -> tuple[JobFacts, str | None]:
         facts = read()
-        return facts, check_facts(facts)
+        return facts, check_facts(facts, world.size)
 
     examined = world.on_all_ranks(examine)
     _expect_equal([facts for facts, _ in examined])
@@ -150,21 +152,39 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
     return examined[world.rank][0]
 
 
-def check_facts(facts: JobFacts) -> str | None:
-    """Refuse what this rank alone can see of a job to be impossible.
+def check_facts(facts: JobFacts, world_size: int) -> str | None:
+    """Refuse what this rank alone can see of a job to be impossible, before anything is measured.
+
+    Args:
+        facts: as this rank has read them.
+        world_size: ranks of the job.
+
+    Returns:
+        See `expect_kernel`.
+
+    Raises:
+        ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the given size.
+        ModelError: a schedule is to be searched for, and no cost model describes the model.
+    """
+    if needs_planner(facts.section):
+        facts.model.expect_spec()
+    if facts.section.schedule in STRATEGIES:
+        replica_size(facts.sp_sizes, world_size)
+    return expect_kernel(facts)
+
+
+def expect_kernel(facts: JobFacts) -> str | None:
+    """Refuse a kernel that does not work on this rank's device.
 
     Args:
         facts: as this rank has read them.
 
     Returns:
-        What it computes slowly though it works, for people; None if there is nothing.
+        What the device computes slowly though it works, for people; None if there is nothing.
 
     Raises:
         ConfigError: the kernel that the section names does not work on this rank's device, or no kernel knows it.
-        ModelError: a schedule is to be searched for, and no cost model describes the model.
     """
-    if needs_planner(facts.section):
-        facts.model.expect_spec()
     device, dtype = default_device(), getattr(torch, facts.computed_dtype)
     head_dim = facts.model.head_dim or _USUAL_HEAD_DIM
     if facts.section.attention is not None:

@@ -12,7 +12,7 @@ from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["plain_configuration", "report_batches_of_replicas"]
+__all__ = ["expect_batch_of_replicas", "plain_configuration", "report_batches_of_replicas"]
 
 _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -36,7 +36,7 @@ def plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size:
     total, micro, steps = (config.get(name) for name in _NAMES)
     split, num_replicas = replica.batch_split, replica.num_replicas
     if split is not None:
-        _expect_batch_of_replicas(split, total, micro, steps, sp_size)
+        expect_batch_of_replicas(ds_config, split, dist.get_world_size(), sp_size)
         num_replicas, total, micro, steps = 1, split.micro_steps, 1, split.micro_steps
     config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
     if micro is None and total is not None:
@@ -49,13 +49,24 @@ def plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size:
     return config
 
 
-def _expect_batch_of_replicas(
-    split: BatchSplit, total: int | None, micro: int | None, steps: int | None, sp_size: int | None
+def expect_batch_of_replicas(
+    ds_config: Mapping[str, Any], split: BatchSplit, world_size: int, sp_size: int | None
 ) -> None:
-    """Check that the global batch of the configuration is that of the replicas; what is left out follows from them."""
+    """Check that the global batch of the configuration is that of the replicas; what is left out follows from them.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        split: of the replicas.
+        world_size: ranks of the job.
+        sp_size: the sequence-parallel size that the user gave, if any.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    total, micro, steps = (ds_config.get(name) for name in _NAMES)
     samples_by_setting = {"train_batch_size": total}
     if micro is not None:
-        workers = dist.get_world_size() // (sp_size or dist.get_world_size())
+        workers = world_size // (sp_size or world_size)
         product = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps or 1} x {workers}"
         samples_by_setting[product] = micro * (steps or 1) * workers
     for setting, samples in samples_by_setting.items():

@@ -29,13 +29,13 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import nn
 
+from ds_hetero.config import expect_section_name
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.deepspeed import checkpoints, registered, saving, tiled_loss
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.integrations.deepspeed.facts import (
     enabled,
-    expect_section_spelled,
     expect_supported,
     section_of,
 )
@@ -118,7 +118,7 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
         ds_config = _agreed_configuration(given)
         pending = ulysses.take_pending()
         if ds_config is None or not enabled(ds_config):
-            expect_section_spelled(ds_config or {})
+            expect_section_name(ds_config or {})
             if pending is not None and pending.error is not None:
                 raise pending.error
             registry.note_unsplit(given.get("model"))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hetero.common.reading import shortened
-from ds_hetero.common.text import nearest
-from ds_hetero.config import SECTION, HeterogeneitySection, read_section
+from ds_hetero.config import SECTION, HeterogeneitySection, expect_section_name, read_section
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.facts import TrainingFacts
 
-__all__ = ["enabled", "expect_section_spelled", "expect_supported", "read_training_facts", "section_of"]
+__all__ = ["enabled", "expect_supported", "read_training_facts", "section_of"]
 
 _FP32 = ("fp32", "float32")
 # Settings with which DeepSpeed computes as if ZeRO partitions were equal.
@@ -37,26 +35,10 @@ def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 
     Raises:
-        ConfigError: see `read_section` and `expect_section_spelled`.
+        ConfigError: see `read_section` and `ds_hetero.config.expect_section_name`.
     """
-    expect_section_spelled(ds_config)
+    expect_section_name(ds_config)
     return read_section(ds_config[SECTION]) if SECTION in ds_config else None
-
-
-def expect_section_spelled(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a configuration without the section that has a key much like it, which DeepSpeed would ignore.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    if SECTION in ds_config:
-        return
-    for key in ds_config:
-        if isinstance(key, str) and nearest(key.replace("_", ""), [SECTION], cutoff=0.75):
-            raise ConfigError(
-                f'{shortened(key)} is no key of DeepSpeed\'s configuration; did you mean "{SECTION}"? DeepSpeed would '
-                "ignore it and train without this engine."
-            )
 
 
 def expect_supported(ds_config: Mapping[str, Any]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.job.facts import ModelFacts
-from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.models import ModelSpec, model_from_config, read_model_config
 
-__all__ = ["read_model_facts"]
+__all__ = ["describe_model", "model_without_weights", "read_model_facts"]
 
 
 def read_model_facts(model: nn.Module) -> ModelFacts:
@@ -25,6 +27,15 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
         ModelError: it cannot be split over the sequence, see `check_model`.
     """
     check_model(model)
+    return describe_model(model)
+
+
+def describe_model(model: nn.Module) -> ModelFacts:
+    """`read_model_facts` of a model that has been checked.
+
+    Raises:
+        ModelError: it does not have one number of heads, see `head_counts`.
+    """
     pretrained = pretrained_of(model)
     config = pretrained.config.get_text_config()
     num_heads, num_kv_heads = head_counts(pretrained)
@@ -51,6 +62,32 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
         head_dim=_head_dim(config, num_heads),
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
+
+
+def model_without_weights(source: str | Path) -> nn.Module | None:
+    """The model of a config.json as it would be trained, on torch's meta device, where nothing is allocated.
+
+    Args:
+        source: see `ds_hetero.models.load_model`.
+
+    Returns:
+        None where transformers has no causal language model for it.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    import transformers
+
+    content = read_model_config(source)
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        named = getattr(transformers, str((content.get("architectures") or [""])[0]), None)
+        with torch.device("meta"):
+            if named is not None:
+                return named._from_config(config)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError):
+        return None  # of a kind that this transformers does not know, or cannot build from these values
 
 
 def _head_dim(config: Any, num_heads: int) -> int | None:

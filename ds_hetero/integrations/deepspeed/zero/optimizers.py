@@ -143,14 +143,14 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 
 
 def expect_possible(
-    ds_config: Mapping[str, Any], weights: Sequence[float], model: torch.nn.Module, optimizer: Any = None
+    ds_config: Mapping[str, Any], weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
 ) -> None:
     """Check that unequal partitions can be had with the rest of the configuration.
 
     Args:
         ds_config: DeepSpeed's configuration.
         weights: one per rank; equal ones are always possible.
-        model: the model.
+        model: the model; None where it is not known.
         optimizer: given to ``deepspeed.initialize``, if any.
 
     Raises:
@@ -175,7 +175,7 @@ def expect_possible(
     refused = list(training.equal_zero_only)
     if "muon" in f"{training.optimizer} {type(optimizer).__name__}".lower():
         refused.append("the Muon optimizer")
-    if any(isinstance(part, MoE) for part in model.modules()):
+    if model is not None and any(isinstance(part, MoE) for part in model.modules()):
         refused.append("a mixture of experts over expert-parallel groups")
     if refused:
         raise ConfigError(
