@@ -286,6 +286,12 @@ _FEATURE_ROWS = (
         status="tested",
         tests=(_FEATURES + "test_generation_and_evaluation_between_steps_equal_one_process",),
     ),
+    Row(
+        what="the self-check (`verify`) leaves no trace: steps to the bit on ZeRO 0 to 3, with LoRA, recomputation of both "
+        "kinds, dropout, experts, bf16",
+        status="tested",
+        tests=("tests/integration/test_self_check.py::test_steps_after_the_check_are_those_without_it_to_the_bit",),
+    ),
     Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES + "test_lora_adapters_train_as_on_one_process",)),
     Row(
         what="gradient checkpointing, reentrant or not",

@@ -1,11 +1,12 @@
 """The engine checks itself: models that the ranks compute differently are refused by the module that differs.
 
-Budget: 60 s.
+Budget: 40 s in a quick run, 240 s in CI.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.integration.self_checking import batch_of, verdict
 from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, adam, batches, ds_config
-from tests.support import run_deepspeed, run_ranks
+from tests.support import ROOT, run_deepspeed, run_ranks
 
 # Both in CI; one in a quick run.
 DTYPES = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -290,26 +291,64 @@ def _check_planted(rank: int, dtype: str) -> dict[str, str]:
     return texts
 
 
+def _adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(_make(EXACT["llama"]), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def _recomputing(reentrant: bool) -> Any:
+    model = _make(EXACT["llama"])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def _dropping() -> Any:
+    """With dropout, whose random state the check must not touch."""
+    config, model, changes = EXACT["gpt2"]
+    return _make((config, model, {**changes, "resid_pdrop": 0.2, "embd_pdrop": 0.2}))
+
+
+_TRAINED: dict[str, Callable[[], Any]] = {
+    "mixture of experts": lambda: _make(EXACT["mixtral"]),
+    "LoRA": _adapted,
+    "reentrant": lambda: _recomputing(True),
+    "non-reentrant": lambda: _recomputing(False),
+    "dropout": _dropping,
+    "bf16": lambda: _make(EXACT["llama"], torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (i > 0)) for i, kind in enumerate(_TRAINED)]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_steps_after_the_check_are_those_without_it_to_the_bit(stage: int) -> None:
-    first, second = run_deepspeed(_train_twice, 2, stage)
-    assert first[0] == first[1] and second[0] == second[1]
-    assert len(first[0]) == 3
+def test_steps_after_the_check_are_those_without_it_to_the_bit(stage: int, kind: str) -> None:
+    for with_check, at_every_batch, without in run_deepspeed(_train_with_and_without, 2, stage, kind):
+        assert with_check == at_every_batch == without
+        assert len(without) == 3
 
 
-def _train_twice(rank: int, stage: int) -> list[list[tuple[float, Any]]]:
-    """Return losses and gradient norms of a mixture of experts, with the check and without it."""
+def _train_with_and_without(rank: int, stage: int, kind: str) -> list[list[tuple[float, Any]]]:
+    """Return losses and gradient norms with the check of the first batch, of every batch, and without it."""
     import deepspeed
 
     import ds_hetero
 
     handle = ds_hetero.register()
     results = []
-    for verify in ("first_batch", "off"):
-        model = _make(EXACT["mixtral"])
-        config = ds_config(stage, UNEVEN_2)
+    for verify in ("first_batch", "always", "off"):
+        model = _TRAINED[kind]()
+        heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+        config = ds_config(stage, {**UNEVEN_2, "num_kv_heads": heads})
         config["heterogeneity"]["verify"] = verify
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+        if kind == "bf16":
+            config["bf16"] = {"enabled": True}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        torch.manual_seed(5)
         steps = []
         for batch in handle.dataloader(batches(3), batches="same"):
             loss = handle.loss(engine(**batch), batch)
@@ -317,7 +356,43 @@ def _train_twice(rank: int, stage: int) -> list[list[tuple[float, Any]]]:
             engine.step()
             steps.append((float(loss.detach()), engine.get_global_grad_norm()))
         results.append(steps)
+        engine.destroy()
     return results
+
+
+@pytest.mark.slow
+def test_the_check_of_the_quick_start_takes_less_than_a_second() -> None:
+    assert max(run_deepspeed(_time_quick_start, 4)) < 1.0
+
+
+def _time_quick_start(rank: int) -> float:
+    """Seconds of CPU time that the first batch of examples/quickstart.py takes with the check, beyond those without."""
+    import sys
+    import time
+
+    import deepspeed
+
+    import ds_hetero
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    import corpus
+    from tiny_llama import tiny_llama
+
+    handle = ds_hetero.register()
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    data = corpus.long_files(min_tokens=8192, max_tokens=10240, count=1)
+    seconds = []
+    for verify in ("off", "first_batch"):
+        config["heterogeneity"]["verify"] = verify
+        model = tiny_llama()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+        loader = handle.dataloader(torch.utils.data.DataLoader(data, batch_size=1), batches="same")
+        start = time.process_time()
+        next(iter(loader))
+        seconds.append(time.process_time() - start)
+        engine.destroy()
+    print(f"the check took {seconds[1] - seconds[0]:.2f} s")
+    return seconds[1] - seconds[0]
 
 
 def test_a_refusal_reaches_the_loop_of_every_rank() -> None:

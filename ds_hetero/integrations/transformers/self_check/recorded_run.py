@@ -109,7 +109,9 @@ class _Recorder:
         for position, tensor in zip(range(_MOST_TENSORS), _tensors_in(output), strict=False):
             if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
                 place = Place(name, call, position)
-                self._tensors[place], self._copies[place] = tensor, self._by_token(tensor.detach()).clone()
+                self._copies[place] = self._by_token(tensor.detach()).clone()
+                if tensor.shape[0] >= self._shape[0]:  # gradients at what all rows share add up over the rows
+                    self._tensors[place] = tensor
         return output
 
     def _as_leaf(self, output: Tensor) -> Tensor:
