@@ -102,9 +102,8 @@ class Placement:
     def __post_init__(self) -> None:
         units = [0] * self.schedule.ring_size
         for lane in self.lanes:
-            for tokens in lane.tokens:
-                for position, count in zip(lane.members, tokens, strict=True):
-                    units[position] += count
+            for position, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
+                units[position] += sum(of_spans)
         assert units == [self.group_tokens(position) for position in range(len(units))], (units, self.rank_tokens)
         assert sum(units) == self.length, (units, self.length)
 

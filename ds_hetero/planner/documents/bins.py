@@ -111,7 +111,10 @@ def deal(
         if best_s < inf and (best_s <= budget_s or tokens < 2 * least_tokens):
             i = best[1]
             bins.put(i, length, tokens)
-            best_queue.remove(best)  # mostly the first one
+            if best is best_queue[0]:
+                del best_queue[0]
+            else:
+                best_queue.remove(best)
             insort(best_queue, (loads_s[i], i))
             placed.append([(i, tokens)])
             continue

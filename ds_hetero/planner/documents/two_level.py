@@ -84,7 +84,9 @@ def two_level(
         if of_parts is None:
             return None
         for part, pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
-            placed[part.document] += [(of_node[i], tokens) for i, tokens in pieces]
+            in_row = placed[part.document]
+            for i, tokens in pieces:
+                in_row.append((of_node[i], tokens))
     return placed
 
 
