@@ -15,13 +15,15 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_model_facts
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
+from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.monitor import EventWriter, StepMonitor, steps_between
+from ds_hetero.job.monitor import DocumentObserver, EventWriter, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import Replanning, wants_replanning
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
 from ds_hetero.placement import Placer
 from ds_hetero.plans import Plan
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 
 __all__ = ["PipelinedModel", "PreparedModel", "Registry"]
@@ -48,6 +50,7 @@ class PreparedModel:
         prediction_check: compares its steps with the forecasts of ``start``.
         monitor: observes its steps; None until its DeepSpeed engine has been built.
         is_destroyed: its DeepSpeed engine is gone.
+        zones: where the tokens of its documents lie; None where batches are cut by their length.
     """
 
     model: ShardedModel
@@ -55,6 +58,13 @@ class PreparedModel:
     prediction_check: PredictionCheck
     monitor: StepMonitor | None = None
     is_destroyed: bool = False
+    zones: DocumentZones | None = None
+
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Take note that a sharded forward begins."""
+        self.prediction_check.record_batch(batch)
+        if self.zones is not None:
+            self.zones.record_batch(batch)
 
 
 class Registry:
@@ -173,10 +183,12 @@ class Registry:
             sharded.keep_alive(known)
             self._known.append(weakref.ref(known))
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
-        known.model.record_batches(known.prediction_check.record_batch)
+        known.model.record_batches(known.record_batch)
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
-        known.model.place_documents(agree_on_placer(world, start, replica.replica_id))
+        placer = agree_on_placer(world, start, replica.replica_id)
+        known.model.place_documents(placer)
+        known.zones = None if placer is None else DocumentZones(placer.costs.node)
         if world.rank == 0:
             announce_start(start)
         return known
@@ -207,10 +219,11 @@ class Registry:
         start = prepared.start
         wanted, by_documents = wants_replanning(start), prepared.model.places_documents
         renewal = CostRenewal(start, change_placer) if wanted and by_documents else None
+        documents = None if prepared.zones is None else DocumentObserver(prepared.zones, renewal)
         replanning = Replanning(start, change_plan) if wanted and not by_documents else None
         interval = start.section.replan.interval_steps if wanted else steps_between(steps_per_print)
         prepared.is_destroyed = False
-        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer, renewal)
+        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer, documents)
         return prepared.monitor
 
     def undo(self) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
 from ds_hetero.job.document_costs import CostRenewal
+from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.rank_times import (
     RankTimes,
     UnitCosts,
@@ -30,7 +32,7 @@ from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.step_clock import StepClock
 
-__all__ = ["EventWriter", "StepMonitor", "steps_between"]
+__all__ = ["DocumentObserver", "EventWriter", "StepMonitor", "steps_between"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,19 @@ class EventWriter(Protocol):
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
         """Write (name, value, samples so far) for each event."""
+
+
+@dataclass(frozen=True)
+class DocumentObserver:
+    """What is observed where batches are placed by documents.
+
+    Args:
+        zones: where their tokens lie.
+        renewal: gives the placing new costs; None where the section does not ask for re-planning.
+    """
+
+    zones: DocumentZones
+    renewal: CostRenewal | None
 
 
 def steps_between(steps_per_print: float | None) -> int:
@@ -66,7 +81,7 @@ class StepMonitor:
         replanning: changes the plan; None where the section does not ask for it.
         interval: steps between two observations; rank 0's is used.
         writer: of the events that each observation makes.
-        renewal: gives the placing of documents new costs; None where batches are not placed by documents.
+        documents: what is observed of placed documents; None where batches are cut by their length.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
@@ -79,9 +94,9 @@ class StepMonitor:
         replanning: Replanning | None,
         interval: int,
         writer: EventWriter,
-        renewal: CostRenewal | None = None,
+        documents: DocumentObserver | None = None,
     ) -> None:
-        self.replanning, self._renewal = replanning, renewal
+        self.replanning, self._documents = replanning, documents
         self._clock, self._writer = clock, writer
         self._world = World.current()
         self._unit_costs = UnitCosts()
@@ -125,8 +140,8 @@ class StepMonitor:
         self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else times
         if self.replanning is not None and self.replanning.observe(self._steps, times):
             self._begin_anew()
-        if self._renewal is not None:
-            self._renewal.observe(self._steps, times)
+        if self._documents is not None and self._documents.renewal is not None:
+            self._documents.renewal.observe(self._steps, times)
         self._write_events(times, samples)
 
     @property
@@ -152,8 +167,15 @@ class StepMonitor:
         self._steps_to_skip = AFTER_CHANGE
 
     def _write_events(self, times: Sequence[RankTimes], samples: int) -> None:
-        if self._writer.enabled and self._world.rank == 0:
-            self._writer.write_events(events(times, self._model, self._peaks, self._num_changes, samples))
+        shares = {} if self._documents is None else self._documents.zones.take_shares()
+        if self._world.rank > 0:
+            return
+        if self._documents is not None:
+            self._documents.zones.announce_once(shares)
+        if self._writer.enabled:
+            of_zones = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
+            of_ranks = events(times, self._model, self._peaks, self._num_changes, samples)
+            self._writer.write_events([*of_ranks, *of_zones])
 
     @property
     def _num_changes(self) -> int:

@@ -83,7 +83,9 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     model = llama()
     if stage % 2:
         model.gradient_checkpointing_enable({"use_reentrant": stage == 3})
-    config = ds_config(stage, schedule, placement=BY_DOCUMENTS)
+    config = ds_config(stage, schedule, placement=BY_DOCUMENTS, steps_per_print=3)
+    if stage == 2:  # every look gives the placing other costs
+        config["heterogeneity"]["replan"] = {"enabled": True, "interval_steps": 1, "min_gain": 0}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
     losses, norms, zones = [], [], set()
     for batch in handle.dataloader(whole(), batches="same"):
