@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import yaml
 
+from ds_hetero.cli.printing import check_out
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cache import cache_folder, forget
 from ds_hetero.profiler.kernel_probe import profile
@@ -37,7 +39,8 @@ def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_js
         as_json: print JSON.
 
     Raises:
-        ClusterError: the file cannot be written, a profile not deleted, or a rank not measured.
+        ClusterError: an option is wrong, a profile cannot be deleted, or a rank not be measured.
+        PlanError: the file cannot be written.
     """
     if again:
         _forget()
@@ -46,16 +49,14 @@ def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_js
     if out is None:
         raise ClusterError("--out is missing: the cluster file to write, .yaml or .json. --again works without it.")
     if out.suffix not in (".json", ".yaml", ".yml"):
-        raise ClusterError(f"--out must end in .yaml or .json, got {out}.")
+        raise ClusterError(f"--out must end in .yaml or .json, got {shortened(str(out))}.")
     if dtype is not None and dtype not in DTYPES:
-        raise ClusterError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
+        raise ClusterError(f"--dtype must be one of {', '.join(DTYPES)}, got {shortened(dtype)}.")
     if not 0 < window_s <= 10:
         raise ClusterError(f"--window-s must be greater than 0 and at most 10, got {window_s}.")
     first = _is_first()
-    if first and not os.access(out.resolve().parent, os.W_OK):  # known before anything is measured
-        raise ClusterError(
-            f"--out {out} cannot be written: {out.resolve().parent} is no folder that may be written to."
-        )
+    if first:
+        check_out(out)  # known before anything is measured
     begin_s = time.perf_counter()
     content = profile(None if dtype is None else DTYPES[dtype], window_s=window_s, show_progress=not as_json)
     if not first:

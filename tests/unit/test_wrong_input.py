@@ -189,9 +189,11 @@ _JOB = ["--cluster", "hexiseq-setting-1", "--model", "gpt-7b", "--seq-len", "409
         (["plan", *_JOB, "--parallel", "full", "--global-batch", "4"], "--cost-model"),
         (["show", *_JOB], "--out"),
         (["simulate", *_JOB], "--schedule"),
+        (["profile", "--out", "x.yaml"], "--dtype"),
+        (["profile"], "--out"),
     ],
 )
 def test_messages_show_long_values_of_options_in_short(command, option, capsys):
-    assert main([*command, option, "x" * 5_000]) == 2
+    assert main([*command, option, "x" * 5_000 + ".yaml"]) == 2
     message = capsys.readouterr().err
     assert "xxx" in message and len(message) < 600 and message.count("\n") == 1
