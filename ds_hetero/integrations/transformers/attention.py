@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers import masks
+from ds_hetero.integrations.transformers.former_attention import former_implementation, naming_former, owner_of
 from ds_hetero.integrations.transformers.masks import MaskKind, mask_kind
 from ds_hetero.integrations.transformers.protocols import AttentionLayer, ModelConfig
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
@@ -40,7 +40,6 @@ __all__ = [
     "NAME",
     "PRIVATE_NAMES",
     "WORKS",
-    "Owner",
     "ShardedForward",
     "ShardedMask",
     "begin_sharded_forward",
@@ -51,8 +50,6 @@ __all__ = [
     "expecting_sharded_forward",
     "install",
     "keep_attention_function",
-    "remember_implementation",
-    "restore_implementation",
 ]
 
 NAME = "ds_hetero"  # of our attention implementation
@@ -85,14 +82,6 @@ class ShardedForward:
     clock: Clock
 
 
-class Owner(Protocol):
-    """The model that a config belongs to, as far as attention has to know it."""
-
-    @property
-    def takes_shards(self) -> bool:
-        """Whether a forward without a cache would now take a shard."""
-
-
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
     """What a layer gets in place of a mask during a sharded forward; it can pass it on, and nothing else."""
@@ -123,8 +112,6 @@ _forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=Non
 _given_shard: ContextVar[str | None] = ContextVar("_given_shard", default=None)  # the model whose call was given one
 _in_whole_forward: ContextVar[bool] = ContextVar("_in_whole_forward", default=False)
 _comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
-_former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # likewise: whose config it is
 _select = functools.lru_cache(select)
 
 
@@ -202,7 +189,7 @@ def _expect_whole_batch(config: ModelConfig | None = None) -> None:
             f"{model} was given a shard, but runs its attention past the module whose forwards ds_hetero splits, so "
             "that each rank would attend to its own tokens only. This model cannot be split over the sequence."
         )
-    owner = None if config is None else _owners.get(id(config))
+    owner = None if config is None else owner_of(config)
     recomputes = torch._C._current_graph_task_id() != -1
     if owner is not None and owner.takes_shards and not _in_whole_forward.get() and not recomputes:
         raise ModelError(
@@ -210,40 +197,6 @@ def _expect_whole_batch(config: ModelConfig | None = None) -> None:
             "tokens only. Call the model itself, model(**batch), and not layers inside it; for whole sequences call it "
             "in eval() or in `with handle.unsharded():`."
         )
-
-
-def remember_implementation(config: ModelConfig, owner: Owner) -> None:
-    """Remember which attention a config names, before its model is switched to ours.
-
-    Args:
-        config: of the model or of a part of it.
-        owner: the model; not kept alive.
-    """
-    _former[id(config)] = config._attn_implementation
-    _owners[id(config)] = owner
-    weakref.finalize(config, _former.pop, id(config), None).atexit = False
-
-
-def restore_implementation(config: ModelConfig) -> None:
-    """Give a switched config the attention that it named before."""
-    config._attn_implementation_internal = _former.pop(id(config))
-    _owners.pop(id(config), None)
-
-
-def _former_implementation(config: ModelConfig) -> str:
-    """What ``config`` named before the switch; eager, which is always exact, for a copy of a switched config."""
-    return _former.get(id(config), "eager") or "eager"
-
-
-@contextlib.contextmanager
-def _naming_former(config: ModelConfig) -> Iterator[None]:
-    """Have the config name its former attention, which reads there which variant it is."""
-    switched = config._attn_implementation
-    config._attn_implementation_internal = _former_implementation(config)
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = switched
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -257,8 +210,8 @@ def _mask(
     if forward is not None:
         return ShardedMask(forward, mask_kind(mask_function))
     _expect_whole_batch()
-    former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[_former_implementation(config)]
-    with _naming_former(config):
+    former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[former_implementation(config)]
+    with naming_former(config):
         return former(*args, mask_function=mask_function, config=config, **kwargs)
 
 
@@ -277,8 +230,8 @@ def _attention(
     config = module.config
     _expect_whole_batch(config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    with _naming_former(config):
-        former = ALL_ATTENTION_FUNCTIONS.get_interface(_former_implementation(config), eager)
+    with naming_former(config):
+        former = ALL_ATTENTION_FUNCTIONS.get_interface(former_implementation(config), eager)
         result: tuple[Tensor, Tensor | None] = former(module, query, key, value, attention_mask, *args, **kwargs)
         return result
 

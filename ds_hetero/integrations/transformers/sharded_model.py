@@ -20,9 +20,8 @@ from ds_hetero.integrations.transformers.attention import (
     begin_whole_forward,
     end_sharded_forward,
     end_whole_forward,
-    remember_implementation,
-    restore_implementation,
 )
+from ds_hetero.integrations.transformers.former_attention import remember_implementation, restore_implementation
 from ds_hetero.integrations.transformers.forward_inputs import (
     expect_shard_shapes,
     expect_whole,

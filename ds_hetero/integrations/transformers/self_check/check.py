@@ -85,11 +85,11 @@ def _look_at_padding(model: ShardedModel, batch: Mapping[str, Any] | None) -> No
     """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
     differences = _differences(model, _first_piece(model, batch, padding_predicts=True) or {})
     if differences:
-        error = next((d.error for _, d in differences if d.kind == LOSS), differences[0][1].error)
+        error = max(difference.error for _, difference in differences)
         _warn(
             f"padding on the left predicts the first token of each row, and {type(model.pretrained).__name__} in one "
             "process computes attention for padding, where ds_hetero computes none: on a piece of the first batch, "
-            f"the loss differs by {error:.1g} of its value. Set the labels of first tokens to -100, or pad on the "
+            f"loss and gradients differ by up to {error:.1g}. Set the labels of first tokens to -100, or pad on the "
             "right."
         )
 
