@@ -122,17 +122,17 @@ def ablation(rates: str, batches: int) -> dict[str, Any]:
 def rounds() -> dict[str, dict[str, Any]]:
     """Section 5.4.1: a ring of one 64K document over two nodes, and one of a 32K document inside a node."""
     where = Setting.fitted("3b", "A", 1, 16)
-    found = {}
+    rounds_ms = {}
     for name, (size, forward_ms, backward_ms) in paper.ROUNDS_MS.items():
         tokens = paper.TOKENS_PER_GPU
         wire_s = where.wire_s(tokens, crosses=name == "te", routed=False)
         forward_s, backward_s = round_s(tokens * tokens / 2 * where.pair_s, wire_s)
-        found[name] = {
+        rounds_ms[name] = {
             "rounds": size,
             "published": [forward_ms, backward_ms, size * (forward_ms + backward_ms)],
             "simulated": [forward_s * 1e3, backward_s * 1e3, size * (forward_s + backward_s) * 1e3],
         }
-    return found
+    return rounds_ms
 
 
 def failures(outcome: dict[str, Any]) -> Iterator[str]:

@@ -100,10 +100,10 @@ def _documents_at(held: Sequence[tuple[int, int, int]], documents: Sequence[Rang
     """The documents at the first positions of ascending intervals that cover a row, and at the ends of these."""
     before = list(accumulate(((stop - start) ** 2 for start, stop in documents), initial=0))
     starts = [start for start, _ in documents]
-    found = []
+    around = []
     for position in (*(first for first, _, _ in held), held[-1][1]):
         index = bisect_right(starts, position) - 1
         start, stop = documents[index] if index >= 0 else (0, 0)
         inside = before[index] + (position - start) ** 2 if position < stop else before[index + 1]
-        found.append(_At(start, stop, inside))
-    return found[:-1], found[1:]
+        around.append(_At(start, stop, inside))
+    return around[:-1], around[1:]
