@@ -30,7 +30,7 @@ from ds_hetero.plans import Plan
 __all__ = ["plans"]
 
 NAMES = ("A100", "V100", "P100", "T4")
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 VARIANCE, MAX_PERMUTATION = 1, 4
 

@@ -15,9 +15,14 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model
 from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
 from ds_hetero.planner.outer.search.bound import balance_bound_s
+from ds_hetero.planner.outer.search.evaluate import Evaluator
+from ds_hetero.planner.outer.search.exact import solve_exact
+from ds_hetero.planner.outer.search.search import Search
+from ds_hetero.planner.outer.tangram import plan_tangram
 from ds_hetero.plans import read_plan
 
 MODEL = load_model("llama-2-7b")
@@ -76,6 +81,26 @@ def test_plans_are_sound_and_never_worse_than_their_rivals():
             assert rival.value is None or found.value <= rival.value * (1 + 1e-9)
         assert found.step_s >= balance_bound_s(found.costs, samples) or found.finished is None
     assert planned >= 3
+
+
+def test_plans_of_few_devices_are_never_slower_than_other_searches_and_near_the_optimum():
+    rng, compared = random.Random(5), 0
+    while compared < 4:
+        cluster, samples = random_cluster(rng, most=2), rng.choice([8, 16, 32])
+        if cluster.num_ranks > 6:
+            continue
+        costs = CalibratedStageCosts(cluster, MODEL, WORK)
+        goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+        optimum = solve_exact(Evaluator(costs, samples, goal))
+        if optimum is None:
+            continue
+        compared += 1
+        result = Search(Evaluator(costs, samples, goal), (1, 2), effort_s=0.5).run()
+        assert result.closed_form_value <= optimum.value * 1.01
+        ours = plan_pipelines(cluster, MODEL, WORK, samples, costs=costs, micro_batch_sizes=(1, 2), effort_s=0.1)
+        hexiscale, tangram = plan_hexiscale(costs, goal, samples), plan_tangram(costs, goal, samples)
+        assert ours.step_s <= (np.inf if hexiscale is None else hexiscale.step_s) * (1 + 1e-9)
+        assert ours.step_s <= (np.inf if tangram is None else tangram.candidate.step_s) * (1 + 1e-9)
 
 
 def test_the_same_inputs_give_the_same_plan():

@@ -1,13 +1,13 @@
 """The front door: a cluster, a model, a length and a global batch in; a plan of pipelines and the reasons for it out.
 
-Uniform grids and pure sequence parallelism are always candidates, so a plan is never slower than the best of them under
-the same cost model.
+Uniform grids and pure sequence parallelism are always candidates, and on few devices so are HexiScale's and Tangram's
+plans: a plan is never slower than the best of them under the same cost model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
@@ -21,10 +21,12 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
+from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
-from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult, default_effort_s
+from ds_hetero.planner.outer.search.search import FEW_RANKS, Progress, Search, SearchResult, default_effort_s
+from ds_hetero.planner.outer.tangram import plan_tangram
 from ds_hetero.plans import Plan
 
 __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or_not"]
@@ -97,6 +99,8 @@ def plan_pipelines(
     rivals: dict[str, Rival] = {}
     try:
         rivals["grid"] = _best_grid(models, task, finalists)
+        if cluster.num_ranks <= FEW_RANKS:
+            finalists += _other_searches(models, task)
         if costs is None:
             rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
     except KeyboardInterrupt:
@@ -181,6 +185,17 @@ def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) ->
         others = tuple(plans[:i] + plans[i + 1 :])
         finalists.append(_Finalist(costs, finished, value_of(objective, plan, finished.step_s), others))
     return finalists
+
+
+def _other_searches(models: Sequence[StageCosts], task: _Task) -> Iterator[_Finalist]:
+    """HexiScale's and Tangram's plans: on few devices they take little time, and ours is never slower than they are."""
+    for costs in models:
+        tangram = plan_tangram(costs, task.objective, task.global_batch, task.sizes)
+        hexiscale = plan_hexiscale(costs, task.objective, task.global_batch, task.sizes)
+        for candidate in (hexiscale, None if tangram is None else tangram.candidate):
+            if candidate is not None and candidate.value < TOO_LONG:
+                finished = finish(costs, candidate)
+                yield _Finalist(costs, finished, value_of(task.objective, candidate, finished.step_s), ())
 
 
 def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> Rival:

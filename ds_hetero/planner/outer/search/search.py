@@ -18,7 +18,7 @@ from ds_hetero.planner.outer.search.last_word import refine
 from ds_hetero.planner.outer.search.moves import Shapes, neighbours
 from ds_hetero.planner.outer.search.starts import starts, uniform_grids
 
-__all__ = ["Progress", "Search", "SearchResult", "default_effort_s"]
+__all__ = ["FEW_RANKS", "Progress", "Search", "SearchResult", "default_effort_s"]
 
 Progress = Callable[[Candidate, float], None]
 """Called with every better plan and the share of the effort that is spent."""
