@@ -1,0 +1,20 @@
+"""Ranks of one job may run different attention kernels: torch's, plain operations, and Triton in its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_ranks_with_different_kernels_equal_one_process() -> None:
+    """Triton decides at its first import whether it interprets, and the ranks' server has it: a fresh process."""
+    file = Path(__file__).with_name("mixed_kernels.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
