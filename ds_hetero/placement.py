@@ -175,7 +175,7 @@ class Placer(Protocol):
         ...
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
     """Cut the sequence by its length alone; the same arguments give the same object.
 

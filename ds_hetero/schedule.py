@@ -244,7 +244,7 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
     return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
     weights = {rank: w for group in schedule.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
     ranks = schedule.ranks
@@ -257,7 +257,7 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ranks, share(length, [weights[rank] for rank in ranks]), strict=True))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
     """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
 

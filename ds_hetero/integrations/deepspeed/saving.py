@@ -136,9 +136,12 @@ class _PartWriter:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Say why a file could not be written; torch does not say it, but the file system does if it is asked again."""
-    if isinstance(error, OSError):
-        return str(error)
+    """Say why a file could not be written; torch hides it, but the file system says it again if it is asked."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
     try:
         with open(path, "ab") as file:
             file.write(bytes(1 << 20))

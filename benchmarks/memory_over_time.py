@@ -1,0 +1,229 @@
+"""What stays in memory: of engines that are gone, and of thousands of steps of varying lengths.
+
+    python -m benchmarks.memory_over_time [--json] [--engines 6] [--steps 3000] [--output FILE]
+
+Both on two gloo ranks with a small Llama on ZeRO-1, in processes of their own:
+
+    engines   built, trained for three steps, destroyed and deleted, one after another; resident memory after the last,
+              against stock Ulysses in the same way. Passed if it is within 5 % of stock's.
+    steps     of random lengths from 60 to 500 tokens, every second batch of packed documents, on an uneven schedule.
+              Passed if resident memory grows by less than 1 KiB a step from step 500 on, threads and open files not
+              at all.
+
+Exit code 1 if one is not passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure.ranks import LOOPBACK, Report, run
+from benchmarks.measure.results import FOLDER, header, progress, write
+
+RESULT = FOLDER / "memory_over_time.json"
+MAX_RATIO, MAX_BYTES_PER_STEP = 1.05, 1024
+_WARM, _WINDOW = 500, 50  # steps: before the growth counts, and around a moment over which memory is a median
+_VOCABULARY, _LENGTHS = 512, (60, 500)
+_SCHEDULE = {
+    "version": 1,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "groups": [{"ranks": [0], "tokens": [3], "heads": [8]}, {"ranks": [1], "tokens": [1], "heads": [8]}],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--engines", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    if args.steps < 2 * _WARM:
+        parser.error(f"--steps must be at least {2 * _WARM}, got {args.steps}")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # in the ranks: what is freed leaves the process at once
+    with progress(Console(stderr=True)) as report:
+        engines = {
+            kind: run(_train_engines, [LOOPBACK] * 2, kind, args.engines, on_report=report)
+            for kind in ("stock", "ours")
+        }
+        steps = run(_train_steps, [LOOPBACK] * 2, args.steps, on_report=report)
+    result = {
+        **header(" ".join(["python -m benchmarks.memory_over_time", *sys.argv[1:]])),
+        "engines_resident_bytes": engines,
+        "steps": steps,
+        "ratio": max(ours[-1] / stock[-1] for ours, stock in zip(engines["ours"], engines["stock"], strict=True)),
+        "bytes_per_step": max(_growth(of_rank["resident_bytes"]) for of_rank in steps),
+        "others_constant": all(_constant(of_rank[name]) for of_rank in steps for name in ("threads", "files")),
+    }
+    write(result, args.output)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    passed = (
+        result["ratio"] <= MAX_RATIO and result["bytes_per_step"] < MAX_BYTES_PER_STEP and result["others_constant"]
+    )
+    return 0 if passed else 1
+
+
+def _growth(resident_bytes: list[int]) -> float:
+    """Bytes per step from `_WARM` on; a median around either end leaves out what one batch needs for a moment."""
+    first, last = median(resident_bytes[_WARM : _WARM + _WINDOW]), median(resident_bytes[-_WINDOW:])
+    return (last - first) / (len(resident_bytes) - _WARM - _WINDOW)
+
+
+def _constant(counts: list[int]) -> bool:
+    return len(set(counts[_WARM:])) == 1
+
+
+def _show(result: dict[str, Any]) -> None:
+    table = Table("", "rank 0", "rank 1", title="Resident memory, MiB")
+    for kind, by_rank in result["engines_resident_bytes"].items():
+        for number in (0, -1):
+            label = f"{kind}, after engine {len(by_rank[0]) if number else 1}"
+            table.add_row(label, *(f"{of_rank[number] / 2**20:.0f}" for of_rank in by_rank))
+    for step in range(_WARM, len(result["steps"][0]["resident_bytes"]) + 1, _WARM):
+        table.add_row(f"step {step}", *(f"{s['resident_bytes'][step - 1] / 2**20:.1f}" for s in result["steps"]))
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    print(f"ours / stock after the last engine: {result['ratio']:.3f} (at most {MAX_RATIO})")
+    print(f"growth: {result['bytes_per_step']:.0f} bytes per step (below {MAX_BYTES_PER_STEP})")
+    print(f"threads and open files: {'constant' if result['others_constant'] else 'they change'}")
+
+
+# --- on a rank --------------------------------------------------------------------------------------
+
+
+def _train_engines(rank: int, report: Report, kind: str, count: int) -> list[int]:
+    """Resident bytes after each engine is gone."""
+    resident = []
+    for number in range(count):
+        report(number / count, f"{kind}: engine {number + 1} of {count}")
+        _train_one(kind)
+        gc.collect()
+        resident.append(_status("VmRSS") * 1024)
+    return resident
+
+
+def _train_one(kind: str) -> None:
+    model = _model(512)
+    if kind == "stock":
+        engine, shards = _stock_engine(model)
+    else:
+        engine, shards = _our_engine(model, [_batch(256, number) for number in range(3)], "ulysses")
+    for shard in shards:
+        _step(engine, shard)
+    engine.destroy()
+
+
+def _model(hidden_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"intermediate_size": 2 * hidden_size, "num_hidden_layers": 2, "num_attention_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes, vocab_size=_VOCABULARY, use_cache=False))
+
+
+def _initialize(model: Any, mpu: Any = None, **config: Any) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **config}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+
+
+def _stock_engine(model: Any) -> tuple[Any, Iterator[dict[str, Any]]]:
+    """As DeepSpeed's tutorial on Ulysses sets it up; its shards are of one size."""
+    import torch.distributed as dist
+
+    half = slice(dist.get_rank() * 128, (dist.get_rank() + 1) * 128)
+    positions = torch.arange(256)[None, half]
+    whole = [_batch(256, number) for number in range(3)]
+    shards = (
+        {"input_ids": batch["input_ids"][:, half], "labels": batch["labels"][:, half], "position_ids": positions}
+        for batch in whole
+    )
+    return _initialize(model, _stock_mpu(), sequence_parallel_size=2), shards
+
+
+@cache
+def _stock_mpu() -> Any:
+    """Stock registers once per process."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=_model(512), core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1
+    )
+
+
+def _our_engine(model: Any, batches: Any, schedule: Any) -> tuple[Any, Iterator[dict[str, Any]]]:
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    engine = _initialize(model, heterogeneity={"schedule": schedule}, sequence_parallel_size=2)
+    return engine, iter(handle.for_engine(engine).dataloader(batches, batches="same"))
+
+
+def _step(engine: Any, shard: dict[str, Any]) -> None:
+    import ds_hetero
+
+    outputs = engine(**shard)
+    loss = outputs.loss if "labels" in shard else ds_hetero.register().for_engine(engine).loss(outputs, shard)
+    engine.backward(loss)
+    engine.step()
+
+
+def _batch(length: int, seed: int, documents: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(_VOCABULARY, (1, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    if documents:
+        starts = torch.rand(length, generator=generator) < 0.03
+        starts[0] = True
+        index = torch.arange(length)
+        batch["position_ids"] = (index - torch.where(starts, index, 0).cummax(0).values)[None]
+    return batch
+
+
+def _train_steps(rank: int, report: Report, count: int) -> dict[str, list[int]]:
+    """Resident bytes, threads and open files after every step."""
+    lengths = random.Random(0)
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(count):
+            yield _batch(lengths.randint(*_LENGTHS), number, documents=number % 2 == 1)
+
+    engine, shards = _our_engine(_model(64), batches(), _SCHEDULE)
+    seen: dict[str, list[int]] = {"resident_bytes": [], "threads": [], "files": []}
+    for number, shard in enumerate(shards):
+        _step(engine, shard)
+        seen["resident_bytes"].append(_status("VmRSS") * 1024)
+        seen["threads"].append(_status("Threads"))
+        seen["files"].append(len(os.listdir("/proc/self/fd")))
+        report((number + 1) / count, f"step {number + 1} of {count}")
+    return seen
+
+
+def _status(name: str) -> int:
+    """A number of /proc/self/status; memory is in KiB."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
