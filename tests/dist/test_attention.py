@@ -1,7 +1,8 @@
 """Attention over uneven shards equals attention of the whole sequence on one process, outputs and all gradients.
 
 Tolerances are relative to the largest entry of the reference: float64 1e-12 and float32 1e-5 (sums of up to 90
-products in another order), bfloat16 and float16 a few roundings of the input type.
+products in another order; 1e-6 suffices for placements of documents), bfloat16 and float16 a few roundings of the
+input type.
 """
 
 import random
@@ -104,7 +105,8 @@ def _check_cases(rank, num_cases, dtypes, by_documents=False, kernel=None):
                     part = want[:, :, mine]
                 if part.numel():
                     error = (have.double() - part).abs().max().item() / max(scale, 1e-3)
-                    assert error <= TOLERANCE[dtype], f"seed {seed} {name} {dtype}: {error:.2e} in {case}"
+                    tolerance = 1e-6 if by_documents and dtype is torch.float32 else TOLERANCE[dtype]
+                    assert error <= tolerance, f"seed {seed} {name} {dtype}: {error:.2e} in {case}"
 
 
 def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:
