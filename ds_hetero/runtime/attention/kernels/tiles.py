@@ -92,7 +92,7 @@ class Tile(NamedTuple):
     step: int = 0
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def decompose(
     num_queries: int, num_keys: int, band: Band, leaf: int = LEAF, chunk: int = CHUNK, side: int | None = None
 ) -> tuple[Tile, ...]:
