@@ -16,6 +16,8 @@ filled with NaN. What a rank prints is shown as the test's own output.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -30,6 +32,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -40,12 +43,13 @@ from typing import Any
 
 from tests.nccl_rules.replay import violations
 
-__all__ = ["ROOT", "free_port", "run_deepspeed", "run_ranks", "start_server"]
+__all__ = ["ROOT", "Ending", "free_port", "run_deepspeed", "run_ranks", "run_to_the_end", "start_server"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # What a rank says when another one failed first.
 _SECONDARY = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "killed by run_ranks")
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 10  # for the other ranks to report, once one has failed
 
 _server = multiprocessing.get_context("forkserver")
@@ -108,6 +112,28 @@ def run_deepspeed(
     }
     body = partial(_recorded, _in_launcher_env) if nccl_rules else _in_launcher_env
     return _run(body, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended that nobody looked after.
+
+    Args:
+        code: its exit code; negative for a signal.
+        output: what it printed on both streams.
+        ended_s: when, on the monotonic clock.
+    """
+
+    code: int
+    output: str
+    ended_s: float
+
+
+def run_to_the_end(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+) -> list[Ending]:
+    """Like `run_deepspeed`, for ranks that end as scripts do: errors go to ``sys.excepthook``, exit functions run."""
+    return run_deepspeed(_to_the_end, world_size, fn, args, timeout_s=timeout_s, env=env)
 
 
 def free_port() -> int:
@@ -308,3 +334,26 @@ def _in_launcher_env(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
     return fn(rank, *args)
+
+
+def _to_the_end(rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> Ending:
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            code = 0
+            try:
+                fn(rank, *args)
+            except BaseException:
+                code = 1
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        ended_s = time.monotonic()
+        output.seek(0)
+        return Ending(os.waitstatus_to_exitcode(status), output.read().decode(errors="replace"), ended_s)

@@ -24,6 +24,7 @@ from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_fact
 from ds_hetero.placement import Placer
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 
 __all__ = ["PipelinedModel", "PreparedModel", "Registry"]
@@ -154,6 +155,7 @@ class Registry:
         finally:
             self.ds_config = before
 
+    @waiting_for_peers("starting the job")
     def prepare(
         self, model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]
     ) -> PreparedModel:

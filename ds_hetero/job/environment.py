@@ -57,6 +57,7 @@ MAY_DIFFER = (
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_NCCL_RANK",
+    "DS_HETERO_TRACEBACK",
 )
 """Variables of those families that describe one host, or only what is printed."""
 

@@ -30,6 +30,7 @@ from ds_hetero.job.start import JobStart, World
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock
 
 __all__ = ["DocumentObserver", "EventWriter", "StepMonitor", "steps_between"]
@@ -129,6 +130,7 @@ class StepMonitor:
         elif self._steps % self._interval == 0:
             self._observe(samples)
 
+    @waiting_for_peers("comparing the times of the ranks")
     def _observe(self, samples: int) -> None:
         steps = self._clock.pop_finished()
         for step in steps:

@@ -34,6 +34,7 @@ from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = [
     "JobStart",
@@ -106,6 +107,7 @@ class MeasuredClusters:
     def __init__(self) -> None:
         self._clusters: dict[tuple[int, str, str | None, int | None, float | None], Cluster] = {}
 
+    @waiting_for_peers("measuring the ranks")
     def of(self, world: World, facts: JobFacts) -> Cluster:
         """Return the cluster of the live ranks, measured as the job will train.
 

@@ -20,6 +20,7 @@ from ds_hetero.integrations.deepspeed.facts import enabled
 from ds_hetero.integrations.deepspeed.registered import expect_all_registered
 from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = ["MAY_DIFFER", "agree_on_configuration"]
 
@@ -43,6 +44,7 @@ _ON = "switched on"
 _MODEL = "the model"
 
 
+@waiting_for_peers("comparing the configurations of all ranks")
 def agree_on_configuration(
     ds_config: Mapping[str, Any] | None, model: nn.Module | None = None, error: Exception | None = None
 ) -> None:

@@ -49,6 +49,7 @@ from ds_hetero.integrations.registry import PreparedModel, Registry
 from ds_hetero.job.pipelines import agree_on_pipelines
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.start import World
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "EngineInstaller", "install"]
@@ -160,6 +161,7 @@ class EngineInstaller:
         self._hook(engine, prepared)
         return (engine, *rest)
 
+    @waiting_for_peers("building the engine")
     def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
         """Have stock build the engine without sequence parallelism and with our ZeRO optimizers."""
         replica = prepared.model.replica

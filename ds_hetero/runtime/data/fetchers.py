@@ -34,6 +34,7 @@ from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, steps
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["DividedBatches", "OwnBatches", "SharedBatches", "make_fetcher"]
@@ -201,6 +202,7 @@ class DividedBatches(Fetcher):
         return place(self._placer, replica.schedule, filler_batch(self._filler, fewest_tokens))
 
 
+@waiting_for_peers("comparing the loaders of all ranks")
 def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, requested: str | None) -> Fetcher:
     """Agree with all ranks on the way in which their loaders hold batches.
 

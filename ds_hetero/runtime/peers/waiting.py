@@ -50,7 +50,7 @@ def lost_peer_error(error: BaseException, phase: str) -> PeerError | StepError:
             f"{phase}, and saw: {str(error).splitlines()[0]}"
         )
     kind = StepError if diagnosis.error == STEP else PeerError
-    return kind(f"{diagnosis.text} Rank {rank} was {phase}.")
+    return kind(f"{diagnosis.text.rstrip('.')}. Rank {rank} was {phase}.")
 
 
 @contextmanager
