@@ -230,13 +230,15 @@ def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]
 
     Args:
         failures: by global rank.
-        unnamed: sets of ranks that need no naming if just they failed alike.
+        unnamed: sets of ranks that need no naming if just they broke the same rule.
     """
     ranks_by_failure: dict[_Failure, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_failure.setdefault(failure, []).append(rank)
     lines = [
-        str(failure) if ranks in unnamed else f"on rank {', '.join(map(str, ranks))}: {failure}"
+        str(failure)
+        if ranks in unnamed and failure.rule is not None
+        else f"on rank {', '.join(map(str, ranks))}: {failure}"
         for failure, ranks in ranks_by_failure.items()
     ]
     rules = [failure.rule for failure in ranks_by_failure if failure.rule is not None]

@@ -207,7 +207,10 @@ def _initialize_without_section(rank: int) -> None:
 # Kind of the error, and a part of its message.
 ERRORS = {
     "a value of one rank": ("ConfigError", 'on rank 1: "heterogeneity.layout": "zig"'),
-    "sections that differ": ("ConfigError", "heterogeneity by rank is"),
+    "sections that differ": (
+        "ConfigError",
+        "groups[0].ranks is [0] on rank 0; [0, 1] on rank 1",
+    ),
     "two sizes": (
         "ConfigError",
         "sequence-parallel size is given twice: sequence_parallel_size of ds_config=1, mesh_param of deepspeed",

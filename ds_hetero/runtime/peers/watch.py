@@ -131,6 +131,7 @@ class Watch:
             place = self._place
             status = Status(asked, place.text, place.waits, place.in_script, unchanged_s, own_calls.history())
             self._board.write_status(self.rank, status)
+            self._ends = self._board.ends()
             settled = self._board.diagnosis()
             if settled is not None:
                 self._note(Diagnosis(*settled))
@@ -184,7 +185,8 @@ class Watch:
         deadline = time.monotonic() + _LINGER_S
         while time.monotonic() < deadline:
             self._ends = self._board.ends()
-            is_needed = self.rank == 0 and len(self._dead()) + len(self._ends) < self.size
+            over = {*self._dead(), *(other.rank for other in self._ends)}
+            is_needed = self.rank == 0 and len(over) < self.size
             if not (is_needed or self._waits_for_rank_0):
                 break
             time.sleep(0.02)
