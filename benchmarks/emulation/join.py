@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +31,8 @@ def join(settings: Mapping[str, Any]) -> None:
     rank = dist.get_rank()
     if (budget := settings["memory_bytes"][rank]) is not None:
         limit_memory(budget)
+    # A slow end of the interpreter makes torch abort ("terminate called without an active exception").
+    atexit.register(os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0))
     group = settings["group"]
     _throttle = Throttle(SpeedLimits(group and Path(group)), rank, settings["speed_methods"])
     if not settings["verify"] or dist.get_backend() != "gloo":
