@@ -184,6 +184,15 @@ _LOOP_ROWS = (
         tests=("tests/integration/test_trainer.py::test_trl_trains_packed_documents_as_one_process",),
     ),
     Row(
+        what="`placement: documents`: own loop, HF Trainer, flattening collator, TRL packing, padded rows",
+        status="tested",
+        tests=(
+            "tests/integration/test_documents.py::test_a_plain_loop_trains_as_one_process",
+            "tests/integration/test_trainer.py::test_flattened_documents_train_and_resume_as_on_one_process",
+            "tests/integration/test_trainer.py::test_trl_trains_packed_documents_as_one_process",
+        ),
+    ),
+    Row(
         what="accelerate loop: one replica, two replicas",
         status="tested",
         tests=(
