@@ -169,6 +169,11 @@ def test_models_that_are_exact_pass(dtype: str) -> None:
     assert run_ranks(_verdicts, 2, EXACT, "plain", UNEVEN_2, dtype) == [dict.fromkeys(EXACT, "")] * 2
 
 
+def test_losses_in_single_precision_raise_no_alarm_in_a_model_of_double_precision() -> None:
+    llama = {"llama": EXACT["llama"]}
+    assert run_ranks(_verdicts, 2, llama, "plain", UNEVEN_2, "float64") == [{"llama": ""}] * 2
+
+
 @pytest.mark.parametrize(("kind", "schedule"), [("left", 0), ("right", 0), ("packed", 0), ("prompt", 0), ("packed", 1)])
 def test_padding_packing_and_prompts_raise_no_alarm(kind: str, schedule: int) -> None:
     llama = {"llama": EXACT["llama"]}

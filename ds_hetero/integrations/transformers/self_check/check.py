@@ -111,7 +111,7 @@ def _first_piece(model: ShardedModel, batch: Mapping[str, Any] | None, **kind: b
 def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[int, Difference]]:
     """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
     runs = _Runs(model, piece)
-    eps = torch.finfo(model.pretrained.dtype).eps
+    eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
     with traceless(model.model), model.unrecorded():
         whole, sharded = runs.pair(None)
         noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
