@@ -94,8 +94,9 @@ def messages_group() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if _messages_group is None or _messages_group[0] is not world:
-        start_watch()
-        _messages_group = world, dist.new_group(timeout=timeout_of_job())
+        timeout = timeout_of_job()
+        start_watch(timeout.total_seconds())
+        _messages_group = world, dist.new_group(timeout=timeout)
     return _messages_group[1]
 
 

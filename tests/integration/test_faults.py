@@ -1,6 +1,6 @@
 """One rank of a job dies, hangs, fails or goes its own way: the others end soon, name it, and the checkpoint is whole.
 
-`benchmarks.faults` tries 190 jobs; here is one per phase and per fault.
+`benchmarks.faults` tries 196 jobs; here is one per phase and per fault.
 
 Budget: 40 s without the slow ones.
 """

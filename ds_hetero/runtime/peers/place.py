@@ -18,7 +18,13 @@ _ENGINES = ("/deepspeed/", _PACKAGE)
 # Files through which a collective is called, by a script as well as by an engine.
 _WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}integrations/deepspeed/engine.py")
 # Files in whose functions a thread waits for other ranks.
-_WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/deepspeed/runtime/zero/", f"{_PACKAGE}runtime/")
+_WAITING = (
+    "/torch/distributed/",
+    "/deepspeed/comm/",
+    "/deepspeed/runtime/zero/",
+    f"{_PACKAGE}integrations/deepspeed/zero/",
+    f"{_PACKAGE}runtime/",
+)
 
 
 class Place(NamedTuple):

@@ -38,10 +38,11 @@ class Watch:
 
     Args:
         group: of all ranks of the job.
+        timeout_s: after which a rank that waits in vain may take one that does not answer for gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.group, self._timeout_s = group, timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.diagnosis: Diagnosis | None = None
         self._board = Board()
@@ -120,8 +121,15 @@ class Watch:
         elif self._has_lost_peer:
             self._inquire()
         elif unchanged_s >= self._patience_s and self._board.may_ask(self._board.asked()):
-            self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
+            # A group that DeepSpeed made has a timeout of its own, half an hour, whatever the job's is.
+            self._has_lost_peer = self._place.waits and unchanged_s >= self._timeout_s
+            self._patience_s = self._next_patience_s(unchanged_s)
             self._inquire()
+
+    def _next_patience_s(self, unchanged_s: float) -> float:
+        """Doubled, but not beyond the moment at which the job's timeout is over."""
+        doubled_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
+        return min(doubled_s, self._timeout_s) if unchanged_s < self._timeout_s else doubled_s
 
     def _answer(self) -> None:
         asked = self._board.asked()
@@ -213,6 +221,8 @@ class Watch:
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
             dead = self._dead()
+            if 0 in dead and all(end.rank != 0 for end in self._ends):
+                dead = [0]  # it would have kept the store until the others end, had it not been killed
             if dead or self._in_state("T"):
                 alone = diagnose(Evidence({}, self._ends, dead, self._in_state("T"), has_lost_peer=True))
                 if alone is not None:
@@ -240,11 +250,15 @@ def current_watch() -> Watch | None:
     return _current
 
 
-def start_watch() -> Watch:
-    """The watch over the default process group; the first call starts it, on every rank of the group."""
+def start_watch(timeout_s: float) -> Watch:
+    """The watch over the default process group; the first call starts it, on every rank of the group.
+
+    Args:
+        timeout_s: of the group's collectives, see `Watch`.
+    """
     global _current
     if _current is None or _current.group is not dist.group.WORLD:
-        _current = Watch(default_group())
+        _current = Watch(default_group(), timeout_s)
     return _current
 
 
