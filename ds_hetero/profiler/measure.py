@@ -120,7 +120,7 @@ def _time_devices(
             with _naming(name):
                 return part(), matmul_probe(timer, dtype)
 
-        for samples_of_rank, (sample, repeat) in zip(samples, on_all_ranks(time_part), strict=True):
+        for samples_of_rank, (sample, repeat) in zip(samples, on_all_ranks(time_part, names_rank_0=True), strict=True):
             samples_of_rank[name] = sample
             samples_of_rank["repeats"].append(repeat)
     return samples

@@ -141,12 +141,13 @@ def _raise_different_phases(phase: str, group: ProcessGroup) -> NoReturn:
     raise StepError(f"{unusual}, while the other ranks are {usual.removeprefix('is ')}. {REMEDY}")
 
 
-def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None, *, names_rank_0: bool = False) -> list[T]:
     """Run ``compute`` on every rank; return all results, or raise the same error on every rank.
 
     Args:
         compute: returns what pickle can carry. It may run collectives only if it cannot fail before them.
         group: the ranks that take part; None for the whole job, which is one rank without `torch.distributed`.
+        names_rank_0: whether a failure of rank 0 alone is its own, as it is for what every rank does for itself.
 
     Returns:
         The results, by rank of ``group``.
@@ -177,7 +178,7 @@ def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None) ->
     }
     if failures:
         # Rank 0 alone reads files and searches schedules: its faults are the job's. But every rank writes checkpoints.
-        by_any_rank = any(failure.rule is CheckpointError for failure in failures.values())
+        by_any_rank = names_rank_0 or any(failure.rule is CheckpointError for failure in failures.values())
         raise _error_of(failures, unnamed=(ranks,) if by_any_rank else (ranks, ranks[:1])) from own_error
     return [pickle.loads(payload) for payload in payloads]
 

@@ -68,7 +68,8 @@ class Watch:
             self._settled.clear()
             self._has_lost_peer = True
             self._wake.set()
-            self._settled.wait(2 * _ANSWER_S)
+            if not self._settled.wait(2 * _ANSWER_S):  # the store does not answer: its process may be stopped
+                self._note(self._diagnose_alone())
         return self.diagnosis
 
     def say_last_words(self, how: str, text: str) -> None:
