@@ -12,7 +12,7 @@ import ds_hetero.errors
 from benchmarks.faults.jobs import ENDLESS, LOCAL, MISMATCHES, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step
-from benchmarks.faults.world import PAUSE_S, RankEnd
+from benchmarks.faults.world import RankEnd
 
 __all__ = ["Verdict", "judge", "judge_checkpoint", "last_word"]
 
@@ -34,7 +34,8 @@ class Verdict:
 
     Args:
         job: which one.
-        seconds: from the fault to the end of the last rank, less what the fault itself takes; None if it hung.
+        seconds: from the fault to the end of the last rank, less what the fault itself takes; None if it hung
+            or went on.
         named: "right", "wrong", "nobody", or "-" where there is nobody to name.
         checkpoint: "loads", "none yet", "bad", or "-" where it was not tried.
         problems: what is wrong, in sentences.
@@ -69,9 +70,9 @@ def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
         verdict.problems.append(f"hang of ranks {verdict.hung}")
     else:
         ended_s = max(end.ended_at_s for rank, end in enumerate(ends) if rank not in stopped)
-        own_s = TIMEOUT_S if job.takes_timeout else PAUSE_S if job.fault == PAUSE else 0.0
-        verdict.seconds = ended_s - fault_s - own_s
+        verdict.seconds = ended_s - fault_s - (TIMEOUT_S if job.takes_timeout else 0.0)
     if job.fault == PAUSE:
+        verdict.seconds = None  # it goes on to its end
         _expect_completed(verdict, ends, folder)
     else:
         _judge_words(verdict, ends)

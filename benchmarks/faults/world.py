@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 
-__all__ = ["PAUSE_S", "RankEnd", "run_world"]
+__all__ = ["RankEnd", "run_world"]
 
-PAUSE_S = 2.0
+_PAUSE_S = 2.0
 _STACKS_S = 0.7  # for the ranks to write their stacks
 _PR_SET_PDEATHSIG = 1
 _server = multiprocessing.get_context("forkserver")
@@ -104,7 +104,7 @@ def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, res
         for sentinel in wait(list(running), timeout=0.1):
             ended[running.pop(sentinel)] = time.monotonic()  # type: ignore[index]
         if job.fault == PAUSE and not resume and goes_on_at is None and (folder / FAULT_FILE).exists():
-            goes_on_at = float((folder / FAULT_FILE).read_text()) + PAUSE_S
+            goes_on_at = float((folder / FAULT_FILE).read_text()) + _PAUSE_S
         if goes_on_at is not None and time.monotonic() > goes_on_at:
             os.kill(processes[job.victim].pid, signal.SIGCONT)
             goes_on_at = float("inf")

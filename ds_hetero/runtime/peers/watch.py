@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hetero import errors
-from ds_hetero.runtime.peers.board import ENDED, STOPPED, Board, End, Status, default_group
+from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, Status, default_group
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, Diagnosis, Evidence, diagnose
 from ds_hetero.runtime.peers.place import own_place
@@ -119,7 +119,7 @@ class Watch:
         unchanged_s = now_s - self._since_s
         if self.diagnosis is not None:
             self._end_if_stuck(now_s, unchanged_s)
-        elif self._has_lost_peer:
+        elif self._has_lost_peer or any(end.how == FAILED for end in self._ends):
             self._inquire()
         elif unchanged_s >= self._patience_s and self._board.may_ask(self._board.asked()):
             # A group that DeepSpeed made has a timeout of its own, half an hour, whatever the job's is.
@@ -194,7 +194,7 @@ class Watch:
         deadline = time.monotonic() + _LINGER_S
         while time.monotonic() < deadline:
             self._ends = self._board.ends()
-            over = {*self._dead(), *(other.rank for other in self._ends)}
+            over = {*self._dead(), *self._in_state("T"), *(other.rank for other in self._ends)}
             is_needed = self.rank == 0 and len(over) < self.size
             if not (is_needed or self._waits_for_rank_0):
                 break
