@@ -29,7 +29,8 @@ _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
 _LONGEST_PATIENCE_S = 60.0
 _ANSWER_S = 1.2  # within which the others answer
-_GRACE_S = 0.75  # for a rank that waits in vain to be freed by its backend, before its process is ended
+_SAID_S = 0.9  # for rank 0 to say what this rank would say too
+_GRACE_S = 1.25  # for a rank that waits in vain to be freed by its backend: `_SAID_S`, and for the other to end
 _LINGER_S = 2.0  # for the others to read the last words, on the rank that keeps the store
 
 
@@ -80,7 +81,7 @@ class Watch:
     def is_said_by_rank_0(self, text: str) -> bool:
         """Whether rank 0 ends with ``text`` too; waits a moment for its last words, unless this rank is rank 0."""
         self._waits_for_rank_0 = self.rank > 0
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _SAID_S
         while self._waits_for_rank_0 and self._thread.is_alive() and time.monotonic() < deadline:
             if any(end.rank == 0 for end in self._ends):
                 break
