@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -358,12 +360,13 @@ def doctor(
 ) -> None:
     """What is installed, which kernels work on this machine's devices, and what a configuration's section comes to."""
     require("torch", purpose="ds-hetero doctor")
-    from ds_hetero.cli.doctor import examine, model_facts, model_of, show
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
+        from ds_hetero.cli.doctor import examine, model_facts, model_of, show
 
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    module = model_of(model)
-    facts = model_facts(model, module, **sizes, seq_len=seq_len, checkpointing=checkpointing)
-    report = examine(config, facts, world_size, module)
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        module = model_of(model)
+        facts = model_facts(model, module, **sizes, seq_len=seq_len, checkpointing=checkpointing)
+        report = examine(config, facts, world_size, module)
     show(report, as_json)
     if not report["healthy"]:
         raise typer.Exit(1)

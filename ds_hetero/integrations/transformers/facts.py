@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
@@ -74,9 +75,10 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
         None where transformers has no causal language model for it.
 
     Raises:
-        ModelError: the file cannot be read.
+        ModelError: the file cannot be read, or transformers refuses its values.
     """
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     content = read_model_config(source)
     try:
@@ -86,6 +88,9 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
             if named is not None:
                 return named._from_config(config)  # type: ignore[no-any-return]
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    except StrictDataclassError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ModelError(f"transformers refuses the values of model {shortened(str(source))}: {reason[:300]}") from None
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError):
         return None  # of a kind that this transformers does not know, or cannot build from these values
 
