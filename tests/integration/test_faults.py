@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.jobs import Job, quick_jobs
+from benchmarks.faults.jobs import PAUSE, Job, quick_jobs
 from benchmarks.faults.run import run_job
 
 # What a quick run tries: a phase each, and what only one rank decides or has otherwise.
@@ -33,4 +33,5 @@ def test_all_ranks_end_and_name_the_rank_and_the_last_checkpoint_loads(job: Job)
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         verdict = run_job(job, Path(folder))
     assert verdict.is_good, "\n".join([*verdict.problems, *map(str, enumerate(verdict.last_words))])
-    assert verdict.seconds is not None and verdict.seconds < _SLOWEST_S
+    if job.fault != PAUSE:  # a job that was paused goes on to its end
+        assert verdict.seconds is not None and verdict.seconds < _SLOWEST_S
