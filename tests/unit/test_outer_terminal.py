@@ -28,6 +28,7 @@ def in_terminal(arguments, cwd, until, timeout_s=100):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in what a shell runs in the background, as CI does
         os.execv(sys.executable, [sys.executable, "-m", "ds_hetero.cli", *arguments])
     shown, pressed, stop = "", False, time.monotonic() + timeout_s
     try:
