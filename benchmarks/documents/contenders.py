@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
+from benchmarks.measure.models import VOCABULARY, llama_of
 from ds_hetero.baselines import proportional
 from ds_hetero.placement import Lane, Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents import UnitCosts, place_documents
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
-_VOCABULARY, _IGNORED = 512, -100
+_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -180,25 +181,6 @@ def step_actions(
     return actions
 
 
-def _model(shape: Shape, batch: PackedBatch, attention_name: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.hidden_size * 11 // 4,
-        head_dim=shape.head_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=batch.tokens,
-        use_cache=False,
-        attn_implementation=attention_name,
-    )
-    return LlamaForCausalLM(config)
-
-
 def _engine_for(model: Any, mpu: Any = None, **config: Any) -> Any:
     import deepspeed
 
@@ -213,7 +195,7 @@ def _engine_for(model: Any, mpu: Any = None, **config: Any) -> Any:
 
 
 def _whole(batch: PackedBatch) -> dict[str, Tensor]:
-    ids = torch.randint(_VOCABULARY, (1, batch.tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY, (1, batch.tokens), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, [start for start, _ in batch.documents]] = _IGNORED
     return {"input_ids": ids, "labels": labels, "position_ids": batch.position_ids}
@@ -241,7 +223,7 @@ def engine_step(
         "verify": "off",
         "replan": dict(replan or {}),
     }
-    model = _model(shape, batch, "sdpa")
+    model = llama_of(shape, batch.tokens, "sdpa")
     engine = _engine_for(model, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
     own = handle.for_engine(engine)
     if name != STREAM:
@@ -278,7 +260,7 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     name = f"packed {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
-    model = _model(shape, batch, name)
+    model = llama_of(shape, batch.tokens, name)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation=name, sequence_parallel_size=num_ranks, micro_batch_size=1
     )
@@ -290,7 +272,7 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
 
     def step() -> float:
         logits = engine(input_ids=ids, position_ids=positions).logits
-        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=_VOCABULARY)
+        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
         losses = all_gather(loss, group=group)
         counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
         loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
@@ -306,7 +288,7 @@ def alone_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
         return lambda: None
     name = f"alone {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
-    model = _model(shape, batch, name)
+    model = llama_of(shape, batch.tokens, name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     whole = _whole(batch)
     labels = _shifted(whole)

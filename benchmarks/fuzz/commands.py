@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from benchmarks.fuzz.kinds import KINDS, Nonsense, check_plan, expect
 from benchmarks.fuzz.mutations import mutate, tear
-from benchmarks.fuzz.trials import LONGEST_MESSAGE, Tally, names_one_of
+from benchmarks.fuzz.trials import LONGEST_MESSAGE, Tally
 from ds_hetero.cli import main
 from ds_hetero.errors import HeteroError
 from ds_hetero.plans import read_plan
@@ -103,11 +103,7 @@ class CommandLine:
                 changed = {file: text[:300] for file, text in texts.items() if text != json.dumps(self._sound[file])}
                 tally.faults.append(f"{message}\n  of {' '.join(arguments)[:300]} {changed}")
             if outcome == "clear error" and names:
-                tally.single += 1
-                if names_one_of(message, names):
-                    tally.named += 1
-                else:
-                    tally.unnamed.append(f"{names[0][:40]}: {message.strip()[:300]}")
+                tally.count_named(message, names)
         return tally
 
     def is_sound(self, name: str) -> tuple[bool, str]:

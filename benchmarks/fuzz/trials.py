@@ -44,6 +44,14 @@ class Tally:
         """Whether every mutation was refused clearly or made sense."""
         return not self.faults
 
+    def count_named(self, message: str, names: Sequence[str]) -> None:
+        """Count the clear error of a single mutation by whether its message has one of the mutated keys."""
+        self.single += 1
+        if names_one_of(message, names):
+            self.named += 1
+        else:
+            self.unnamed.append(f"{names[0][:40]}: {message.strip()[:300]}")
+
 
 def fuzz(kind: Kind, count: int, rng: random.Random) -> Tally:
     """Read ``count`` mutations of a kind's example."""
@@ -68,11 +76,7 @@ def fuzz(kind: Kind, count: int, rng: random.Random) -> Tally:
         if outcome in ("traceback", "hang", "nonsense"):
             tally.faults.append(f"{message}\n  of {repr(given)[:300]}")
         if outcome == "clear error" and changes == 1 and names and kind.names_keys:
-            tally.single += 1
-            if names_one_of(message, names):
-                tally.named += 1
-            else:
-                tally.unnamed.append(f"{names[0][:40]}: {message[:300]}")
+            tally.count_named(message, names)
     return tally
 
 

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
 from benchmarks.measure.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+from benchmarks.measure.models import VOCABULARY, llama_of
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import Schedule
@@ -33,7 +34,6 @@ __all__ = ["Step", "alone_step", "make_loaded_step", "make_scheduled_step", "mak
 Step = Callable[[int], float]
 """Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""
 
-_VOCABULARY = 512
 _IGNORED = -100
 
 
@@ -42,23 +42,6 @@ def make_step(name: str, shape: Shape, max_length: int) -> Step:
     deepspeed.init_distributed("gloo", verbose=False)
     makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
     return makers[name](name, shape, max_length)
-
-
-def _model(shape: Shape, max_length: int, attention: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.hidden_size * 11 // 4,
-        head_dim=shape.head_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=max_length,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
 
 
 def _engine_for(model: LlamaForCausalLM, shape: Shape, mpu: Any = None, **config: Any) -> Any:
@@ -74,7 +57,7 @@ def _engine_for(model: LlamaForCausalLM, shape: Shape, mpu: Any = None, **config
 
 def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]:
     """This rank's shard of a batch; steps are measured, not loaders."""
-    tokens = torch.randint(_VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
     return {
         "input_ids": tokens[:, positions],
@@ -85,7 +68,7 @@ def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]
 
 def _stock(name: str, shape: Shape, max_length: int) -> Step:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    model = _model(shape, max_length, "sdpa")
+    model = llama_of(shape, max_length, "sdpa")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation="sdpa",
@@ -104,7 +87,7 @@ def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    engine = _engine_for(_model(shape, max_length, name), shape)
+    engine = _engine_for(llama_of(shape, max_length, name), shape)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     batch = cache(lambda length: _batch(shape, length, zigzag_positions(length, rank, num_ranks)))
     return lambda length: _documented_step(engine, batch(length), dist.group.WORLD)
@@ -114,7 +97,7 @@ def _documented_step(engine: Any, batch: Mapping[str, Tensor], group: Any) -> fl
     """As in DeepSpeed's tutorial and transformers' Trainer: means over the ranks' tokens, weighted by their number."""
     labels = batch["shift_labels"]
     logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=_VOCABULARY)
+    loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
     losses = all_gather(loss, group=group)
     counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
     loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
@@ -131,7 +114,7 @@ def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int)
     """This engine with a schedule or a strategy's name. Every rank calls it in the same order, after any "stock"."""
     num_ranks = dist.get_world_size()
     handle = ds_hetero.register()
-    model = _model(shape, max_length, "sdpa")
+    model = llama_of(shape, max_length, "sdpa")
     section = {"schedule": schedule if isinstance(schedule, str) else schedule.to_dict()}
     engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity=section)
     running = handle.schedule
@@ -163,10 +146,10 @@ def make_loaded_step(
         the step, and the handle whose latest model it trains.
     """
     handle = ds_hetero.register()
-    model = _model(shape, length, "sdpa")
+    model = llama_of(shape, length, "sdpa")
     section = {"schedule": schedule.to_dict(), "replan": dict(replan)}
     engine = _engine_for(model, shape, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
-    tokens = torch.randint(_VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
     shards = iter(handle.dataloader(repeat({"input_ids": tokens, "labels": tokens}), batches="same"))
 
     def step() -> float:
@@ -184,7 +167,7 @@ def alone_step(shape: Shape, max_length: int) -> Step:
     # Under a name of its own, because the usual one may be stock's by now.
     AttentionInterface.register("alone", sdpa_attention_forward)
     AttentionMaskInterface.register("alone", lambda *args, **kwargs: None)
-    model = _model(shape, max_length, "alone")
+    model = llama_of(shape, max_length, "alone")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = cache(lambda length: _batch(shape, length, list(range(length))))
 

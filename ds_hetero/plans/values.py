@@ -186,6 +186,11 @@ class Plan:
         """Return the indices (pipeline, stage) of a rank; None if it is idle."""
         return self._places.get(rank)
 
+    def stage_of(self, rank: int) -> Stage | None:
+        """Return the stage of a rank; None if it is idle."""
+        place = self.place_of(rank)
+        return None if place is None else self.pipelines[place[0]].stages[place[1]]
+
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         return {

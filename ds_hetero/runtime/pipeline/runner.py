@@ -30,11 +30,11 @@ class MicroBatch(Protocol):
 
     @property
     def rows(self) -> int:
-        """B."""
+        """Sequences, b."""
 
     @property
     def length(self) -> int:
-        """L."""
+        """Tokens of each, L."""
 
 
 B = TypeVar("B", bound=MicroBatch)

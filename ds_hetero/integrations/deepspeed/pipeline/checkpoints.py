@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.gradient_sync.chunks import Box, box_size
+from ds_hetero.gradient_sync.transfers import local_tensor
 from ds_hetero.integrations.deepspeed.checkpoints import expect_one_save
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.integrations.deepspeed.saving import save_whole
+from ds_hetero.integrations.transformers.stages import whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["frozen_state", "load_any_plan", "read_parts", "save_pipelines", "whole_tensor"]
@@ -51,12 +53,9 @@ def frozen_state(pipelined: PipelinedEngine, method: Callable[..., Any], *args: 
 
     Collectives: in a ``"tensor"`` stage an all_gather for every parameter that is cut and not trained.
     """
-    place = pipelined.plan.place_of(dist.get_rank())
     frozen = {name: p for name, p in pipelined.stage.parameters().items() if not p.requires_grad}
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in frozen.items()}
-    if place is None or place[0] or dist.get_rank() != pipelined.plan.pipelines[0].stages[place[1]].ranks[0]:
-        return {}
-    return {name: tensor.detach().cpu() for name, tensor in whole.items()}
+    whole = {name: whole_parameter(parameter) for name, parameter in frozen.items()}
+    return whole if pipelined.stage.is_writer else {}
 
 
 def load_any_plan(
@@ -192,11 +191,7 @@ def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Mapping[str, Any]])
         if name not in saved:
             raise CheckpointError(f"the checkpoint has no {name}, which the model does not train.")
         with torch.no_grad():
-            _local(parameter).copy_(_part_of(parameter, saved[name]))
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local_tensor(parameter).copy_(_part_of(parameter, saved[name]))
 
 
 def _part_of(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.integrations.deepspeed.facts import read_training_facts
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS
@@ -76,8 +77,7 @@ class PipelineInstaller:
     ) -> None:
         self._registry, self._stock, self._given, self._ds_config, self._plan = registry, stock, given, ds_config, plan
         self._rank = dist.get_rank()
-        place = plan.place_of(self._rank)
-        self._stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
+        self._stage = plan.stage_of(self._rank)
 
     def install(self) -> tuple[Any, ...]:
         """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
@@ -92,7 +92,7 @@ class PipelineInstaller:
         made = self._registry.process_groups
         if self._plan.activation_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if _wants_bf16(self._ds_config):
+        if read_training_facts(self._ds_config).mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
         stage = StageModel(model, self._plan, self._rank)
         replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
@@ -185,11 +185,6 @@ class PipelineInstaller:
 def _nothing() -> nn.Parameter:
     """What a group holds on a rank that owns none of its parameters, so that every rank has the same groups."""
     return nn.Parameter(torch.zeros(0, device=default_device()))
-
-
-def _wants_bf16(ds_config: Mapping[str, Any]) -> bool:
-    section = ds_config.get("bf16")
-    return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

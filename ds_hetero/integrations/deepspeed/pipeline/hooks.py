@@ -56,13 +56,14 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
 
 def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: bool) -> Tensor:
     """This rank's summand of the loss."""
-    plan, place = pipelined.plan, pipelined.plan.place_of(dist.get_rank())
+    plan, rank = pipelined.plan, dist.get_rank()
+    place, stage = plan.place_of(rank), plan.stage_of(rank)
     dtype = torch.promote_types(pipelined.stage.dtype, torch.float32)
     nothing = torch.zeros((), dtype=dtype, device=default_device())
     num_labels = whole.num_labels()
     if num_labels is None:
         raise BatchError("a batch needs labels, of which the last stages compute the loss.")
-    if place is None:
+    if place is None or stage is None:
         return nothing
     assert pipelined.runner is not None
     scale = 1 / max(num_labels, 1)
@@ -70,8 +71,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: 
     batches = [StageBatch(whole=rows, scale=scale) for step in steps for rows in micro_batches(plan, place[0], step)]
     sync = pipelined.engine.optimizer.sync
     value = pipelined.runner.train(batches, sync.no_sync) if is_training else pipelined.runner.evaluate(batches)
-    stage = plan.pipelines[place[0]].stages[place[1]]
-    is_copy = stage.inner == "tensor" and dist.get_rank() != stage.ranks[0]
+    is_copy = stage.inner == "tensor" and rank != stage.ranks[0]
     return nothing if value is None or is_copy else value.to(dtype)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["write_stages"]
+__all__ = ["whole_parameter", "write_stages"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -47,7 +47,7 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
     Raises:
         CheckpointError: on every rank, when a rank cannot write.
     """
-    whole = {name: _whole(tensor) for name, tensor in held.items()}
+    whole = {name: whole_parameter(tensor) for name, tensor in held.items()}
 
     def write() -> _Written | None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,5 +72,6 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
     on_all_ranks(index)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole_parameter(tensor: Tensor) -> Tensor:
+    """Return all of a parameter on the CPU; every rank of its mesh, if it has one, takes part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

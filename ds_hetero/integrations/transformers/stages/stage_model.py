@@ -74,15 +74,16 @@ class StageModel:
         width: H.
         dtype: of the parameters and of the activations between stages.
         is_last: it computes the loss.
+        is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
         assert plan.model is not None
         place, num_layers = plan.place_of(rank), plan.model.num_layers
-        stage = None if place is None else plan.pipelines[place[0]].stages[place[1]]
+        stage = plan.stage_of(rank)
         self.model, self._stage, self._rank = model, stage, rank
-        writes = place is not None and place[0] == 0 and stage is not None and rank == stage.ranks[0]
-        self._writes = (place[1], len(plan.pipelines[0].stages)) if writes and place is not None else None
+        self.is_writer = stage in plan.pipelines[0].stages and stage is not None and rank == stage.ranks[0]
+        self._writes = (place[1], len(plan.pipelines[0].stages)) if self.is_writer and place is not None else None
         self._pretrained = pretrained_of(model)
         self._decoder = self._pretrained.base_model
         self.dtype: torch.dtype = self._pretrained.dtype
