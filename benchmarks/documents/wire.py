@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.measure.contenders import Shape
 from ds_hetero.placement import Placement
+from ds_hetero.ring_table import RingTable
 from ds_hetero.runtime.attention import channel
 from ds_hetero.runtime.attention.channel import Channel, Message, PendingReceives
-from ds_hetero.runtime.attention.ring_table import RingTable
 
 __all__ = ["counted_bytes", "planned_bytes"]
 

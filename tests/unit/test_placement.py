@@ -8,7 +8,7 @@ from hypothesis import given
 from ds_hetero.baselines import proportional, ring
 from ds_hetero.errors import ScheduleError
 from ds_hetero.placement import Lane, Placement, Rows, stream_placement
-from ds_hetero.runtime.attention.ring_table import Block, RingTable, Round
+from ds_hetero.ring_table import Block, RingTable, Round
 from ds_hetero.schedule import Group, Schedule
 from tests.unit.test_schedule import lengths, schedules
 

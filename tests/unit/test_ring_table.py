@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ds_hetero.baselines import ring
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.planner.documents import UnitCosts, place_documents
+from ds_hetero.ring_table import Block, RingTable, visible_blocks
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
-from ds_hetero.runtime.attention.ring_table import Block, RingTable, visible_blocks
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
 
 

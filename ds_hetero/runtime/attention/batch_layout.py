@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_hetero.placement import Placement, Rows
+from ds_hetero.ring_table import RingTable
 from ds_hetero.runtime.attention.ring_steps import Ring, make_rings
-from ds_hetero.runtime.attention.ring_table import RingTable
 from ds_hetero.runtime.attention.shard_header import (
     Header,
     LocalBatch,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_hetero.placement import Range
+from ds_hetero.ring_table import Transfer
 from ds_hetero.runtime.attention.channel import Message
 from ds_hetero.runtime.attention.ring_steps import Ring
-from ds_hetero.runtime.attention.ring_table import Transfer
 
 __all__ = ["add_columns_", "block_like", "index_of", "local_kv", "only", "pack_kv", "receives_of", "sends_of"]
 

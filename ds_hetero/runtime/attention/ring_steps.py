@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ds_hetero.ring_table import RingTable, Round
 from ds_hetero.runtime.attention.kernels import Band
-from ds_hetero.runtime.attention.ring_table import RingTable, Round
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import Piece, refine
 

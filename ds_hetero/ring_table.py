@@ -4,7 +4,7 @@ A group holds intervals of positions (`ds_hetero.placement.Lane.intervals`); its
 in order of position. A document is an interval of positions whose tokens see each other; causality and a
 sliding window act inside it. Everything here is integer arithmetic, done once per batch layout:
 
-    Block      local query range x local key range, with the band of `ds_hetero.runtime.attention.kernels.Band`
+    Block      local query range x local key range, with the bounds of its band of visible pairs
     RingTable  per ring step: what each group receives and from whom, forward and backward
 
 Positions are global, indices are local. Ranges are half open.
