@@ -5,72 +5,38 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ds_hetero.cli.options import (
+    CausalOption,
+    CheckpointOption,
+    ClusterOption,
+    CostModelOption,
+    GlobalBatchOption,
+    GpusOption,
+    JsonOption,
+    MicroBatchesOption,
+    MicroBatchOption,
+    ModelOption,
+    NetworkOption,
+    ParallelOption,
+    PlanOption,
+    RequiredClusterOption,
+    SaveClusterOption,
+    SeedOption,
+    SeqLenOption,
+    TiledOption,
+    ZeroOption,
+    read_cluster,
+    workload_of,
+)
 from ds_hetero.common.extras import require
-
-if TYPE_CHECKING:
-    from ds_hetero.cost.workload import Workload
 
 __all__ = ["app", "compare", "doctor", "plan", "profile", "replan", "replicas", "selftest", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
-
-ClusterOption = Annotated[
-    str, typer.Option("--cluster", help="Cluster file, YAML or JSON, or the name of a ready one.")
-]
-ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face config.json or its folder, or a preset.")]
-SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence, over all ranks.")]
-MicroBatchOption = Annotated[int, typer.Option("--micro-batch", help="Sequences per micro-batch.")]
-MicroBatchesOption = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per iteration.")]
-CausalOption = Annotated[bool, typer.Option("--causal/--full", help="Causal or full attention.")]
-ZeroOption = Annotated[int, typer.Option("--zero-stage", help="ZeRO stage, 0 to 3.")]
-CheckpointOption = Annotated[
-    bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing of every layer.")
-]
-TiledOption = Annotated[bool, typer.Option("--tiled-loss/--whole-loss", help="Compute the loss in tiles of tokens.")]
-CostModelOption = Annotated[
-    str,
-    typer.Option(
-        "--cost-model",
-        help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale.",
-    ),
-]
-ParallelOption = Annotated[
-    str,
-    typer.Option("--parallel", help="sequence: one replica; full: pipelines of unequal stages, see --global-batch."),
-]
-GlobalBatchOption = Annotated[
-    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, for --parallel full.")
-]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="Plan file of pipelines, instead of --schedule.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the batches that are drawn from a distribution.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
-
-
-def _workload(
-    seq_len: int,
-    micro_batch: int,
-    micro_batches: int,
-    causal: bool,
-    zero_stage: int,
-    checkpointing: bool,
-    tiled_loss: bool,
-) -> Workload:
-    """The options that describe the training, as a workload."""
-    from ds_hetero.cost.workload import Workload
-
-    return Workload(
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        causal=causal,
-        zero_stage=zero_stage,
-        activation_checkpointing=checkpointing,
-        tiled_logits=tiled_loss,
-    )
 
 
 def _is_full(parallel: str, global_batch: int | None) -> bool:
@@ -96,9 +62,12 @@ def _root() -> None:
 
 @app.command()
 def plan(
-    cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    save_cluster: SaveClusterOption = None,
     micro_batch: MicroBatchOption = 1,
     micro_batches: MicroBatchesOption = 1,
     causal: CausalOption = True,
@@ -124,19 +93,20 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why."""
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    devices = read_cluster(cluster, gpus, network, save_cluster)
+    workload = workload_of(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if _is_full(parallel, global_batch):
         if (micro_batch, micro_batches, layout, token_unit, lengths) != (1, 1, None, 1, None):
             raise typer.BadParameter("--parallel full chooses micro-batches, layouts and tokens itself.")
         from ds_hetero.cli.pipelines import commands
 
-        task = commands.Task.read(cluster, model, cost_model, workload)
+        task = commands.Task.read(devices, model, cost_model, workload)
         assert global_batch is not None  # see _is_full
         commands.plan(task, global_batch, objective, at_most_s, out, as_json)
         return
     from ds_hetero.cli.scenario import Scenario
 
-    scenario = Scenario.read(cluster, model, workload, cost_model)
+    scenario = Scenario.read(devices, model, workload, cost_model)
     if lengths is not None:
         if (layout, token_unit) != (None, 1):
             raise typer.BadParameter("--lengths chooses layouts and tokens itself.")
@@ -168,16 +138,19 @@ def replicas(
     from ds_hetero.cli import replicas as command
     from ds_hetero.cli.scenario import Scenario
 
-    workload = _workload(seq_len, 1, 1, causal, zero_stage, checkpointing, tiled_loss)
+    workload = workload_of(seq_len, 1, 1, causal, zero_stage, checkpointing, tiled_loss)
     scenarios = [Scenario.read(of_replica, model, workload, cost_model) for of_replica in cluster]
     command.run(scenarios, global_batch, layout, out, as_json)
 
 
 @app.command()
 def simulate(
-    cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    save_cluster: SaveClusterOption = None,
     schedule: Annotated[
         str | None, typer.Option(help="Schedule file, output of plan --json, or a strategy's name.")
     ] = None,
@@ -192,25 +165,29 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict time and memory of a given schedule or plan of pipelines."""
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    devices = read_cluster(cluster, gpus, network, save_cluster)
+    workload = workload_of(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if plan is not None:
         from ds_hetero.cli.pipelines import commands
 
-        commands.simulate(commands.Task.read(cluster, model, cost_model, workload), plan, as_json)
+        commands.simulate(commands.Task.read(devices, model, cost_model, workload), plan, as_json)
         return
     if schedule is None:
         raise typer.BadParameter("give --schedule or --plan.")
     from ds_hetero.cli import simulate as command
     from ds_hetero.cli.scenario import Scenario
 
-    command.run(Scenario.read(cluster, model, workload, cost_model), schedule, as_json)
+    command.run(Scenario.read(devices, model, workload, cost_model), schedule, as_json)
 
 
 @app.command()
 def compare(
-    cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    save_cluster: SaveClusterOption = None,
     micro_batch: MicroBatchOption = 1,
     micro_batches: MicroBatchesOption = 1,
     causal: CausalOption = True,
@@ -224,24 +201,28 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """All strategies, or all planners of pipelines, on one cluster, in one table."""
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    devices = read_cluster(cluster, gpus, network, save_cluster)
+    workload = workload_of(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if _is_full(parallel, global_batch):
         from ds_hetero.cli.pipelines import commands, compare
 
         assert global_batch is not None  # see _is_full
-        compare.run(commands.Task.read(cluster, model, cost_model, workload), global_batch, as_json)
+        compare.run(commands.Task.read(devices, model, cost_model, workload), global_batch, as_json)
         return
     from ds_hetero.cli import compare as command
     from ds_hetero.cli.scenario import Scenario
 
-    command.run(Scenario.read(cluster, model, workload, cost_model), exact, as_json)
+    command.run(Scenario.read(devices, model, workload, cost_model), exact, as_json)
 
 
 @app.command()
 def show(
-    cluster: ClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    save_cluster: SaveClusterOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Picture to write: .svg, .png or .html; may be left out with --documents and --sample."),
@@ -265,12 +246,13 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
-    workload = _workload(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    devices = read_cluster(cluster, gpus, network, save_cluster)
+    workload = workload_of(seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
     if documents is not None or sample is not None:
         from ds_hetero.cli import documents as command_for_documents
         from ds_hetero.cli.scenario import Scenario
 
-        scenario = Scenario.read(cluster, model, workload, cost_model)
+        scenario = Scenario.read(devices, model, workload, cost_model)
         command_for_documents.show(scenario, schedule, documents, sample, seed, out, as_json)
         return
     if out is None:
@@ -278,18 +260,18 @@ def show(
     if plan is not None:
         from ds_hetero.cli.pipelines import commands, show
 
-        show.run(commands.Task.read(cluster, model, cost_model, workload), plan, out, as_json)
+        show.run(commands.Task.read(devices, model, cost_model, workload), plan, out, as_json)
         return
     from ds_hetero.cli import show as command
     from ds_hetero.cli.scenario import Scenario
 
-    command.run(Scenario.read(cluster, model, workload, cost_model), schedule, out, as_json)
+    command.run(Scenario.read(devices, model, workload, cost_model), schedule, out, as_json)
 
 
 @app.command()
 def replan(
     plan: Annotated[Path, typer.Option(help="Plan file of pipelines.")],
-    cluster: ClusterOption,
+    cluster: RequiredClusterOption,
     model: ModelOption,
     seq_len: SeqLenOption,
     lost: Annotated[list[int] | None, typer.Option(help="A rank that is lost; once per rank.")] = None,
@@ -304,7 +286,7 @@ def replan(
     """Plan pipelines again after devices are lost or added, and say what must move."""
     from ds_hetero.cli.pipelines import commands
 
-    workload = _workload(seq_len, 1, 1, causal, 3, True, tiled_loss)
+    workload = workload_of(seq_len, 1, 1, causal, 3, True, tiled_loss)
     task = commands.Task.read(cluster, model, cost_model, workload)
     commands.replan(task, plan, lost or [], lost_node or [], added, out, as_json)
 

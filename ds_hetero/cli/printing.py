@@ -15,8 +15,12 @@ from ds_hetero.errors import PlanError
 __all__ = ["check_out", "print_json", "terms_text"]
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, option: str = "--out") -> None:
     """Refuse a file that cannot be written, before anything is computed for it.
+
+    Args:
+        out: the file.
+        option: that names it.
 
     Raises:
         PlanError: its folder does not exist or may not be written to, or it is a folder itself.
@@ -24,11 +28,11 @@ def check_out(out: Path) -> None:
     try:
         folder, is_folder = out.resolve().parent, out.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that no file can have
-        raise PlanError(f"--out {shortened(str(out))} cannot be written: {_reason(error)}.") from None
+        raise PlanError(f"{option} {shortened(str(out))} cannot be written: {_reason(error)}.") from None
     if is_folder or not os.access(folder, os.W_OK):
         where = shortened(str(folder))
         reason = "it is a folder" if is_folder else f"{where} is no folder that may be written to"
-        raise PlanError(f"--out {shortened(str(out))} cannot be written: {reason}.")
+        raise PlanError(f"{option} {shortened(str(out))} cannot be written: {reason}.")
 
 
 def _reason(error: Exception) -> str:

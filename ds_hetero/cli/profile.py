@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
 
 from ds_hetero.cli.printing import check_out
+from ds_hetero.cluster.writing import check_cluster_file, write_cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cache import cache_folder, forget
@@ -48,8 +48,7 @@ def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_js
             return
     if out is None:
         raise ClusterError("--out is missing: the cluster file to write, .yaml or .json. --again works without it.")
-    if out.suffix not in (".json", ".yaml", ".yml"):
-        raise ClusterError(f"--out must end in .yaml or .json, got {shortened(str(out))}.")
+    check_cluster_file("--out", out)
     if dtype is not None and dtype not in DTYPES:
         raise ClusterError(f"--dtype must be one of {', '.join(DTYPES)}, got {shortened(dtype)}.")
     if not 0 < window_s <= 10:
@@ -61,8 +60,7 @@ def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_js
     content = profile(None if dtype is None else DTYPES[dtype], window_s=window_s, show_progress=not as_json)
     if not first:
         return
-    text = json.dumps(content, indent=1) if out.suffix == ".json" else yaml.safe_dump(content, sort_keys=False)
-    out.write_text(text, encoding="utf-8")
+    write_cluster(content, out)
     if as_json:
         print(json.dumps(content))
         return

@@ -39,13 +39,14 @@ class Scenario:
     cost_model: str
 
     @classmethod
-    def read(cls, cluster: str, model: str, workload: Workload, cost_model: str) -> Scenario:
-        """Load the cluster and the model, each by file or by name.
+    def read(cls, cluster: str | Cluster, model: str, workload: Workload, cost_model: str) -> Scenario:
+        """Load the model, and the cluster if it is not loaded yet, each by file or by name.
 
         Raises:
             ClusterError, ModelError, PlanError: what is wrong with them.
         """
-        scenario = cls(cluster=load_cluster(cluster), model=load_model(model), workload=workload, cost_model=cost_model)
+        loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+        scenario = cls(cluster=loaded, model=load_model(model), workload=workload, cost_model=cost_model)
         check_workload(scenario.cluster, workload)
         return scenario
 

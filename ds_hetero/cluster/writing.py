@@ -1,16 +1,42 @@
-"""From a `Cluster` back to the content of a cluster file."""
+"""From a `Cluster` back to the content of a cluster file, and from that to its text."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.file_values import DEVICE_KEYS
 from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GB, MICRO
+from ds_hetero.errors import ClusterError
 
-__all__ = ["cluster_to_dict"]
+__all__ = ["check_cluster_file", "cluster_to_dict", "write_cluster"]
+
+
+def check_cluster_file(option: str, file: Path) -> None:
+    """Refuse a name that does not say which format the file shall have.
+
+    Raises:
+        ClusterError: it ends in neither ``.yaml`` nor ``.json``.
+    """
+    if file.suffix not in (".json", ".yaml", ".yml"):
+        raise ClusterError(f"{option} must end in .yaml or .json, got {shortened(str(file))}.")
+
+
+def write_cluster(content: Mapping[str, Any], file: Path) -> None:
+    """Write the content of a cluster file as JSON or YAML, as the file's ending says."""
+    if file.suffix == ".json":
+        text = json.dumps(content, indent=1)
+    else:
+        import yaml
+
+        text = yaml.safe_dump(dict(content), sort_keys=False)
+    file.write_text(text, encoding="utf-8")
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:

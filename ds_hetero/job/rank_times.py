@@ -16,7 +16,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
+from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.unit_cost import UnitCost

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ds_hetero.cluster.catalogue import catalogue_name
+from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.profiler.cluster_file import RankFacts
 from ds_hetero.profiler.device_probes import AttentionProbe
 from ds_hetero.runtime.collectives import on_all_ranks

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_hetero.cluster.catalogue import CATALOGUE, catalogue_name
+from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
 from ds_hetero.profiler.link_probes import pair_round

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cluster.catalogue import catalogue_name
+from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import RankFacts, calibrate, cluster_content, fingerprint, nodes_of
 from ds_hetero.profiler.fit import (

@@ -43,8 +43,8 @@ class Task:
     cost_model: str
 
     @classmethod
-    def read(cls, cluster: str, model: str, cost_model: str, workload: Workload) -> Task:
-        """Load the cluster and the model by file or by name.
+    def read(cls, cluster: str | Cluster, model: str, cost_model: str, workload: Workload) -> Task:
+        """Load the model, and the cluster if it is not loaded yet, each by file or by name.
 
         Raises:
             ClusterError, ModelError: what is wrong with them.
@@ -52,7 +52,8 @@ class Task:
         """
         if workload.seq_len < 1:
             raise PlanError(f"seq_len must be a whole number >= 1, got {workload.seq_len}.")
-        return cls(cluster=load_cluster(cluster), model=load_model(model), workload=workload, cost_model=cost_model)
+        loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+        return cls(cluster=loaded, model=load_model(model), workload=workload, cost_model=cost_model)
 
     def costs(self, cluster: Cluster | None = None) -> StageCosts:
         """The cost model, for the task's cluster or another one."""

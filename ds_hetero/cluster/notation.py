@@ -1,0 +1,208 @@
+"""A cluster in one line: ``5090,3090x2`` or ``8xH100 | 8xA100``.
+
+    NOTATION  node | node | ...
+    node      cards, separated by commas, in the order of the ranks
+    cards     4090   2x4090   4090x2   2x4090@4x8
+
+Behind ``@`` stands the slot of these cards, PCIe generation x lanes, where it is slower than the card. Inside a node of
+cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else over PCIe, as fast as its slowest slot.
+
+The line becomes the content of a cluster file, so that what it means can be saved, read and changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
+from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.file_values import number
+from ds_hetero.cluster.names import Named, card_named
+from ds_hetero.common.limits import MAX_RANKS
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.units import GB
+from ds_hetero.errors import ClusterError
+
+__all__ = ["NETWORK_LATENCY_US", "Notation", "device_remarks", "network_gb_per_s", "read_notation"]
+
+NETWORK_LATENCY_US = 10.0
+MAX_NOTATION = 20_000
+_COUNTED = (
+    re.compile(r"(?P<count>\d{1,7})\s*[x*×]\s*(?P<name>.+)", re.IGNORECASE),  # noqa: RUF001 - people type the sign
+    re.compile(r"(?P<name>.+?)\s*[x*×]\s*(?P<count>\d{1,7})", re.IGNORECASE),  # noqa: RUF001
+)
+_SLOT = re.compile(r"(?:pcie\s*)?(?P<generation>[1-6])(?:\.0)?\s*x\s*(?P<lanes>\d{1,2})", re.IGNORECASE)
+_RATE = re.compile(r"(?P<value>[\d.]+)\s*(?P<unit>[a-z/]*)", re.IGNORECASE)
+_UNITS = {"": 1.0, "gb/s": 1.0, "gbyte/s": 1.0, "gbit/s": 1 / 8, "gbit": 1 / 8, "gbps": 1 / 8, "gbe": 1 / 8, "g": 1 / 8}
+_NOT_RUN = {
+    "rocm": "ROCm has not been tried with this engine: its plans for {} are predictions only",
+    "hpu": "this engine does not run on {} (HPU): planning only",
+    "xpu": "this engine does not run on {} (XPU): planning only",
+}
+
+
+class Notation(NamedTuple):
+    """What a line of cards means.
+
+    Args:
+        content: of a cluster file.
+        remarks: what was decided where the line left a choice, as sentences.
+    """
+
+    content: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+class _Cards(NamedTuple):
+    """Cards of one kind beside each other; ``slot`` is (generation, lanes) of PCIe, None for the card's own."""
+
+    number: int
+    named: Named
+    slot: tuple[int, int] | None
+
+
+def read_notation(gpus: str, network: str | None = None) -> Notation:
+    """Read a line of cards.
+
+    Args:
+        gpus: see the top of this module.
+        network: the link between nodes, see `network_gb_per_s`; needed if there are several.
+
+    Raises:
+        ClusterError: an unknown card, with the three nearest names; a name that fits several; a part of the line that
+            is no card; several nodes without a network, or one node with one.
+    """
+    if len(gpus) > MAX_NOTATION:
+        raise ClusterError(f"--gpus is longer than {MAX_NOTATION:,} characters. Write a cluster file, see --cluster.")
+    nodes = [_node(i, text) for i, text in enumerate(gpus.split("|"))]
+    if len(nodes) > 1 and network is None:
+        raise ClusterError(
+            f"--gpus names {len(nodes)} nodes. Say what joins them: --network 25 for 25 GB/s each way between two "
+            "ranks of different nodes, or --network 200Gbit/s."
+        )
+    if len(nodes) == 1 and network is not None:
+        raise ClusterError(
+            "--network joins nodes, and --gpus names one. Separate nodes by a bar: --gpus '5090 | 3090'."
+        )
+    num_ranks = sum(_ranks(cards) for node in nodes for cards in node)
+    if num_ranks > MAX_RANKS:
+        raise ClusterError(f"--gpus names {num_ranks:,} devices, more than {MAX_RANKS:,}.")
+    entries = [_entry("node" if len(nodes) == 1 else f"node{i}", node) for i, node in enumerate(nodes)]
+    content: dict[str, Any] = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
+    if network is not None:
+        rate = network_gb_per_s("--network", network)
+        content["network"] = {"bandwidth_gb_per_s": rate, "latency_us": NETWORK_LATENCY_US}
+    return Notation(content, tuple(dict.fromkeys(_remarks(cards for node in nodes for cards in node))))
+
+
+def network_gb_per_s(where: str, text: str) -> float:
+    """Read the rate of a link: ``25`` and ``25GB/s`` are 25 x 10^9 bytes a second, ``200Gbit/s`` is the same.
+
+    Raises:
+        ClusterError: no such number or unit.
+    """
+    match = _RATE.fullmatch(text.strip())
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    try:
+        value = float(match["value"]) if match else None
+    except ValueError:
+        value = None
+    if unit is None or value is None:
+        raise ClusterError(
+            f"{where} must be a number of GB/s, such as 25 or 25GB/s, or of Gbit/s, such as 200Gbit/s; got "
+            f"{shortened(text)}."
+        )
+    return number(where, value * unit)
+
+
+def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
+    """Sentences about devices that this engine does not run on, or not in one job."""
+    platforms: dict[str, list[str]] = {}
+    for device in devices:
+        if device.name in CATALOGUE:
+            names = platforms.setdefault(CATALOGUE[device.name].platform, [])
+            if device.name not in names:
+                names.append(device.name)
+    out = [_NOT_RUN[kind].format(", ".join(names)) for kind, names in platforms.items() if kind in _NOT_RUN]
+    if len(platforms) > 1:
+        kinds = " beside ".join(kind.upper() for kind in platforms)
+        out.append(f"{kinds} in one job is not supported: planning only")
+    return tuple(out)
+
+
+def _node(index: int, text: str) -> list[_Cards]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ClusterError(
+            f"--gpus: node {index} has an empty place in {shortened(text)}. Write its cards with commas between them, "
+            "such as 5090,3090x2."
+        )
+    return [_cards(part) for part in parts]
+
+
+def _cards(text: str) -> _Cards:
+    body, at, slot = text.partition("@")
+    body = body.strip()
+    readings = [(1, body)]
+    readings += [(int(match["count"]), match["name"]) for match in (p.fullmatch(body) for p in _COUNTED) if match]
+    counted = readings[1:] or readings
+    count, name = next((reading for reading in readings if _is_known(reading[1])), min(counted))
+    card = card_named(name)
+    if not count:
+        raise ClusterError(f"--gpus: {shortened(text)} is no card at all. Give 1 or more, or leave it out.")
+    return _Cards(count, card, _slot(slot) if at else None)
+
+
+def _is_known(name: str) -> bool:
+    try:
+        card_named(name)
+    except ClusterError:
+        return False
+    return True
+
+
+def _slot(text: str) -> tuple[int, int]:
+    match = _SLOT.fullmatch(text.strip())
+    lanes = int(match["lanes"]) if match else 0
+    if match is None or lanes not in (1, 2, 4, 8, 16):
+        raise ClusterError(
+            f"--gpus: the slot behind @ is PCIe generation x lanes, such as 4x8 or 3x16; got {shortened(text)}."
+        )
+    return int(match["generation"]), lanes
+
+
+def _entry(name: str, node: Sequence[_Cards]) -> dict[str, Any]:
+    devices = [cards.named.name for cards in node for _ in range(_ranks(cards))]
+    links = {CATALOGUE[device].link_name for device in devices}
+    if len(links) == 1 and not any(cards.slot for cards in node):
+        rate = min(CATALOGUE[device].link_bytes_per_s for device in devices)
+    else:
+        rate = min(_pcie(cards) for cards in node)
+    entry: dict[str, Any] = {"name": name}
+    if len(set(devices)) == 1:
+        entry |= {"device": devices[0], "count": len(devices)}
+    else:
+        entry["devices"] = devices
+    return {**entry, "link": {"bandwidth_gb_per_s": rate / GB, "latency_us": 5}}
+
+
+def _ranks(cards: _Cards) -> int:
+    return cards.number * CATALOGUE[cards.named.name].ranks
+
+
+def _pcie(cards: _Cards) -> float:
+    """What a card of these gets of PCIe in its slot."""
+    entry = CATALOGUE[cards.named.name]
+    generation, lanes = cards.slot or (entry.pcie_generation, entry.pcie_lanes)
+    return pcie_bytes_per_s(min(generation, entry.pcie_generation), min(lanes, entry.pcie_lanes))
+
+
+def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
+    for cards in every:
+        entry, name = CATALOGUE[cards.named.name], cards.named.name
+        if cards.named.others:
+            yield f"taken for {name}, not for {' or '.join(cards.named.others)}; say which one if it is another"
+        if entry.ranks > 1:
+            yield f"a card {name} is {entry.ranks} devices, and so {entry.ranks} ranks"
