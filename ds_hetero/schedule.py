@@ -135,17 +135,21 @@ class Schedule:
         per_kv = self.queries_per_kv_head
         return (start // per_kv, -(-stop // per_kv)) if stop > start else (start // per_kv, start // per_kv)
 
-    @cached_property
+    @property
     def sub_rings(self) -> tuple[Piece, ...]:
+        """The tasks of `sub_ring_tasks` in the ring of all groups."""
+        return self.sub_ring_tasks(tuple(range(self.ring_size)))
+
+    def sub_ring_tasks(self, members: tuple[int, ...]) -> tuple[Piece, ...]:
         """Sub-ring tasks: head ranges held by exactly one rank per group (HexiSeq section 3.3).
 
-        ``owners[k]`` is the *global rank* that holds the range in the group at ring position k.
+        Args:
+            members: ring positions of the groups.
+
+        Returns:
+            pieces whose ``owners[k]`` is the *global rank* that holds the range in the group at ``members[k]``.
         """
-        pieces = refine([group.head_split for group in self.ring_groups])
-        return tuple(
-            Piece(p.start, p.stop, tuple(g.ranks[i] for g, i in zip(self.ring_groups, p.owners, strict=True)))
-            for p in pieces
-        )
+        return _sub_ring_tasks(self, members)
 
     def tokens(self, length: int) -> dict[int, int]:
         """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
@@ -242,6 +246,15 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
             f"Launch a multiple of {schedule.sp_size} processes or plan for {world_size}: ds-hetero plan."
         )
     return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
+
+
+@lru_cache(maxsize=1024)
+def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
+    groups = [schedule.ring_groups[member] for member in members]
+    pieces = refine([group.head_split for group in groups])
+    return tuple(
+        Piece(p.start, p.stop, tuple(g.ranks[i] for g, i in zip(groups, p.owners, strict=True))) for p in pieces
+    )
 
 
 @lru_cache(maxsize=256)

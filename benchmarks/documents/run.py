@@ -39,7 +39,7 @@ from benchmarks.documents.contenders import (
     layer_actions,
     step_actions,
 )
-from benchmarks.documents.wire import counted_bytes, planned_bytes
+from benchmarks.documents.wire import LINK_KINDS, counted_bytes, planned_bytes
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
@@ -252,7 +252,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         wire.add_column(column)
     for case in result["cases"]:
         for name, both in case.get("bytes", {}).items():
-            cells = [f"{both['counted'][kind]:,} / {both['planned'][kind]:,}" for kind in ("inside", "between")]
+            cells = [f"{both['counted'][kind]:,} / {both['planned'][kind]:,.0f}" for kind in LINK_KINDS]
             wire.add_row(case["speeds"], case["distribution"], name, *cells)
     console.print(wire)
 

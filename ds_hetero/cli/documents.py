@@ -202,6 +202,6 @@ def _summary(report: DocumentsReport) -> list[str]:
         f"{report.balance:.3f} of the ideal",
         f"others:     {', '.join(others)}",
         f"tokens:     {zones}",
-        f"received:   {sent['inside_nodes'] / GB:.2f} GB inside nodes, "
+        f"sent:       {sent['inside_nodes'] / GB:.2f} GB inside nodes, "
         f"{sent['between_nodes'] / GB:.2f} GB between nodes, per block",
     ]

@@ -10,9 +10,10 @@ from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.crossing import routed_s_per_byte
+from ds_hetero.planner.documents.traffic import KVBytes
 from ds_hetero.schedule import Schedule
 
-__all__ = ["kv_bytes_per_token", "unit_costs"]
+__all__ = ["kv_bytes", "unit_costs"]
 
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
@@ -43,7 +44,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = 
     token_s_K[idle_K] = token_s_K.max()
     nodes = _nodes(cost.cluster, schedule)
     receive_s, cross_s = _link_s(cost, schedule, nodes, routed=routed)
-    bytes_there, bytes_back = kv_bytes_per_token(cost)
+    bytes_there, bytes_back = _kv_bytes_per_token(cost)
     model = cost.model
     exchanged = (1 + model.num_heads / model.num_kv_heads) * bytes_there  # q, k, v and the output
     return UnitCosts(
@@ -68,12 +69,18 @@ def _nodes(cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
+def kv_bytes(cost: CalibratedCostModel) -> KVBytes:
+    """Bytes of the keys and values of one token and KV head in the passes of a block."""
+    work, elements = cost.workload, 2 * cost.model.head_dim
+    forwards = 2 if work.activation_checkpointing else 1
+    once = elements * work.element_bytes
+    return KVBytes(forward=forwards * once, backward=once, gradients=elements * GRADIENT_ELEMENT_BYTES)
+
+
+def _kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
     """Bytes of the keys and values of one token in all passes of a block, and of their gradients."""
-    work, model = cost.workload, cost.model
-    elements = 2 * work.micro_batch * model.num_kv_heads * model.head_dim
-    passes = 3 if work.activation_checkpointing else 2
-    return passes * elements * work.element_bytes, elements * GRADIENT_ELEMENT_BYTES
+    heads, of_head = cost.workload.micro_batch * cost.model.num_kv_heads, kv_bytes(cost)
+    return heads * (of_head.forward + of_head.backward), heads * of_head.gradients
 
 
 def _link_s(
@@ -85,7 +92,7 @@ def _link_s(
     them receive. A ring enters a node over the links of the ranks of one unit; `routed_s_per_byte` takes all
     of them. What the ranks of a node share towards others bounds both.
     """
-    cluster, token_bytes = cost.cluster, sum(kv_bytes_per_token(cost))
+    cluster, token_bytes = cost.cluster, sum(_kv_bytes_per_token(cost))
     p2p = cluster.node_p2p_s_per_byte
     receive_s, cross_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
     widest, ranks_on = [0.0] * len(receive_s), [0] * len(receive_s)

@@ -77,8 +77,6 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
         received_s=tuple(
             max(s, crossed[node] * costs.cross_s[node]) for s, node in zip(inside_s, node_of, strict=True)
         ),
-        received_tokens=sum(received),
-        crossing_tokens=sum(crossed),
     )
 
 

@@ -9,16 +9,17 @@ from typing import Any
 
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
-from ds_hetero.placement import Placement, Range, stream_placement
+from ds_hetero.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.crossing import by_heads_s
-from ds_hetero.planner.documents.from_model import kv_bytes_per_token, unit_costs
+from ds_hetero.planner.documents.from_model import kv_bytes, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
 from ds_hetero.planner.documents.remap import remapped_s
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.strategies import PLACEMENT_STRATEGIES
+from ds_hetero.planner.documents.traffic import ring_bytes
 from ds_hetero.schedule import Schedule
 
 __all__ = ["DocumentsReport", "documents_of", "report_documents"]
@@ -35,7 +36,8 @@ class DocumentsReport:
         loads: what units and nodes do.
         ideal_s: time of a block at perfect balance with free communication.
         others_s: predicted time of a block under other ways to place the row; None where one is not possible.
-        kv_bytes: bytes of the keys and values of a token, and of their gradients, in one block.
+        bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
+            `ds_hetero.planner.documents.traffic.LINK_KINDS`.
     """
 
     placement: Placement
@@ -44,19 +46,12 @@ class DocumentsReport:
     loads: Loads
     ideal_s: float
     others_s: dict[str, float | None]
-    kv_bytes: float
+    bytes_by_link: dict[str, float]
 
     @property
     def balance(self) -> float:
         """Computing of the slowest unit over the ideal time."""
         return self.loads.compute_s / self.ideal_s
-
-    @property
-    def bytes_by_link(self) -> dict[str, float]:
-        """Keys, values and their gradients that units receive in one block, from inside their node and from others."""
-        crossing = self.loads.crossing_tokens
-        inside = max(self.loads.received_tokens - crossing, 0)
-        return {"inside_nodes": inside * self.kv_bytes, "between_nodes": crossing * self.kv_bytes}
 
     @cached_property
     def zone_tokens(self) -> dict[str, int]:
@@ -139,7 +134,9 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
     length = cost.workload.seq_len
     documents = documents_of(lengths, length)
     costs = unit_costs(cost, schedule)
-    placement = place_documents(schedule, documents, length, costs)
+    rows = (Rows(0, cost.workload.micro_batch, documents),)
+    placement = place_documents(schedule, documents, length, costs).with_rows(rows)
+    nodes = [int(node) for node in cost.cluster.node_of_rank]
     loads = placement_loads(placement, documents, costs)
     return DocumentsReport(
         placement=placement,
@@ -152,7 +149,7 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
             **_crossing_s(lengths, unit_costs(cost, schedule, routed=True)),
             "remapped": remapped_s(loads, costs),
         },
-        kv_bytes=sum(kv_bytes_per_token(cost)),
+        bytes_by_link=ring_bytes(placement, nodes, kv_bytes(cost)),
     )
 
 

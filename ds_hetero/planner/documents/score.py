@@ -33,8 +33,6 @@ class Loads:
         attention_s: of every unit.
         fragments_s: what cutting adds to that.
         received_s: receiving keys and values and their gradients, of every unit.
-        received_tokens: tokens whose keys and values a unit receives, over all units.
-        crossing_tokens: tokens whose keys and values a node receives, over all nodes.
     """
 
     tokens: tuple[int, ...]
@@ -42,8 +40,6 @@ class Loads:
     attention_s: tuple[float, ...]
     fragments_s: tuple[float, ...]
     received_s: tuple[float, ...]
-    received_tokens: int
-    crossing_tokens: int
 
     @property
     def compute_s(self) -> float:
@@ -124,6 +120,4 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
         attention_s=tuple(square * s for square, s in zip(token_squares, costs.square_s, strict=True)),
         fragments_s=tuple(FRAGMENT_ROWS * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
         received_s=tuple(max(s, crossed[k] * costs.cross_s[k]) for s, k in zip(inside_s, node_of, strict=True)),
-        received_tokens=sum(received),
-        crossing_tokens=sum(crossed),
     )

@@ -9,14 +9,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ds_hetero.ring_table import RingTable, Round
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.schedule import Schedule
-from ds_hetero.splits import Piece, refine
 
 __all__ = ["KernelCall", "Ring", "SubRing", "make_rings"]
 
@@ -208,21 +207,14 @@ def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
     return tuple(rings)
 
 
-@lru_cache(maxsize=1024)
-def _tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Head ranges that exactly one rank of each member holds; their owners are indices into the member's ranks."""
-    return refine([schedule.ring_groups[member].head_split for member in members])
-
-
 def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, number: int) -> tuple[SubRing, ...]:
     """The tasks of ``rank`` in the lane of that number."""
     groups = [schedule.ring_groups[member] for member in members]
     first_q, last_q = next(group.head_range(rank) for group in groups if rank in group.ranks)
     first_kv, _ = schedule.kv_heads(first_q, last_q)
     sub_rings = []
-    for index, piece in enumerate(_tasks(schedule, members)):
-        ranks = tuple(group.ranks[owner] for group, owner in zip(groups, piece.owners, strict=True))
-        if rank not in ranks:
+    for index, piece in enumerate(schedule.sub_ring_tasks(members)):
+        if rank not in piece.owners:
             continue
         kv0, kv1 = schedule.kv_heads(piece.start, piece.stop)
         segments = []
@@ -230,7 +222,7 @@ def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, number: 
             a, b = schedule.kv_heads(start, stop)
             segments.append((slice(start - first_q, stop - first_q), slice(a - kv0, b - kv0)))
         tag = number * schedule.num_heads + index  # a lane has at most as many tasks as heads
-        sub_rings.append(SubRing(tag, ranks, slice(kv0 - first_kv, kv1 - first_kv), tuple(segments)))
+        sub_rings.append(SubRing(tag, piece.owners, slice(kv0 - first_kv, kv1 - first_kv), tuple(segments)))
     return tuple(sub_rings)
 
 

@@ -1,0 +1,76 @@
+"""What one layer puts on the wire for a placement, by kind of link, counted by the table that the engine sends by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_hetero.placement import Placement
+from ds_hetero.ring_table import RingTable
+
+__all__ = ["LINK_KINDS", "KVBytes", "ring_bytes"]
+
+LINK_KINDS = ("inside_nodes", "between_nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Bytes of the keys and values of one token and one KV head.
+
+    Args:
+        forward: in all forwards of a step; twice as many where activations are recomputed.
+        backward: of the keys and values that the backward sends once more.
+        gradients: of their gradients.
+    """
+
+    forward: float
+    backward: float
+    gradients: float
+
+
+def ring_bytes(
+    placement: Placement,
+    node_of_rank: Sequence[int],
+    kv_bytes: KVBytes,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> dict[str, float]:
+    """Bytes of all messages of the rings of one layer, forward and backward, by `LINK_KINDS`; over all ranks.
+
+    Args:
+        placement: of a batch, with its rows.
+        node_of_rank: by the ranks of the placement's schedule.
+        kv_bytes: of one token and one KV head.
+        causal: as in `RingTable`.
+        window: as in `RingTable`.
+    """
+    schedule, batch_size = placement.schedule, placement.rows[-1].stop
+    total: Counter[str] = Counter()
+    for lane in placement.lanes:
+        if len(lane.members) == 1:
+            continue
+        hops = _hop_bytes(RingTable(placement, lane, causal, window), kv_bytes)
+        for piece in schedule.sub_ring_tasks(lane.members):
+            first, last = schedule.kv_heads(piece.start, piece.stop)
+            for (sender, receiver), count in hops.items():
+                is_between = node_of_rank[piece.owners[sender]] != node_of_rank[piece.owners[receiver]]
+                total[LINK_KINDS[is_between]] += batch_size * (last - first) * count
+    return {kind: float(total[kind]) for kind in LINK_KINDS}
+
+
+def _hop_bytes(table: RingTable, kv_bytes: KVBytes) -> Counter[tuple[int, int]]:
+    """Bytes of one KV head and batch row by sender and receiver, which are positions in the lane's ring."""
+    sizes = [sum(stop - start for start, stop in table.columns(source)) for source in range(table.size)]
+    hops: Counter[tuple[int, int]] = Counter()
+    for position in range(table.size):
+        for rounds, bytes_per_token in (
+            (table.forward_rounds(position), kv_bytes.forward),
+            (table.backward_kv_rounds(position), kv_bytes.backward),
+            (table.backward_grad_rounds(position), kv_bytes.gradients),
+        ):
+            for round_ in rounds:
+                for transfer in round_.sends:
+                    hops[transfer.sender, transfer.receiver] += sizes[transfer.source] * bytes_per_token  # type: ignore[assignment]
+    return hops
