@@ -42,6 +42,7 @@ class ModelLoader(ShardedLoader):
             batches=batches,
             keep_labels=not model.moves_labels,
             placer=model.place,
+            plan_ahead=(lambda: model.placer) if model.places_documents else None,
             by_documents=model.places_documents,
             names=KNOWN_LOADERS,
         )

@@ -20,6 +20,7 @@ _ACCELERATE = LoaderNames(
     shards=(("num_processes", "process_index"),),
     always_sharding=(("DataLoaderShard", "accelerate"),),
     with_state=("base_dataloader",),
+    at_end=("end_of_dataloader",),
 )
 
 # split_dataset_by_node

@@ -194,11 +194,13 @@ def _check_replicas(rank):
 # --- resuming --------------------------------------------------------------------------------------
 
 
-def test_a_resumed_loader_goes_on_in_the_middle_of_an_epoch():
-    run_ranks(_check_resume, 3)
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_resumed_loader_goes_on_in_the_middle_of_an_epoch(plans_ahead):
+    run_ranks(_check_resume, 3, plans_ahead)
 
 
-def _check_resume(rank):
+def _check_resume(rank, plans_ahead):
+    more = {"names": KNOWN_LOADERS, "plan_ahead": _stream_placer if plans_ahead else None}
     replica = make_replica(Plan.of_replicas([UNEVEN]))
 
     def shuffled(count=1, index=0, stateful=False):
@@ -227,7 +229,7 @@ def _check_resume(rank):
     }
     for name, make in makers.items():
         for stop in (0, 1, 2, 3, 5, 7):
-            loader = ShardedLoader(make(), replica, names=KNOWN_LOADERS)
+            loader = ShardedLoader(make(), replica, **more)
             loader.set_epoch(3)
             whole = names(loader)
             loader.set_epoch(3)
@@ -236,7 +238,7 @@ def _check_resume(rank):
             state = json.loads(json.dumps(loader.state_dict())) if "state" not in name else loader.state_dict()
             assert used + names(steps) == whole
 
-            resumed = ShardedLoader(make(), replica, names=KNOWN_LOADERS)
+            resumed = ShardedLoader(make(), replica, **more)
             resumed.load_state_dict(state)
             assert resumed.state_dict()["used"] == state["used"]
             assert used + names(resumed) == whole, (name, stop)
@@ -244,7 +246,7 @@ def _check_resume(rank):
             assert names(resumed) == whole  # only the first epoch is shortened
 
             twice = ShardedLoader(
-                make(), replica, names=KNOWN_LOADERS
+                make(), replica, **more
             )  # a state saved after resuming counts from the epoch's beginning
             twice.load_state_dict(state)
             steps = iter(twice)
@@ -260,6 +262,10 @@ def _check_resume(rank):
 
     with pytest.raises(BatchError, match=r"'batches': 'own'.*cannot resume with.*'batches': 'same'"):
         ShardedLoader(shuffled(), replica).load_state_dict(state)
+
+
+def _stream_placer():
+    return stream_placement
 
 
 def names(loader):

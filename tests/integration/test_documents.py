@@ -144,7 +144,7 @@ def _lose_marks(rank: int) -> None:
         model(**without)
     placer = handle.registry.latest.model
     if rank:
-        placer.place_documents(_Otherwise(placer._placer))
+        placer.place_documents(_Otherwise(placer.placer))
     with pytest.raises(BatchError, match=r"must be given the same batch, but by rank placement is"):
         next(iter(handle.dataloader(whole(), batches="same")))
     with pytest.raises(BatchError, match="otherwise than the rank that holds it"):

@@ -90,7 +90,7 @@ class ShardedModel:
         self._is_checked = False
         self._has_scaled_loss = False  # since the engine's last step
         self.places_documents = False
-        self._placer: Placer = stream_placement
+        self.placer: Placer = stream_placement  # of the moment
         self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
@@ -161,11 +161,11 @@ class ShardedModel:
         Args:
             placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
         """
-        self._placer, self.places_documents = placer or stream_placement, placer is not None
+        self.placer, self.places_documents = placer or stream_placement, placer is not None
 
     def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch; see `ds_hetero.placement.Placer`."""
-        return self._placer(schedule, length, rows)
+        return self.placer(schedule, length, rows)
 
     def note_shard(self, info: ShardInfo) -> None:
         """Remember the placement of a shard, for a forward that is given copies of its tensors."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NoReturn
 
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
-from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, place
+from ds_hetero.runtime.data.planning_ahead import PlanningAhead
+from ds_hetero.runtime.data.shards import PlacedBatch
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
@@ -110,12 +110,12 @@ class Fetcher(ABC):
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
 
-    def fetch(self, replica: Replica, batches: Iterator[WholeBatch], number: int) -> list[dict[str, Any]]:
+    def fetch(self, replica: Replica, batches: PlanningAhead, number: int) -> list[dict[str, Any]]:
         """This rank's shards of the next batches, one per step; none at the epoch's end.
 
         Args:
             replica: this rank's replica, with the schedule to cut for.
-            batches: this rank's batches.
+            batches: this rank's batches, placed.
             number: of the fetch in the epoch.
 
         Caller: every rank of the world.
@@ -126,8 +126,7 @@ class Fetcher(ABC):
         placed: list[PlacedBatch] = []
         error: Exception | None = None
         try:
-            taken = islice(batches, self.batches_per_fetch)
-            placed.extend(place(self._placer, replica.schedule, batch) for batch in taken)
+            placed = batches.take(self.batches_per_fetch, replica.schedule)
         except Exception as raised:
             error = raised
         report = self._report(replica, placed, number) if error is None else Report(replica.replica_id, 0)

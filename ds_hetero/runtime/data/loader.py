@@ -10,6 +10,7 @@ own samples out of those of the whole job.
     batch_mode      which of the three it is
     whole_batches   the wrapped loader: its batches, and where it is resumed
     sampling        one replica's samples out of those of the whole job
+    planning_ahead  reading and placing the next batches while the step computes
     fetch           what the ranks do together for their next batches; fetchers: in each of the three ways
     shards          what becomes of each entry of a batch
 """
@@ -26,6 +27,7 @@ from ds_hetero.placement import Placer, stream_placement
 from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.fetchers import make_fetcher
 from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
+from ds_hetero.runtime.data.planning_ahead import PlacerOfNow, PlanningAhead
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.replica import Replica
@@ -56,6 +58,8 @@ class ShardedLoader:
             out, it is detected, and logged by rank 0.
         keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
         placer: decides who holds which positions of a batch.
+        plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
+            gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
         by_documents: show the placer the documents of each batch, see `ds_hetero.runtime.data.batch_documents`.
         names: by which the framework's loaders show their parts.
 
@@ -81,11 +85,13 @@ class ShardedLoader:
         batches: Literal["same", "own"] | None = None,
         keep_labels: bool = False,
         placer: Placer = stream_placement,
+        plan_ahead: PlacerOfNow | None = None,
         by_documents: bool = False,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
         self._batches = WholeBatches(dataloader, keep_labels, names, by_documents)
+        self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()
         self._num_skipped = 0
@@ -123,13 +129,15 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         progress, self._start = self._start, Progress()
         self._progress = progress
-        epoch = self._batches.read_epoch(progress.fetches)
+        epoch = PlanningAhead(self._batches, self._batches.read_epoch(progress.fetches), self._placer_of_now)
         while True:
             if self._fetcher.uses_in_turn:
                 self._state_before_fetch = self._batches.state()
             shards = self._fetcher.fetch(self.replica, epoch, progress.fetches)
             if not shards:
                 break
+            if self._plans_ahead:
+                epoch.prepare(self._fetcher.batches_per_fetch, self.replica.schedule)
             for number, shard in enumerate(shards[progress.used :], progress.used + 1):
                 is_last = number == len(shards)
                 self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)

@@ -20,6 +20,7 @@ class LoaderNames:
             the name of its framework.
         with_epoch: attributes of a loader that may want to know which epoch comes next.
         with_state: attributes that hold the loader whose state counts, if it has one.
+        at_end: attributes of a loader that become true with the last batch of an epoch.
     """
 
     wrapped: tuple[str, ...] = ()
@@ -27,6 +28,7 @@ class LoaderNames:
     always_sharding: tuple[tuple[str, str], ...] = ()
     with_epoch: tuple[str, ...] = ()
     with_state: tuple[str, ...] = ()
+    at_end: tuple[str, ...] = ()
 
     def __or__(self, other: LoaderNames) -> LoaderNames:
         """The names of both frameworks."""

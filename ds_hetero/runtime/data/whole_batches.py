@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -35,6 +36,10 @@ class WholeBatches:
         self._num_dropped = 0  # batches that the next epoch reads and drops
         self._keeps_next, self._kept = True, None  # the first batch is kept too, see `keep_next`
         self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
+        self._is_ahead = False  # more is read than has been drawn, see `running_ahead`
+        self._state_behind: Any = None  # of the loader, when that began
+        self._raw_ahead: Any = None  # the first batch that was read since then
+        self._ends_ahead: list[str] = []  # the loader's marks of the epoch's end that are not due yet
 
     @property
     def all_samples(self) -> Any:
@@ -52,6 +57,7 @@ class WholeBatches:
         Args:
             first_step: optimizer steps that are left out, where this loader's samples are divided among replicas.
         """
+        self._draw_level()  # an epoch that was left may have been ahead
         begun, self._begun = self._begun, None
         num_dropped, self._num_dropped = self._num_dropped, 0
         if begun is not None:
@@ -63,8 +69,7 @@ class WholeBatches:
             self._loaded_state = None
             if self.reader is not None:
                 self.reader.first_step = 0
-            if self._keeps_next:
-                self._kept, self._keeps_next = batch, False
+            self._keep(batch)
             read = read_batch(batch, self._keep_labels)
             yield with_documents(read) if self._by_documents else read
         self._loaded_state = None
@@ -85,6 +90,44 @@ class WholeBatches:
         kept, self._kept = self._kept, None
         return kept
 
+    def _keep(self, batch: Any) -> None:
+        if self._is_ahead:
+            self._raw_ahead = batch if self._raw_ahead is None else self._raw_ahead
+        elif self._keeps_next:
+            self._kept, self._keeps_next = batch, False
+
+    @contextmanager
+    def running_ahead(self) -> Iterator[None]:
+        """What is read inside is drawn with `come_up`: until then `state` and the loader's marks stay as they are."""
+        self._state_behind = self.state()
+        self._is_ahead, self._raw_ahead = True, None
+        yield
+        self._ends_ahead = self._end_marks()
+        for name in self._ends_ahead:
+            setattr(self.dataloader, name, False)
+
+    def come_up(self) -> None:
+        """What was read ahead is drawn now."""
+        for name in self._ends_ahead:
+            setattr(self.dataloader, name, True)
+        raw = self._raw_ahead
+        self._draw_level()
+        if raw is not None:
+            self._keep(raw)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the loader says that the batch that was read last is the epoch's last."""
+        return bool(self._end_marks())
+
+    def _end_marks(self) -> list[str]:
+        return [name for name in self.names.at_end if getattr(self.dataloader, name, False)]
+
+    def _draw_level(self) -> None:
+        """Nothing is read that has not been drawn."""
+        self._is_ahead, self._state_behind, self._raw_ahead = False, None, None
+        self._ends_ahead = []
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its sampler and dataset, which epoch comes next."""
         self.epoch, self._begun = epoch, None
@@ -97,6 +140,8 @@ class WholeBatches:
 
     def state(self) -> Any:
         """The loader's own state; None if it has none."""
+        if self._is_ahead:
+            return self._state_behind
         if self._loaded_state is not None or not self.names.has_state(self.dataloader):
             return self._loaded_state
         return self.dataloader.state_dict()
@@ -104,6 +149,7 @@ class WholeBatches:
     def resume(self, num_batches: int, state: Any) -> None:
         """Begin the next epoch after ``num_batches`` batches, by the loader's own ``state`` if there is one."""
         self._begun = self._loaded_state = None
+        self._draw_level()
         self._num_dropped = num_batches if self.reader is None else 0
         if state is not None and self.names.has_state(self.dataloader):
             self.dataloader.load_state_dict(state)
@@ -116,4 +162,5 @@ class WholeBatches:
         if self.reader is None:
             batches.dataloader = skip(self.dataloader, num_batches)
         batches._begun = batches._loaded_state = None
+        batches._draw_level()
         return batches
