@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ds_hetero.baselines import STRATEGIES
 from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
@@ -41,6 +41,7 @@ class ReplanSection(BaseModel):
         enabled: off by default.
         interval_steps: optimizer steps between two observations of the speeds; a change takes two of them at least.
         min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
+        report_only: name ranks that stay behind and say what re-planning would gain, and change nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -48,6 +49,13 @@ class ReplanSection(BaseModel):
     enabled: bool = False
     interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     min_gain: float = Field(default=0.05, ge=0, lt=1)
+    report_only: bool = False
+
+    @model_validator(mode="after")
+    def _either_reports_or_changes(self) -> ReplanSection:
+        if self.enabled and self.report_only:
+            raise ValueError("cannot be enabled and report_only: the one changes schedules, the other changes nothing.")
+        return self
 
 
 class PlacementSection(BaseModel):
@@ -86,6 +94,7 @@ class HeterogeneitySection(BaseModel):
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
     verify: Literal["first_batch", "always", "off"] = "first_batch"
+    report: str | None = Field(default=None, min_length=1, max_length=4096)
 
     @field_validator("zero_partition")
     @classmethod
@@ -106,7 +115,8 @@ _ACCEPTED = {
     "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
-    "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}',
+    "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
+    '{"report_only": true}',
     "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
     "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch)',
     "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
@@ -115,6 +125,8 @@ _ACCEPTED = {
     "replan.enabled": "true or false",
     "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",
+    "replan.report_only": "true or false",
+    "report": "the path of a folder, in which rank 0 writes run.json",
 }
 
 

@@ -17,6 +17,7 @@ from ds_hetero.errors import ScheduleError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
+from ds_hetero.plans.reading import SCENARIO
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Scenario", "read_schedule"]
@@ -77,4 +78,6 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
         raise ScheduleError(
             f"{shortened(source)} holds several replicas. Give the schedule of one, and the cluster it runs on."
         )
+    if isinstance(data, Mapping):
+        data = {key: value for key, value in data.items() if key != SCENARIO}
     return Schedule.from_dict(data)

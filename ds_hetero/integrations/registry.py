@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from torch import nn
@@ -17,10 +18,12 @@ from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.monitor import DocumentObserver, EventWriter, StepMonitor, steps_between
+from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
-from ds_hetero.job.replanning import Replanning, wants_replanning
+from ds_hetero.job.replanning import Replanning, make_replanner, predicted_gain, wants_replanning
+from ds_hetero.job.run_record import RunRecord
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.job.stragglers import Stragglers
 from ds_hetero.placement import Placer
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
@@ -91,6 +94,7 @@ class Registry:
         self._replicas: dict[Plan, Replica] = {}
         self.process_groups = ProcessGroups()
         self._clusters = MeasuredClusters()
+        self._num_records = 0
 
     @property
     def latest(self) -> PreparedModel | None:
@@ -223,10 +227,27 @@ class Registry:
         renewal = CostRenewal(start, change_placer) if wanted and by_documents else None
         documents = None if prepared.zones is None else DocumentObserver(prepared.zones, renewal)
         replanning = Replanning(start, change_plan) if wanted and not by_documents else None
-        interval = start.section.replan.interval_steps if wanted else steps_between(steps_per_print)
+        is_first = World.current().rank == 0
+        observers = Observers(
+            replanning=replanning,
+            documents=documents,
+            stragglers=_stragglers(start) if is_first and start.section.replan.report_only else None,
+            make_record=self._recording(start, replanning) if is_first else None,
+        )
+        looks_often = wanted or start.section.replan.report_only
+        interval = start.section.replan.interval_steps if looks_often else steps_between(steps_per_print)
         prepared.is_destroyed = False
-        prepared.monitor = StepMonitor(start, prepared.model.clock, replanning, interval, writer, documents)
+        prepared.monitor = StepMonitor(start, prepared.model.clock, observers, interval, writer)
         return prepared.monitor
+
+    def _recording(self, start: JobStart, replanning: Replanning | None) -> Callable[[], RunRecord] | None:
+        """What makes the record of a job that writes ``run.json``: ``run-2.json`` for a second model, and so on."""
+        if start.section.report is None:
+            return None
+        self._num_records += 1
+        name = "run.json" if self._num_records == 1 else f"run-{self._num_records}.json"
+        path = Path(start.section.report, name)
+        return lambda: RunRecord(start, path, lambda: [] if replanning is None else replanning.changes)
 
     def undo(self) -> None:
         """Put back everything that was replaced, in the frameworks and in the models."""
@@ -255,6 +276,11 @@ class Registry:
         if plan not in self._replicas:
             self._replicas[plan] = make_replica(plan, self.process_groups)
         return self._replicas[plan]
+
+
+def _stragglers(start: JobStart) -> Stragglers:
+    replanner = make_replanner(start)
+    return Stragglers(lambda times: predicted_gain(replanner, start.plan, times))
 
 
 def _read_facts(model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]) -> JobFacts:

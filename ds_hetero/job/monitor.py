@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from ds_hetero.job.document_costs import CostRenewal
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.rank_times import (
+    RECENT_STEPS,
     RankTimes,
     UnitCosts,
     events,
@@ -26,14 +28,17 @@ from ds_hetero.job.rank_times import (
 )
 from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.report import announce
+from ds_hetero.job.run_record import RunRecord, Snapshot
 from ds_hetero.job.start import JobStart, World
+from ds_hetero.job.stragglers import Stragglers, scores
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import before_forced_exit
 from ds_hetero.runtime.step_clock import StepClock
 
-__all__ = ["DocumentObserver", "EventWriter", "StepMonitor", "steps_between"]
+__all__ = ["DocumentObserver", "EventWriter", "Observers", "StepMonitor", "steps_between"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +69,23 @@ class DocumentObserver:
     renewal: CostRenewal | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Observers:
+    """Who is given the observations of one model.
+
+    Args:
+        replanning: changes the plan; None where the section does not ask for it.
+        documents: what is observed of placed documents; None where batches are cut by their length.
+        stragglers: on rank 0, names slow ranks; None where the section does not ask for it.
+        make_record: on rank 0, makes what writes ``run.json``; None where the section does not ask for it.
+    """
+
+    replanning: Replanning | None = None
+    documents: DocumentObserver | None = None
+    stragglers: Stragglers | None = None
+    make_record: Callable[[], RunRecord] | None = None
+
+
 def steps_between(steps_per_print: float | None) -> int:
     """Steps between two observations without re-planning.
 
@@ -79,33 +101,30 @@ class StepMonitor:
     Args:
         start: what the ranks agreed on for the model.
         clock: times the model's steps.
-        replanning: changes the plan; None where the section does not ask for it.
+        observers: who is given what is observed.
         interval: steps between two observations; rank 0's is used.
         writer: of the events that each observation makes.
-        documents: what is observed of placed documents; None where batches are cut by their length.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
     """
 
     def __init__(
-        self,
-        start: JobStart,
-        clock: StepClock,
-        replanning: Replanning | None,
-        interval: int,
-        writer: EventWriter,
-        documents: DocumentObserver | None = None,
+        self, start: JobStart, clock: StepClock, observers: Observers, interval: int, writer: EventWriter
     ) -> None:
-        self.replanning, self._documents = replanning, documents
+        self.replanning, self._documents = observers.replanning, observers.documents
+        self._stragglers = observers.stragglers
+        self._record = None if observers.make_record is None else observers.make_record()
+        self._records = start.section.report is not None
         self._clock, self._writer = clock, writer
         self._world = World.current()
         self._unit_costs = UnitCosts()
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._device = default_device()
         self._peak = peak_flops_per_s(self._device)
         (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
         self._interval = of_rank_0[0]
-        self._steps, self._steps_to_skip = 0, WARM_UP
+        self._steps, self._steps_to_skip, self._num_observations = 0, WARM_UP, 0
         self._totals: list[RankTimes] = []
         self._model = start.facts.model.spec
         self._peaks = _peaks_of_cluster(start, self._world.size)
@@ -113,6 +132,7 @@ class StepMonitor:
             if self._model is None:
                 logger.debug("no MFU: %s", start.facts.model.no_spec_reason)
             atexit.register(self.report)
+        self._forget_forced_exit = None if self._record is None else before_forced_exit(self._record.end)
 
     def record_step(self, samples: int) -> None:
         """Count an optimizer step, and observe the ranks' times if it is due.
@@ -127,7 +147,7 @@ class StepMonitor:
         if self._steps_to_skip:
             self._steps_to_skip -= 1
             self._clock.pop_finished()
-        elif self._steps % self._interval == 0:
+        elif self._steps % self._interval == 0 or (self._records and not self._totals):
             self._observe(samples)
 
     @waiting_for_peers("comparing the times of the ranks")
@@ -135,16 +155,34 @@ class StepMonitor:
         steps = self._clock.pop_finished()
         for step in steps:
             self._unit_costs.add(step)
-        own = RankTimes.of(steps, self._unit_costs, possible_growth(self._device), self._peak)
+            self._recent_s.append(step.attention_s + step.model_s)
+        own = RankTimes.of(steps, self._unit_costs, possible_growth(self._device), self._peak, self._recent_s)
         times = gather(own, message_device())
         if not all(rank.steps for rank in times):  # evaluating, or a device that is far behind
             return
         self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else times
+        self._num_observations += 1
+        self._keep(times)
+        if self._stragglers is not None:
+            for line in self._stragglers.observe(self._steps, times):
+                announce(line)
         if self.replanning is not None and self.replanning.observe(self._steps, times):
             self._begin_anew()
         if self._documents is not None and self._documents.renewal is not None:
             self._documents.renewal.observe(self._steps, times)
         self._write_events(times, samples)
+
+    def _keep(self, times: Sequence[RankTimes]) -> None:
+        """Have the record keep an observation; at the 1st, 2nd, 4th, 8th ... one, a trace of every rank too."""
+        if not self._records:
+            return
+        if self._num_observations & (self._num_observations - 1) == 0:
+            own = Snapshot.take(self._device, self._clock.latest_ranges())
+            _, snapshots = all_gather_bytes([], own.to_bytes())
+            if self._record is not None:
+                self._record.add_snapshots(self._steps, list(map(Snapshot.from_bytes, snapshots)))
+        if self._record is not None:
+            self._record.add(self._steps, times, self._totals)
 
     @property
     def changed_plan(self) -> Plan | None:
@@ -166,6 +204,9 @@ class StepMonitor:
         """Forget what was observed under another plan."""
         self._clock.restart()
         self._unit_costs.restart()
+        self._recent_s.clear()
+        if self._stragglers is not None:
+            self._stragglers.restart()
         self._steps_to_skip = AFTER_CHANGE
 
     def _write_events(self, times: Sequence[RankTimes], samples: int) -> None:
@@ -177,7 +218,19 @@ class StepMonitor:
         if self._writer.enabled:
             of_zones = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
             of_ranks = events(times, self._model, self._peaks, self._num_changes, samples)
-            self._writer.write_events([*of_ranks, *of_zones])
+            self._writer.write_events([*of_ranks, *of_zones, *self._straggler_events(times, samples)])
+
+    def _straggler_events(self, times: Sequence[RankTimes], samples: int) -> list[tuple[str, float, int]]:
+        if self._stragglers is None:
+            return []
+        out = []
+        for number, (rank, score) in enumerate(zip(times, scores([one.own_median_s for one in times]), strict=True)):
+            values = {"min": rank.own_min_s, "median": rank.own_median_s, "max": rank.own_max_s}
+            out += [
+                (f"Heterogeneity/rank{number}/computing_{name}_s", value, samples) for name, value in values.items()
+            ]
+            out.append((f"Heterogeneity/rank{number}/straggler_score", score, samples))
+        return out
 
     @property
     def _num_changes(self) -> int:
@@ -188,7 +241,10 @@ class StepMonitor:
         atexit.unregister(self.report)
         if self._totals and self._world.rank == 0:
             announce("\n" + table(self._totals, self._model, self._peaks, self._num_changes))
-        self._totals = []
+        if self._record is not None and self._forget_forced_exit is not None:
+            self._forget_forced_exit()
+            self._record.end()
+        self._record, self._totals = None, []
 
 
 def _peaks_of_cluster(start: JobStart, world_size: int) -> list[float]:

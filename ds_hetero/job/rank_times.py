@@ -25,11 +25,13 @@ from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepTimes
 
 __all__ = [
+    "RECENT_STEPS",
     "SHARES",
     "RankTimes",
     "UnitCosts",
     "events",
     "gather",
+    "imbalance",
     "observation_of",
     "peak_flops_per_s",
     "possible_growth",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle", "rest")
+RECENT_STEPS = 10  # that minima, medians and maxima are of
 _SPARE_MEMORY = 0.95  # of a device, for what grows with the work on it
 # 4 operations forward and 8 backward per pair and element of a head count as useful (PaLM, arXiv:2204.02311,
 # appendix B), of the 10 that a backward computes without the scores.
@@ -55,6 +58,9 @@ class RankTimes:
         error: see `Observation`.
         growth: see `Observation`.
         peak_flops_per_s: of the device, 0 where it is not known.
+        own_min_s: shortest computing time of the latest steps, at most `RECENT_STEPS`.
+        own_median_s: median of it.
+        own_max_s: longest of it.
     """
 
     steps: float
@@ -73,9 +79,19 @@ class RankTimes:
     error: float
     growth: float
     peak_flops_per_s: float
+    own_min_s: float
+    own_median_s: float
+    own_max_s: float
 
     @classmethod
-    def of(cls, steps: Sequence[StepTimes], unit_costs: UnitCosts, growth: float, peak_flops_per_s: float) -> RankTimes:
+    def of(
+        cls,
+        steps: Sequence[StepTimes],
+        unit_costs: UnitCosts,
+        growth: float,
+        peak_flops_per_s: float,
+        recent_s: Sequence[float],
+    ) -> RankTimes:
         """Sum up steps of this rank.
 
         Args:
@@ -83,6 +99,7 @@ class RankTimes:
             unit_costs: which have been given the same steps.
             growth: by what factor the work on the rank may grow before its memory is full.
             peak_flops_per_s: of the device, 0 where it is not known.
+            recent_s: computing time of the latest steps, see `own_s`.
         """
         (per_flop, flop_error), (per_token, token_error) = unit_costs.attention.take(), unit_costs.model.take()
         summed = {name: float(sum(getattr(step, name) for step in steps)) for name in _SUMMED}
@@ -97,6 +114,9 @@ class RankTimes:
             error=error_s / own_s if own_s else 0.0,
             growth=growth,
             peak_flops_per_s=peak_flops_per_s,
+            own_min_s=min(recent_s, default=0.0),
+            own_median_s=median(recent_s) if recent_s else 0.0,
+            own_max_s=max(recent_s, default=0.0),
         )
 
     def __add__(self, later: RankTimes) -> RankTimes:
@@ -171,7 +191,7 @@ def gather(own: RankTimes, device: torch.device) -> list[RankTimes]:
         device: where the default process group wants its tensors.
 
     Caller: every rank of the world.
-    Collectives: one all_gather of 16 numbers.
+    Collectives: one all_gather of 19 numbers.
     """
     row = torch.tensor(astuple(own), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
@@ -231,12 +251,12 @@ def events(
         if (mfu := rank.model_flops_utilization(model, peak)) is not None:
             values.append((f"rank{number}/mfu", mfu))
     values.append(("tokens_per_s", sum(rank.tokens_per_s for rank in ranks)))
-    values.append(("imbalance", _imbalance(ranks)))
+    values.append(("imbalance", imbalance(ranks)))
     values.append(("schedule_changes", float(changes)))
     return [(f"Heterogeneity/{name}", value, samples) for name, value in values]
 
 
-def _imbalance(ranks: Sequence[RankTimes]) -> float:
+def imbalance(ranks: Sequence[RankTimes]) -> float:
     """Computing time of the busiest rank over the mean; 1 is balanced."""
     own = [rank.own_s for rank in ranks]
     return max(own) * len(own) / sum(own) if any(own) else 1.0
@@ -250,7 +270,7 @@ def table(ranks: Sequence[RankTimes], model: ModelSpec | None, peaks: Sequence[f
 
     utilization = [rank.model_flops_utilization(model, peak) for rank, peak in zip(ranks, peaks, strict=True)]
     steps = int(ranks[0].steps)
-    title = f"Where the time of {steps} steps went: imbalance {_imbalance(ranks):.2f}, {changes} changes of schedule"
+    title = f"Where the time of {steps} steps went: imbalance {imbalance(ranks):.2f}, {changes} changes of schedule"
     rows = Table(title=title, box=box.SIMPLE)
     for heading in ("rank", "attention", "model", "all-to-all", "ring wait", "idle", "rest", "tokens/s", "MFU"):
         rows.add_column(heading, justify="right")

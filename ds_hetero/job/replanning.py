@@ -12,12 +12,13 @@ from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.job.rank_times import RankTimes, observation_of
 from ds_hetero.job.report import announce
 from ds_hetero.job.start import JobStart, World
+from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.planner.replan.policy import Decision
 from ds_hetero.plans import Plan, read_plan
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Replanning", "ScheduleChange", "wants_replanning"]
+__all__ = ["Replanning", "ScheduleChange", "make_replanner", "predicted_gain", "wants_replanning"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,46 @@ def wants_replanning(start: JobStart) -> bool:
     return start.section.replan.enabled and any(schedule.sp_size > 1 for schedule in start.plan.schedules)
 
 
+def make_replanner(start: JobStart) -> Replanner:
+    """Return what looks for other schedules; on rank 0, which has the forecasts."""
+    return Replanner(
+        len(start.plan.schedules),
+        [forecast.cost for forecast in start.forecasts],
+        start.section.replan.min_gain,
+        start.section.layout,
+        start.facts.model.causal,
+    )
+
+
+def predicted_gain(replanner: Replanner, plan: Plan, times: Sequence[RankTimes]) -> float | None:
+    """Return the share of a step that other shares of work would save; None where nothing can be said.
+
+    Where every replica is one rank there is no schedule to change; there it is what replicas would save that take
+    samples in proportion to their speeds.
+
+    Args:
+        replanner: of rank 0.
+        plan: that the ranks run.
+        times: of all ranks.
+    """
+    if any(schedule.sp_size > 1 for schedule in plan.schedules):
+        try:
+            gains = replanner.gains(plan.schedules, _observations(plan, times))
+        except Exception:  # training goes on
+            logger.exception("what re-planning would save is not known")
+            return None
+        return max((gain for gain in gains if gain is not None), default=None)
+    own_s = [rank.own_median_s for rank in times]
+    if not all(own_s):
+        return None
+    balanced_s = len(own_s) / sum(1 / seconds for seconds in own_s)
+    return (max(own_s) - balanced_s) / max(rank.step_s / rank.steps for rank in times)
+
+
+def _observations(plan: Plan, times: Sequence[RankTimes]) -> list[Observation]:
+    return [observation_of([times[rank] for rank in schedule.ranks]) for schedule in plan.schedules]
+
+
 class Replanning:
     """Re-planning of one model's training.
 
@@ -63,13 +104,7 @@ class Replanning:
         self._s_per_token_before: float | None = None  # of the latest change, until it has been judged
         self._replanner: Replanner | None = None
         if self._world.rank == 0:
-            self._replanner = Replanner(
-                len(start.plan.schedules),
-                [forecast.cost for forecast in start.forecasts],
-                start.section.replan.min_gain,
-                start.section.layout,
-                start.facts.model.causal,
-            )
+            self._replanner = make_replanner(start)
 
     def observe(self, step: int, times: Sequence[RankTimes]) -> bool:
         """Change the plan if these times call for it.
@@ -140,10 +175,8 @@ class Replanning:
         """The decisions by replica; none on ranks other than 0."""
         if self._replanner is None:
             return {}
-        schedules = self._plan.schedules
-        observations = [observation_of([times[rank] for rank in schedule.ranks]) for schedule in schedules]
         try:
-            decisions = self._replanner.decide(schedules, observations)
+            decisions = self._replanner.decide(self._plan.schedules, _observations(self._plan, times))
         except Exception:  # training can go on without a new schedule
             logger.exception("re-planning failed; the schedule stays from now on")
             self._replanner = None

@@ -30,6 +30,7 @@ from ds_hetero.job.resolve import check_plan_fits, needs_planner, pipelines_in_f
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
+from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, has_native_bf16
@@ -145,6 +146,8 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
 
     def examine() -> tuple[JobFacts, str | None]:
         facts = read()
+        if world.rank == 0 and facts.section.report is not None:
+            expect_writable(facts.section.report)
         return facts, check_facts(facts, world.size)
 
     examined = world.on_all_ranks(examine)

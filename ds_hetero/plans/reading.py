@@ -13,13 +13,18 @@ from ds_hetero.plans.batches import BatchSplit
 from ds_hetero.plans.values import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.schedule import Schedule, schedules_for_world
 
-__all__ = ["read_plan"]
+__all__ = ["SCENARIO", "read_plan"]
+
+SCENARIO = "scenario"
+"""The key of a plan file that says what the plan was made for, see `ds_hetero.reporting.described_plan`."""
 
 _BATCH_KEYS = ("micro_batch_size", "micro_batches")
 
 
 def read_plan(data: Any, world_size: int | None = None) -> Plan:
     """Read a plan, a list of replicas (version 1) or a schedule (version 1).
+
+    What the file says of its scenario is for reports, and takes no part in the plan.
 
     Args:
         data: content of the file.
@@ -30,6 +35,8 @@ def read_plan(data: Any, world_size: int | None = None) -> Plan:
         ScheduleError: a file of version 1 is wrong, or its schedule cannot be repeated over the job.
         PlanError: a file of version 2 is wrong.
     """
+    if isinstance(data, Mapping):
+        data = {key: value for key, value in data.items() if key != SCENARIO}
     if isinstance(data, Mapping) and ("pipelines" in data or data.get("version") == VERSION):
         return _read_plan(data)
     if isinstance(data, Mapping) and "replicas" in data:

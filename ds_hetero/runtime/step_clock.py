@@ -3,8 +3,10 @@
     with clock.phase(ATTENTION, "attention"):        names a range in a torch profiler's trace, and times it
     with clock.forward(True):                        around the engine's forward
     with clock.backward():                           around its backward
+    with clock.optimizer_step():                     around its step
     clock.end_step()                                 after each optimizer step
     clock.pop_finished()                             returns the `StepTimes` of the steps that the device has finished
+    clock.latest_ranges()                            returns the ranges of the last one of them, by name
 
 On CUDA a phase is two events on the current stream, read after they have happened, so waiting for another rank counts
 where the stream waits. Elsewhere it is the wall clock of the computing thread. A phase inside another one, or on a
@@ -27,9 +29,11 @@ __all__ = [
     "ALL_TO_ALL",
     "ATTENTION",
     "IDLE",
+    "RANGE_PREFIX",
     "RING_WAIT",
     "UNTIMED",
     "Clock",
+    "NamedRange",
     "StepClock",
     "StepTimes",
     "running_clock",
@@ -40,7 +44,7 @@ ALL_TO_ALL = "all_to_all"  # packing, moving, and waiting for the slowest of the
 RING_WAIT = "ring_wait"  # waiting for KV or its gradient to arrive, or to be sent
 IDLE = "idle"  # waiting in any other collective
 
-_PREFIX = "ds_hetero."
+RANGE_PREFIX = "ds_hetero."  # of the names in a torch profiler's trace
 _IN_BLOCK = (ATTENTION, ALL_TO_ALL, RING_WAIT)
 _KEPT_STEPS = 256  # older ones that nobody has popped are dropped
 
@@ -79,6 +83,21 @@ class StepTimes:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class NamedRange:
+    """One range of a step, as a torch profiler's trace shows it.
+
+    Args:
+        name: with `RANGE_PREFIX`.
+        start_s: since the step began on this rank.
+        stop_s: likewise.
+    """
+
+    name: str
+    start_s: float
+    stop_s: float
+
+
 class Clock:
     """Names phases for a profiler and measures nothing."""
 
@@ -90,7 +109,7 @@ class Clock:
             kind: one of this module's constants.
             name: in the trace, after the prefix ``ds_hetero.``.
         """
-        with record_function(_PREFIX + name):
+        with record_function(RANGE_PREFIX + name):
             yield
 
     def count_attention(self, flops: int, backward: bool) -> None:
@@ -110,6 +129,8 @@ class _Step:
     begin: _Mark | None = None
     end: _Mark | None = None
     ranges: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of ranges
+    calls: list[tuple[str, _Mark, _Mark]] = field(default_factory=list)  # forwards, backwards and steps of the engine
     passes: list[tuple[int, int, _Mark, _Mark]] = field(default_factory=list)  # first and last range, begin, end
     is_training: bool = True
     attention_flops: int = 0
@@ -131,11 +152,12 @@ class StepClock(Clock):
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._inside = False
+        self._latest: _Step | None = None
 
     @contextmanager
     def phase(self, kind: str, name: str) -> Iterator[None]:
         """Name and time the range inside; see `Clock.phase`."""
-        with record_function(_PREFIX + name):
+        with record_function(RANGE_PREFIX + name):
             if self._inside or self._stream() != self._main_stream:
                 yield
                 return
@@ -145,6 +167,7 @@ class StepClock(Clock):
                 yield
             finally:
                 self._step.ranges.append((kind, begin, self._now()))
+                self._step.names.append(name)
                 self._inside = False
 
     def count_attention(self, flops: int, backward: bool) -> None:
@@ -160,7 +183,7 @@ class StepClock(Clock):
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
         """Time a forward; a step with an evaluation in it says nothing about training and is dropped."""
-        with record_function(_PREFIX + "forward"):
+        with record_function(RANGE_PREFIX + "forward"):
             self._main_stream = self._stream()
             step, begin = self._step, self._now()
             step.begin = begin if step.begin is None else step.begin
@@ -169,12 +192,14 @@ class StepClock(Clock):
             try:
                 yield
             finally:
-                step.passes.append((first, len(step.ranges), begin, self._now()))
+                end = self._now()
+                step.passes.append((first, len(step.ranges), begin, end))
+                step.calls.append(("forward", begin, end))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Time a backward up to its last exchange; what follows may be a wait for gradients of other ranks."""
-        with record_function(_PREFIX + "backward"):
+        with record_function(RANGE_PREFIX + "backward"):
             step, begin = self._step, self._now()
             first = len(step.ranges)
             try:
@@ -183,6 +208,17 @@ class StepClock(Clock):
                 in_block = [i for i in range(first, len(step.ranges)) if step.ranges[i][0] in _IN_BLOCK]
                 if in_block:
                     step.passes.append((first, in_block[-1] + 1, begin, step.ranges[in_block[-1]][2]))
+                step.calls.append(("backward", begin, self._now()))
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Name and time the engine's step, which is in no phase of its own."""
+        with record_function(RANGE_PREFIX + "step"):
+            step, begin = self._step, self._now()
+            try:
+                yield
+            finally:
+                step.calls.append(("step", begin, self._now()))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -205,14 +241,27 @@ class StepClock(Clock):
     def restart(self) -> None:
         """Forget everything recorded so far."""
         self._pending.clear()
-        self._step = _Step()
+        self._step, self._latest = _Step(), None
 
     def pop_finished(self) -> list[StepTimes]:
         """Remove and return the steps that the device has finished, oldest first."""
         finished = []
         while self._pending and self._is_over(self._pending[0].end):
-            finished.append(self._read(self._pending.popleft()))
+            self._latest = self._pending.popleft()
+            finished.append(self._read(self._latest))
         return finished
+
+    def latest_ranges(self) -> list[NamedRange]:
+        """Return the ranges of the step that was popped last, by their begin; none before the first one."""
+        step, elapsed = self._latest, self._elapsed_s
+        if step is None:
+            return []
+        named = [(name, begin, end) for name, (_, begin, end) in zip(step.names, step.ranges, strict=True)]
+        ranges = [
+            NamedRange(RANGE_PREFIX + name, elapsed(step.begin, begin), elapsed(step.begin, end))
+            for name, begin, end in (*step.calls, *named)
+        ]
+        return sorted(ranges, key=lambda each: (each.start_s, -each.stop_s))
 
     def _read(self, step: _Step) -> StepTimes:
         elapsed = self._elapsed_s

@@ -97,6 +97,11 @@ def test_defaults_are_those_of_the_manual() -> None:
         ({"seq_len": 0}, r'"heterogeneity.seq_len": 0. It takes a whole number >= 1, the tokens of a sequence'),
         ({"zero_partition": [1, -1]}, r'"heterogeneity.zero_partition": \[1, -1\] must hold one finite weight >= 0'),
         ({"zero_partition": [0, 0]}, r"and not only zeros"),
+        (
+            {"replan": {"enabled": True, "report_only": True}},
+            r'"heterogeneity.replan": .*cannot be enabled and report_only',
+        ),
+        ({"report": ""}, r'"heterogeneity.report": "". It takes the path of a folder'),
         ({"replan": {"enabled": 1}}, r'"heterogeneity.replan.enabled": 1. It takes true or false'),
         (
             {"replan": {"intervall_steps": 1}},

@@ -35,7 +35,7 @@ def rank_times(*steps: StepTimes, peak: float = 0.0) -> RankTimes:
     unit_costs = UnitCosts()
     for step in steps:
         unit_costs.add(step)
-    return RankTimes.of(steps, unit_costs, inf, peak)
+    return RankTimes.of(steps, unit_costs, inf, peak, [step.attention_s + step.model_s for step in steps])
 
 
 def test_shares_add_up_and_rest_is_what_nobody_claims():

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.checkpoints import expect_one_save, load_any_layout, raise_on_all_ranks
@@ -124,7 +123,7 @@ def time_backward(hooked: HookedEngine, backward: Callable[..., Any], *args: Any
 def time_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Time the engine's step; after an optimizer step the monitor may look at all ranks' times."""
     before = hooked.engine.global_steps
-    with hooked.model.clock.running(), record_function("ds_hetero.step"):
+    with hooked.model.clock.running(), hooked.model.clock.optimizer_step():
         result = step(*args, **kwargs)
     if hooked.engine.global_steps > before:
         hooked.monitor.record_step(hooked.engine.global_samples)

@@ -50,6 +50,7 @@ class Replanner:
             PlannedEstimates(cost, layout) for cost in costs
         ]
         estimates = estimates or [partial(ProportionalEstimate, causal=causal)] * num_replicas
+        self._estimates = estimates
         self._policies = [Policy(estimate, min_gain) for estimate in estimates]
 
     def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[Decision | None]:
@@ -58,6 +59,18 @@ class Replanner:
             policy.decide(schedule, observation) if schedule.sp_size > 1 else None
             for policy, schedule, observation in zip(self._policies, schedules, observations, strict=True)
         ]
+
+    def gains(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[float | None]:
+        """Return the share of a step that the best schedule of every replica would save; None where there is none."""
+        return [
+            _best_gain(estimate(schedule, observation)) if schedule.sp_size > 1 else None
+            for estimate, schedule, observation in zip(self._estimates, schedules, observations, strict=True)
+        ]
+
+
+def _best_gain(estimate: GainEstimate) -> float | None:
+    best = estimate.best()
+    return None if best is None else estimate.gain(best)
 
 
 class PlannedEstimates:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, Diagnosis, Evidence, diagnose
 from ds_hetero.runtime.peers.place import own_place
 
-__all__ = ["Watch", "current_watch", "start_watch"]
+__all__ = ["Watch", "before_forced_exit", "current_watch", "start_watch"]
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
@@ -181,6 +182,8 @@ class Watch:
             sys.stdout.flush()
             name = f"{errors.__name__}.{self.diagnosis.error}"
             print(f"{name}: {self.diagnosis.text}", file=sys.stderr, flush=True)
+            for call in _before_forced_exit:
+                call(f"{name}: {self.diagnosis.text}")
             self._write_end(End(self.rank, STOPPED, self.diagnosis.text))
             os._exit(1)
 
@@ -245,6 +248,19 @@ class Watch:
 
 
 _current: Watch | None = None
+
+
+_before_forced_exit: list[Callable[[str], object]] = []
+
+
+def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
+    """Have ``call`` be called with the reason before a process that waits in vain is ended, in the watch's thread.
+
+    Returns:
+        What takes this back.
+    """
+    _before_forced_exit.append(call)
+    return lambda: _before_forced_exit.remove(call) if call in _before_forced_exit else None
 
 
 def current_watch() -> Watch | None:

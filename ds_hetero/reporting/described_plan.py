@@ -1,0 +1,229 @@
+"""A plan that says what it was made for: cluster, model and batch, as data in the plan's own file.
+
+    {"version": 1, "num_heads": 32, ..., "scenario": {
+        "cost_model": "calibrated", "model": {"name": ..., "config": {...}}, "workload": {"seq_len": 65536, ...},
+        "clusters": [{...}], "lengths": null}}
+
+Jobs read such a file as any other plan and leave its "scenario" alone; `ds-hetero report` and `ds-hetero trace` need
+it. `clusters` has one cluster of the whole plan, or one per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.cluster.writing import cluster_to_dict
+from ds_hetero.common.limits import MAX_SEQ_LEN, is_whole
+from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.cost import CostModel, Workload, make_cost_model
+from ds_hetero.errors import PlanError
+from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.plans import Plan, read_plan
+from ds_hetero.plans.reading import SCENARIO
+from ds_hetero.schedule import Schedule
+
+__all__ = ["DescribedPlan", "PlanScenario", "read_described_plan", "read_scenario"]
+
+_KEYS = ("cost_model", "model", "workload", "clusters", "lengths")
+_REMEDY = (
+    'Write the file with "ds-hetero plan ... --out FILE", or give a run.json of a job that had "report" in its section.'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanScenario:
+    """What a plan was made for.
+
+    Args:
+        cost_model: name of the cost model that judges it.
+        model: what is trained.
+        workload: of every replica; a replica's own batches are in the plan.
+        clusters: one for the whole plan, or one per replica.
+        lengths: tokens of the documents of one row, where the plan is for batches of documents.
+    """
+
+    cost_model: str
+    model: ModelSpec
+    workload: Workload
+    clusters: tuple[Cluster, ...]
+    lengths: tuple[int, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of "scenario"."""
+        workload = {field.name: getattr(self.workload, field.name) for field in fields(Workload)}
+        workload.pop("zero_cluster")
+        return {
+            "cost_model": self.cost_model,
+            "model": {"name": self.model.name, "config": _config_of(self.model)},
+            "workload": {**workload, "zero_weights": _list_or_none(self.workload.zero_weights)},
+            "clusters": [cluster_to_dict(cluster) for cluster in self.clusters],
+            "lengths": _list_or_none(self.lengths),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedPlan:
+    """A plan and what it was made for.
+
+    Args:
+        plan: what the job does.
+        scenario: what it was made for.
+
+    Raises:
+        PlanError: the plan's ranks are not those of the clusters.
+    """
+
+    plan: Plan
+    scenario: PlanScenario
+
+    def __post_init__(self) -> None:
+        held = sum(cluster.num_ranks for cluster in self.scenario.clusters)
+        if max(self.plan.ranks) >= held or (self.plan.is_replicas and len(self.plan.ranks) != held):
+            raise PlanError(
+                f"the plan is for {len(self.plan.ranks)} ranks up to rank {max(self.plan.ranks)}, and the clusters of "
+                f'its "{SCENARIO}" have {held} devices. {_REMEDY}'
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas, which is pipelines of one stage; 0 for a plan of pipelines."""
+        return len(self.plan.pipelines) if self.plan.is_replicas else 0
+
+    def cluster_of(self, replica: int) -> Cluster:
+        """The devices of one replica, numbered from 0."""
+        if len(self.scenario.clusters) > 1:
+            return self.scenario.clusters[replica]
+        ranks = self.plan.schedules[replica].ranks
+        return self.scenario.clusters[0].part(ranks[0], ranks[-1] + 1)
+
+    def schedule_of(self, replica: int) -> Schedule:
+        """The schedule of one replica, whose ranks begin at 0."""
+        return self.plan.schedules[replica].shifted(0)
+
+    def cost_of(self, replica: int) -> CostModel:
+        """The cost model of one replica with its own batches."""
+        workload, pipeline = self.scenario.workload, self.plan.pipelines[replica]
+        if pipeline.micro_batches is not None and pipeline.micro_batch_size is not None:
+            workload = replace(workload, micro_batch=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches)
+        if self.num_replicas > 1:
+            workload = replace(workload, zero_cluster=self._whole_cluster)
+        return make_cost_model(self.scenario.cost_model, self.cluster_of(replica), self.scenario.model, workload)
+
+    @property
+    def _whole_cluster(self) -> Cluster | None:
+        """The devices of all replicas, where one cluster describes them."""
+        only = self.scenario.clusters[0]
+        return only if len(self.scenario.clusters) == 1 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a plan file, which a job reads too."""
+        is_single = self.num_replicas == 1 and self.plan.batch_split is None
+        if is_single:
+            content = self.plan.schedules[0].to_dict()
+        else:
+            content = self.plan.to_replicas_dict() if self.num_replicas else self.plan.to_dict()
+        return {**content, SCENARIO: self.scenario.to_dict()}
+
+
+def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
+    """Read a plan file, or what ``ds-hetero plan --json`` printed.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The plan alone where the file does not say what it was made for.
+
+    Raises:
+        PlanError, ScheduleError: the file cannot be read, is of another version, or is wrong.
+        ClusterError, ModelError: its scenario is.
+    """
+    data = read_file(path, "plan", PlanError)
+    scenario = data.get(SCENARIO) if isinstance(data, Mapping) else None
+    for name in ("plan", "schedule"):
+        if isinstance(data, Mapping) and isinstance(data.get(name), Mapping):
+            data = data[name]
+            scenario = data.get(SCENARIO) if scenario is None else scenario
+    plan = read_plan(data)
+    return plan if scenario is None else DescribedPlan(plan=plan, scenario=read_scenario(scenario))
+
+
+def read_scenario(data: Any) -> PlanScenario:
+    """Read the content of "scenario".
+
+    Raises:
+        PlanError, ClusterError, ModelError: what is wrong with it, by key.
+    """
+    _expect_keys(SCENARIO, data, _KEYS)
+    _expect_keys(f"{SCENARIO}.model", data["model"], ("name", "config"))
+    clusters, lengths, name = data["clusters"], data["lengths"], data["model"]["name"]
+    if not isinstance(name, str) or not isinstance(data["cost_model"], str):
+        raise PlanError(f"{SCENARIO}: cost_model and model.name must be text. {_REMEDY}")
+    if not (isinstance(clusters, list) and clusters and all(isinstance(one, Mapping) for one in clusters)):
+        raise PlanError(f"{SCENARIO}.clusters must be a list of clusters, got {shortened(clusters)}.")
+    if lengths is not None and not (_is_list(lengths) and all(is_whole(one, 1, MAX_SEQ_LEN) for one in lengths)):
+        raise PlanError(f"{SCENARIO}.lengths must be null or a list of whole numbers >= 1, got {shortened(lengths)}.")
+    return PlanScenario(
+        cost_model=data["cost_model"],
+        model=model_from_config(data["model"]["config"], name),
+        workload=_read_workload(data["workload"]),
+        clusters=tuple(load_cluster(dict(one)) for one in clusters),
+        lengths=None if lengths is None else tuple(lengths),
+    )
+
+
+def _read_workload(data: Any) -> Workload:
+    names = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
+    _expect_keys(f"{SCENARIO}.workload", data, names)
+    usual = asdict(Workload(seq_len=1))
+    for name in names:
+        value = data[name]
+        if isinstance(usual[name], bool):
+            is_right = isinstance(value, bool)
+        elif name == "zero_weights":
+            is_right = value is None or _is_list(value)
+        else:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_right = is_number and isfinite(value) and value >= 0
+        if not is_right:
+            raise PlanError(f"{SCENARIO}.workload.{name}: {shortened(value)} is not what a workload takes. {_REMEDY}")
+    weights = data["zero_weights"]
+    return Workload(**{**data, "zero_weights": None if weights is None else tuple(weights)})
+
+
+def _config_of(model: ModelSpec) -> dict[str, Any]:
+    """Return the keys of a config.json that make this model again."""
+    config: dict[str, Any] = {
+        "model_type": "llama" if model.gated_mlp else "gpt_neox",
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.mlp_size,
+        "vocab_size": model.vocab_size,
+        "hidden_act": "silu" if model.gated_mlp else "relu",
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    if model.num_experts:
+        config |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    return config
+
+
+def _list_or_none(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _expect_keys(where: str, data: Any, keys: Sequence[str]) -> None:
+    if not isinstance(data, Mapping) or set(data) != set(keys):
+        found = shortened(sorted(data, key=str) if isinstance(data, Mapping) else data)
+        raise PlanError(f'"{where}" takes {", ".join(keys)}, got {found}. {_REMEDY}')
