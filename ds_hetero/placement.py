@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
@@ -47,14 +47,19 @@ class Lane:
         spans: position intervals, ascending and disjoint.
         tokens: whole tokens ``[span][member]``; zero is allowed.
         layout: how a span is cut, one of `ds_hetero.schedule.LAYOUTS`.
+        nodes: node of every member, if KV goes from node to node and round inside them; empty: one ring over all.
+        proxies: members of nodes that do not pair up send for one another; see `ds_hetero.routes`.
     """
 
     members: tuple[int, ...]
     spans: tuple[Range, ...]
     tokens: tuple[tuple[int, ...], ...]
     layout: str
+    nodes: tuple[int, ...] = ()
+    proxies: bool = False
 
     def __post_init__(self) -> None:
+        assert len(self.nodes) in (0, len(self.members)), (self.nodes, self.members)
         for (start, stop), tokens in zip(self.spans, self.tokens, strict=True):
             assert len(tokens) == len(self.members) and sum(tokens) == stop - start, (self.spans, self.tokens)
 
@@ -136,7 +141,7 @@ class Placement:
     @cached_property
     def fingerprint(self) -> int:
         """63-bit hash, compared between ranks before the first collective that depends on the placement."""
-        lanes = [(lane.members, lane.spans, lane.tokens, lane.layout) for lane in self.lanes]
+        lanes = [tuple(getattr(lane, field.name) for field in fields(lane)) for lane in self.lanes]
         text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, lanes, self.rows))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -5,7 +5,7 @@ in order of position. A document is an interval of positions whose tokens see ea
 sliding window act inside it. Everything here is integer arithmetic, done once per batch layout:
 
     Block      local query range x local key range, with the bounds of its band of visible pairs
-    RingTable  per ring step: what each group receives and from whom, forward and backward
+    RingTable  per ring step: whose keys a group works on, and what it receives and sends
 
 Positions are global, indices are local. Ranges are half open.
 """
@@ -21,8 +21,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range, Rows
+from ds_hetero.routes import Round, Routes, Transfer
 
-__all__ = ["Block", "RingTable", "Round", "Transfer", "visible_blocks"]
+__all__ = ["Block", "RingTable", "visible_blocks"]
 
 
 class Block(NamedTuple):
@@ -138,33 +139,14 @@ def _join(blocks: Iterable[Block], along: str) -> list[Block]:
     return out
 
 
-class Transfer(NamedTuple):
-    """One group's KV (or its gradient) moves from the group at one ring position to another."""
-
-    source: int  # ring position whose tokens these are
-    sender: int
-    receiver: int
-
-
-class Round(NamedTuple):
-    """What one group receives and sends while it computes one step."""
-
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class RingTable:
     """Who computes what at which ring step, and what travels, for one lane of a placement and one mask.
 
-    Positions in the table count the lane's members, in the order in which KV travels.
-
-    Forward step t: the group at position k attends to the KV of position k - t. Round t, posted before the compute of
-    step t, brings what step t + 1 needs. A block visits only the groups that need it, in ring order.
-
-    Backward step j: position k works on the KV of position k + 1 + j, its own last, so that blocks walk the ring in
-    reverse: the KV of the last forward step is still there, and dK/dV come home under the local block. Round j brings
-    the KV of step j + 1 and the partial dK/dV to which step j adds.
+    Positions in the table count the lane's members; `ds_hetero.routes` says which way KV travels round these.
+    In forward step t every position works on the KV of one source, its own first, and in backward step j on that of
+    forward step ``steps - 1 - j``, its own last, so that blocks walk back: the KV that came last in the forward is
+    still there, and dK/dV come home under the local block.
 
     Sender and receiver post a transfer in the same round. That costs nothing when all blocks are needed everywhere, and
     keeps backends with stream-ordered point-to-point calls (NCCL) free of deadlock when they are not.
@@ -198,68 +180,45 @@ class RingTable:
         """Whether the group at ``position`` needs KV of the group at ``source``, another one."""
         return position in self._readers[source]
 
-    def path(self, source: int) -> tuple[int, ...]:
-        """The ring positions that need the KV of ``source``, in the order it visits them; its own is left out."""
-        size = self.size
-        return tuple(p for p in ((source + t) % size for t in range(1, size)) if p in self._readers[source])
+    def num_columns(self, transfer: Transfer) -> int:
+        """Keys whose KV, or gradient, a transfer carries."""
+        if transfer.part is not None:
+            return transfer.part.stop - transfer.part.start
+        return self._widths[transfer.source]
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of the forward, and of the backward: members of the lane, or more where nodes differ."""
+        return self._routes.steps
+
+    def forward_source(self, position: int, step: int) -> int | None:
+        """Ring position whose KV ``position`` works on in a forward step: its own first; None where nobody's."""
+        return self._routes.source_at(position, step)
+
+    def kept(self, position: int) -> int | None:
+        """The remote source whose KV ``position`` keeps for the backward."""
+        return self._routes.kept(position)
 
     def forward_rounds(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in rounds t = 0 .. K - 2, and an empty round for the last step."""
-        rounds = _Rounds(self.size)
-        for source in range(self.size):
-            if self.reads(position, source):
-                transfer = Transfer(source, self._before(source, position), position)
-                rounds.receive(self._hop(source, position) - 1, transfer)
-            after = self._after(source, position)
-            if after is not None:
-                rounds.send(self._hop(source, after) - 1, Transfer(source, position, after))
-        return rounds.made()
+        """KV that ``position`` receives and sends in every round of the forward."""
+        return self._routes.forward(position)
 
     def backward_kv_rounds(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in backward round j, for step j + 1.
-
-        A block walks its path from the end; where it was kept since the forward it is not sent again.
-        """
-        size, rounds = self.size, _Rounds(self.size)
-        for source in range(size):
-            hop = self._hop(source, position)
-            if self.reads(position, source) and hop < size - 1:
-                after = self._after(source, position)
-                rounds.receive(size - 2 - hop, Transfer(source, source if after is None else after, position))
-            before = self._before(source, position) if position == source or self.reads(position, source) else source
-            if before != source and self._hop(source, before) < size - 1:
-                rounds.send(size - 2 - self._hop(source, before), Transfer(source, position, before))
-        return rounds.made()
+        """KV that ``position`` receives and sends in every round of the backward."""
+        return self._routes.backward_kv(position)
 
     def backward_grad_rounds(self, position: int) -> tuple[Round, ...]:
-        """Gradients dK/dV that ``position`` receives and sends in backward round j = 0 .. K - 1.
+        """Gradients dK/dV that ``position`` receives and sends in every round of the backward."""
+        return self._routes.backward_grads(position)
 
-        The receiver adds them to its own at the end of step j.
-        """
-        size, rounds = self.size, _Rounds(self.size)
-        for source in range(size):
-            if self.reads(position, source):
-                before = self._before(source, position)
-                rounds.send(size - 1 - self._hop(source, before), Transfer(source, position, before))
-            after = self._after(source, position)
-            if after is not None:
-                rounds.receive(size - 1 - self._hop(source, position), Transfer(source, after, position))
-        return rounds.made()
+    @cached_property
+    def _routes(self) -> Routes:
+        nodes = self.lane.nodes or (0,) * self.size
+        return Routes(nodes, self._readers, self._widths, proxies=self.lane.proxies)
 
-    def _hop(self, source: int, position: int) -> int:
-        return (position - source) % self.size
-
-    def _after(self, source: int, position: int) -> int | None:
-        """Where the KV of ``source`` goes from ``position``; None where it does not come, or ends."""
-        if position != source and not self.reads(position, source):
-            return None
-        steps = range(1, self.size - self._hop(source, position))
-        return next((p for p in ((position + t) % self.size for t in steps) if self.reads(p, source)), None)
-
-    def _before(self, source: int, position: int) -> int:
-        """Where the KV of ``source`` comes from to ``position``; for ``source`` itself the end of its path."""
-        steps = range(1, self._hop(source, position) or self.size)
-        return next((p for p in ((position - t) % self.size for t in steps) if self.reads(p, source)), source)
+    @cached_property
+    def _widths(self) -> list[int]:
+        return [sum(stop - start for start, stop in columns) for columns in self._columns]
 
     @cached_property
     def _pieces(self) -> tuple[tuple[_Pieces, ...], ...]:
@@ -308,23 +267,6 @@ class RingTable:
                     seen = [part for q in queries for part in _clipped(keys, q.start - self.window + 1, q.stop)]
                     columns[source].extend(seen)
                     readers[source].update([reader] if seen else ())
-
-
-class _Rounds:
-    """The rounds of one group, one per ring step, as they are put together."""
-
-    def __init__(self, size: int) -> None:
-        self._receives: list[list[Transfer]] = [[] for _ in range(size)]
-        self._sends: list[list[Transfer]] = [[] for _ in range(size)]
-
-    def receive(self, step: int, transfer: Transfer) -> None:
-        self._receives[step].append(transfer)
-
-    def send(self, step: int, transfer: Transfer) -> None:
-        self._sends[step].append(transfer)
-
-    def made(self) -> tuple[Round, ...]:
-        return tuple(Round(tuple(r), tuple(s)) for r, s in zip(self._receives, self._sends, strict=True))
 
 
 def _by_holder(pieces_by_position: Sequence[_Pieces]) -> Iterator[_Pieces]:

@@ -111,7 +111,8 @@ def costs_of(num_ranks: int, tokens: int, speeds: Sequence[float], routed: bool 
     cost = make_cost_model("calibrated", cluster, model, Workload(seq_len=tokens, activation_checkpointing=False))
     assert isinstance(cost, CalibratedCostModel)
     schedule = strategy("proportional", cost)
-    return schedule, with_room(unit_costs(cost, schedule, routed=routed), tokens)
+    costs = unit_costs(cost, schedule)
+    return schedule, with_room(costs if routed else costs.through_one_link(), tokens)
 
 
 def with_room(costs: UnitCosts, tokens: int) -> UnitCosts:

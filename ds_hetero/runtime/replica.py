@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.plans import BatchSplit, Plan
-from ds_hetero.runtime.collectives import on_all_ranks, timeout_of_job
+from ds_hetero.runtime.collectives import on_all_ranks, pairs_by_order, timeout_of_job
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["ProcessGroups", "Replica", "make_replica"]
@@ -26,12 +26,15 @@ class Replica:
         rank: this process's global rank.
         sp_group: process group of all ranks of the replica; the ring's point-to-point traffic runs on it.
         a2a_group: process group of this rank's all-to-all group; None where the rank is alone in it.
+        far_group: the ranks of ``sp_group`` once more, for messages between nodes that nothing is to wait behind; None
+            where messages have tags, and none waits behind another one.
     """
 
     plan: Plan
     rank: int
     sp_group: ProcessGroup
     a2a_group: ProcessGroup | None
+    far_group: ProcessGroup | None = None
 
     @cached_property
     def replica_id(self) -> int:
@@ -118,8 +121,8 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
         groups: those of the plans before, to be used again; left out, all are made anew.
 
     Caller: every rank of the world, at start and whenever the plan changes.
-    Collectives: one `on_all_ranks` with a fingerprint; one new_group for every replica and every all-to-all group that
-    ``groups`` does not have, in the same order on every rank.
+    Collectives: one `on_all_ranks` with a fingerprint; one new_group for every replica, two where messages are paired
+    by order, and for every all-to-all group that ``groups`` does not have, in the same order on every rank.
 
     Raises:
         ScheduleError: on every rank, when the plans differ between ranks or do not fit the world.
@@ -135,10 +138,11 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     replica: Replica | None = None
     for schedule in plan.schedules:
         sp_group = groups.of(schedule.ranks)
+        far_group = groups.of(schedule.ranks, "between nodes") if pairs_by_order() else None
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
             a2a_group = a2a_groups[schedule.ring_position(rank)]
-            replica = Replica(plan=plan, rank=rank, sp_group=sp_group, a2a_group=a2a_group)
+            replica = Replica(plan=plan, rank=rank, sp_group=sp_group, a2a_group=a2a_group, far_group=far_group)
     assert replica is not None
     return replica
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -83,7 +83,7 @@ def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
     )
 
 
-def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor) -> Placement:
+def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor, *, widest: bool = False) -> Placement:
     """Each document in a lane of its own or with others, over units that are drawn by chance.
 
     There are units and ranks with nothing, members of a lane without tokens of a span, and spans of one token, the
@@ -92,9 +92,12 @@ def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor) 
     Args:
         schedule: with the units.
         documents: [B, L], see `Case`.
+        widest: one of the lanes is over all units.
     """
     units = range(schedule.ring_size)
     members_of_lanes = [tuple(rng.sample(units, rng.randint(1, len(units)))) for _ in range(rng.randint(1, 5))]
+    if widest:
+        members_of_lanes[:1] = [tuple(rng.sample(units, len(units)))]
     lanes = defaultdict(list)
     for start, stop in _spans(documents):
         members = rng.choice(members_of_lanes)
@@ -120,6 +123,29 @@ def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor) 
             for members, spans in rng.sample(sorted(lanes.items()), len(lanes))
         ),
     )
+
+
+def routed_case(seed: int, world_size: int) -> Case:
+    """A case of documents whose lanes go from node to node, with and without proxies; nodes are drawn by chance.
+
+    Mostly every rank is a unit, and some lane is over all units, so that blocks pass through several nodes. Without
+    sinks, which act on what the rings have made.
+    """
+    rng = random.Random(seed)
+    case = random_case(seed, world_size, by_documents=True)
+    case.sinks = False
+    if rng.random() < 0.7:
+        heads = case.schedule.num_heads
+        groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in range(world_size))
+        case.schedule = replace(case.schedule, groups=groups, ring=tuple(rng.sample(range(world_size), world_size)))
+        case.placement = random_placement(rng, case.schedule, case.documents, widest=rng.random() < 0.7)
+    node = [rng.randrange(rng.choice([1, 2, 2, 3])) for _ in range(case.schedule.ring_size)]
+    lanes = [
+        replace(lane, nodes=tuple(node[unit] for unit in lane.members), proxies=rng.random() < 0.5)
+        for lane in case.placement.lanes
+    ]
+    case.placement = replace(case.placement, lanes=tuple(lanes))
+    return case
 
 
 def _spans(documents: Tensor) -> Sequence[Range]:

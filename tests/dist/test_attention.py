@@ -6,6 +6,7 @@ input type.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Group, Schedule
-from tests.dist.cases import Case, random_case
+from tests.dist.cases import Case, random_case, routed_case
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")
@@ -43,6 +44,25 @@ def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cas
 @pytest.mark.parametrize(("world_size", "num_cases"), [(2, 60), (3, 120), (4, 160)])
 def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(3, 40), (4, 80), (6, 50)])
+def test_random_routes_between_nodes_equal_one_process(world_size, num_cases):
+    run_ranks(_check_routes, world_size, num_cases, timeout_s=240)
+
+
+def test_routes_between_nodes_equal_one_process_where_lanes_yield():
+    run_ranks(_check_routes, 4, 30, nccl_rules=False)
+
+
+def _check_routes(rank, num_cases):
+    world_size = dist.get_world_size()
+    far_group = dist.new_group()
+    for seed in range(num_cases):
+        case = routed_case(1000 * world_size + seed, world_size)
+        replica = replace(make_replica(Plan.of_replicas([case.schedule])), far_group=far_group)
+        for dtype in (torch.float64, torch.float32):
+            _check_case(case, seed, replica, dtype, 1e-6)
 
 
 def test_half_precision_equals_one_process():
@@ -84,29 +104,31 @@ def _check_cases(rank, num_cases, dtypes, by_documents=False, kernel=None):
         case = random_case(1000 * world_size + seed, world_size, by_documents)
         replica = make_replica(Plan.of_replicas([case.schedule]))
         for dtype in dtypes:
-            torch.manual_seed(seed)
-            whole = case.tensors(dtype)
-            expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
-            found = _distributed(case, replica, *whole, kernel=kernel)
-            mine = case.placement.positions(rank)
-            # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
-            largest = [0.0 if x is None else x.abs().max().item() for x in expected]
-            scales = [largest[0], *[max(largest[1:4])] * 3, largest[4]]
-            for name, scale, want, have in zip(
-                ("out", "dq", "dk", "dv", "dsinks"), scales, expected, found, strict=True
-            ):
-                if want is None:
-                    continue
-                if name == "dsinks":  # every rank adds what its heads and its group's tokens give
-                    have = have.double()
-                    dist.all_reduce(have)
-                    part = want
-                else:
-                    part = want[:, :, mine]
-                if part.numel():
-                    error = (have.double() - part).abs().max().item() / max(scale, 1e-3)
-                    tolerance = 1e-6 if by_documents and dtype is torch.float32 else TOLERANCE[dtype]
-                    assert error <= tolerance, f"seed {seed} {name} {dtype}: {error:.2e} in {case}"
+            _check_case(case, seed, replica, dtype, 1e-6 if by_documents else TOLERANCE[torch.float32], kernel)
+
+
+def _check_case(case, seed, replica, dtype, fp32_tolerance, kernel=None):
+    torch.manual_seed(seed)
+    whole = case.tensors(dtype)
+    expected = _reference(case, *(x if x is None else x.to(torch.float64) for x in whole))
+    found = _distributed(case, replica, *whole, kernel=kernel)
+    mine = case.placement.positions(replica.rank)
+    # Where a query sees one key, dq is 0 and what is computed is rounding of dP: gradients share one scale.
+    largest = [0.0 if x is None else x.abs().max().item() for x in expected]
+    scales = [largest[0], *[max(largest[1:4])] * 3, largest[4]]
+    for name, scale, want, have in zip(("out", "dq", "dk", "dv", "dsinks"), scales, expected, found, strict=True):
+        if want is None:
+            continue
+        if name == "dsinks":  # every rank adds what its heads and its group's tokens give
+            have = have.double()
+            dist.all_reduce(have)
+            part = want
+        else:
+            part = want[:, :, mine]
+        if part.numel():
+            error = (have.double() - part).abs().max().item() / max(scale, 1e-3)
+            tolerance = fp32_tolerance if dtype is torch.float32 else TOLERANCE[dtype]
+            assert error <= tolerance, f"seed {seed} {name} {dtype}: {error:.2e} in {case}"
 
 
 def _reference(case: Case, q, k, v, dout, sinks) -> list[Tensor | None]:

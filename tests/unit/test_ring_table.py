@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -18,7 +19,7 @@ from ds_hetero.schedule import LAYOUTS, Group, Schedule
 
 @st.composite
 def tables(draw, masks=True):
-    num_groups = draw(st.integers(1, 5))
+    num_groups = draw(st.integers(1, 7))
     weights = draw(st.lists(st.integers(0, 5), min_size=num_groups, max_size=num_groups).filter(any))
     schedule = Schedule(
         num_heads=2,
@@ -33,7 +34,9 @@ def tables(draw, masks=True):
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.integers(1, length))) if causal else None
     placement = stream_placement(schedule, length, (Rows(0, 1, documents),))
-    return RingTable(placement, placement.lanes[0], causal, window)
+    nodes = draw(st.sampled_from(((), (0,) * num_groups, tuple(draw(st.integers(0, 3)) for _ in range(num_groups)))))
+    lane = replace(placement.lanes[0], nodes=nodes, proxies=draw(st.booleans()))
+    return RingTable(placement, lane, causal, window)
 
 
 def _pairs(block: Block):
@@ -68,15 +71,22 @@ def test_blocks_cover_the_visible_pairs_once_and_waste_no_row_or_column(table):
             assert sorted(found) == visible
 
 
-def transfers(rounds, size):
-    """All transfers of every round, from what each group says of its own; sends are what the receivers expect."""
-    by_group = [rounds(position) for position in range(size)]
+def transfers(rounds, table):
+    """All transfers of every round, from what each group says of its own; sends are what the receivers expect.
+
+    Pairs of groups have them in one order, by which messages without tags find each other.
+    """
+    by_group = [rounds(position) for position in range(table.size)]
     out = []
-    for step in range(size):
+    for step in range(table.steps):
         received = [transfer for own in by_group for transfer in own[step].receives]
         assert sorted(received) == sorted(transfer for own in by_group for transfer in own[step].sends)
-        assert all(t.receiver == p for p, own in enumerate(by_group) for t in own[step].receives)
-        assert all(t.sender == p for p, own in enumerate(by_group) for t in own[step].sends)
+        for k, own in enumerate(by_group):
+            assert all(t.receiver == k and t.due > step for t in own[step].receives)
+            assert all(t.sender == k and t.due > step for t in own[step].sends)
+            for other in range(table.size):
+                sent = [t for t in own[step].sends if t.receiver == other]
+                assert sent == [t for t in by_group[other][step].receives if t.sender == k]
         out.append(received)
     return out
 
@@ -100,49 +110,101 @@ def test_blocks_that_a_document_border_empties_are_absent():
     assert visible_blocks([(4, 8)], [(0, 4)], [(0, 4), (4, 8)], True, None) == ()
 
 
+class Holdings:
+    """What every group holds at each step, in single keys: of its own blocks, and as a proxy."""
+
+    def __init__(self, table, blocks):
+        self._table, self._due = table, defaultdict(list)
+        self.keys = [{source: self._all(source) for source in sources} for sources in blocks]
+        self._proxied = [{} for _ in blocks]
+
+    def _all(self, source):
+        return set(range(sum(stop - start for start, stop in self._table.columns(source))))
+
+    def post(self, step, transfers):
+        for t in transfers:
+            keys = set(range(t.part.start, t.part.stop)) if t.part else self._all(t.source)
+            if t.part and not t.part.is_first_hop:
+                assert self._proxied[t.sender].pop((t.source, t.part.start)) == keys
+            else:
+                assert keys <= self.keys[t.sender][t.source]
+            self._due[t.due].append((t, keys))
+        for t, keys in self._due.pop(step + 1, ()):
+            if t.part and not t.part.is_last_hop:
+                self._proxied[t.receiver][t.source, t.part.start] = keys
+            else:
+                have = self.keys[t.receiver].setdefault(t.source, set())
+                assert not have & keys
+                have |= keys
+
+    def holds(self, group, source):
+        return self.keys[group].get(source) == self._all(source)
+
+
 @given(tables())
 def test_forward_transfers_deliver_every_block_in_time_and_only_where_needed(table):
-    size, rounds = table.size, transfers(table.forward_rounds, table.size)
-    held = [{k} for k in range(size)]
+    size, rounds = table.size, transfers(table.forward_rounds, table)
     needs = [{s for s in range(size) if s != k and any(b for _, b in table.blocks(k, s))} for k in range(size)]
-    for step in range(size):
+    holdings = Holdings(table, [{k} for k in range(size)])
+    for step in range(table.steps):
         for k in range(size):
-            source = (k - step) % size
-            assert source in held[k] or not any(blocks for _, blocks in table.blocks(k, source))
-        if step < size - 1:
-            for source, sender, receiver in rounds[step]:
-                assert source in held[sender]
-                assert receiver == (source + step + 1) % size
-                assert source in needs[receiver]
-            for source, _, receiver in rounds[step]:
-                held[receiver].add(source)
-    assert all(held[k] == needs[k] | {k} for k in range(size))
+            source = table.forward_source(k, step)
+            assert source not in needs[k] or holdings.holds(k, source)
+            assert (source == k) == (step == 0)
+        holdings.post(step, rounds[step])
+    assert [set(held) for held in holdings.keys] == [needs[k] | {k} for k in range(size)]
+    for k in range(size):
+        sources = [table.forward_source(k, step) for step in range(table.steps)]
+        assert sorted(s for s in sources if s is not None) == list(range(size))
+        assert table.kept(k) == next((s for s in reversed(sources) if s in needs[k]), None)
 
 
 @given(tables())
-def test_backward_transfers_bring_kv_and_take_every_gradient_home_once(table):
-    size = table.size
-    kv_rounds, grad_rounds = (transfers(f, size) for f in (table.backward_kv_rounds, table.backward_grad_rounds))
-    kept = [{k, (k + 1) % size} if k in table.path((k + 1) % size) else {k} for k in range(size)]
-    done = [{} for _ in range(size)]  # per group: source -> groups whose contribution is in its partial dK/dV
-    for step in range(size):
-        for source, sender, receiver in grad_rounds[step]:
-            assert (receiver + 1 + step) % size == source  # the receiver works on this source in this very step
-            done[receiver].setdefault(source, []).extend(done[sender].pop(source))
+def test_backward_transfers_bring_kv_to_who_works_on_it(table):
+    size, rounds = table.size, transfers(table.backward_kv_rounds, table)
+    holdings = Holdings(table, [{k, table.kept(k)} - {None} for k in range(size)])
+    for step in range(table.steps):
         for k in range(size):
-            source = (k + 1 + step) % size
-            if source == k or k in table.path(source):
-                assert source in kept[k]
-                done[k].setdefault(source, []).append(k)
-        if step < size - 1:
-            for source, sender, receiver in kv_rounds[step]:
-                assert source in kept[sender]
-                assert (receiver + 2 + step) % size == source
-            for source, _, receiver in kv_rounds[step]:
-                kept[receiver].add(source)
+            source = table.forward_source(k, table.steps - 1 - step)
+            assert source is None or not table.reads(k, source) or holdings.holds(k, source)
+        holdings.post(step, rounds[step])
+    for k, held in enumerate(holdings.keys):
+        assert set(held) == {s for s in range(size) if s == k or table.reads(k, s)}
+
+
+@given(tables())
+def test_backward_transfers_take_every_gradient_home_once(table):
+    size, rounds = table.size, transfers(table.backward_grad_rounds, table)
+    widths = [sum(stop - start for start, stop in table.columns(source)) for source in range(size)]
+    # By group and source: by key, the groups whose contribution is in its partial dK/dV.
+    done = [{} for _ in range(size)]
+    proxied, due = [{} for _ in range(size)], defaultdict(list)
+    for step in range(table.steps):
+        for t in rounds[step]:
+            first, stop = (t.part.start, t.part.stop) if t.part else (0, widths[t.source])
+            if t.part and not t.part.is_first_hop:
+                due[t.due].append((t, first, proxied[t.sender].pop((t.source, first))))
+            else:
+                of_keys = done[t.sender][t.source]
+                due[t.due].append((t, first, [of_keys[key] for key in range(first, stop)]))
+                of_keys[first:stop] = [None] * (stop - first)  # nothing may be added to what has left
+        for k in range(size):
+            source = table.forward_source(k, table.steps - 1 - step)
+            if source is not None and (source == k or table.reads(k, source)):
+                own = done[k].setdefault(source, [[] for _ in range(widths[source])])
+                done[k][source] = [[*before, k] for before in own]
+        for t, first, parts in due.pop(step + 1, ()):
+            if t.part and not t.part.is_last_hop:
+                proxied[t.receiver][t.source, first] = parts
+                continue
+            own = done[t.receiver].setdefault(t.source, [[] for _ in range(widths[t.source])])
+            for key, part in enumerate(parts, first):
+                own[key] = own[key] + part
+    assert not due
     for source in range(size):
-        assert sorted(done[source].pop(source)) == sorted((source, *table.path(source)))
-    assert not any(done)
+        readers = [k for k in range(size) if k == source or table.reads(k, source)]
+        assert all(sorted(part) == readers for part in done[source].pop(source))
+    assert all(of_key is None for of_group in done for keys in of_group.values() for of_key in keys)
 
 
 @given(tables())
@@ -152,7 +214,7 @@ def test_keys_travel_that_another_group_sees_and_no_others(table):
         del blocks_of[source]
         seen = {key for blocks in blocks_of.values() for block in blocks for key in range(*block.k)}
         assert sorted(seen) == [key for columns in table.columns(source) for key in range(*columns)]
-        assert [q for q in blocks_of if blocks_of[q]] == sorted(table.path(source))
+        assert [q for q in blocks_of if blocks_of[q]] == [q for q in blocks_of if table.reads(q, source)]
         gaps = [b[0] - a[1] for a, b in pairwise(table.columns(source))]
         assert all(gap > 0 for gap in gaps)
 
@@ -162,7 +224,7 @@ def test_a_dense_ring_moves_the_published_number_of_blocks():
     placement = stream_placement(Schedule(num_heads=2, num_kv_heads=1, groups=groups), 64, (Rows(0, 1, ((0, 64),)),))
     table = RingTable(placement, placement.lanes[0], False, None)
     forward, kv, grads = (
-        [len(of_step) for of_step in transfers(rounds, 4)]
+        [len(of_step) for of_step in transfers(rounds, table)]
         for rounds in (table.forward_rounds, table.backward_kv_rounds, table.backward_grad_rounds)
     )
     assert forward == [4, 4, 4, 0]
@@ -175,7 +237,7 @@ def test_a_window_stops_kv_from_travelling_on():
     schedule = Schedule(num_heads=2, num_kv_heads=1, groups=groups, layout="contiguous")
     placement = stream_placement(schedule, 64, (Rows(0, 1, ((0, 64),)),))
     table = RingTable(placement, placement.lanes[0], True, 8)
-    assert [len(r) for r in transfers(table.forward_rounds, 4)] == [3, 0, 0, 0]
+    assert [len(r) for r in transfers(table.forward_rounds, table)] == [3, 0, 0, 0]
     assert [table.columns(source) for source in range(4)] == [((9, 16),), ((9, 16),), ((9, 16),), ()]
 
 

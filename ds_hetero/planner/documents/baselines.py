@@ -10,7 +10,7 @@ from math import fsum
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.score import FRAGMENT_ROWS
+from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS
 from ds_hetero.splits import share
 
 __all__ = ["over_all_units", "over_all_units_s", "over_one_node", "over_one_node_at_least_s", "over_one_node_s"]

@@ -22,7 +22,7 @@ HEAD_DIM = 128  # where only a schedule is known
 EVEN_LENGTH_PER_WIDTH = 10  # attention of a document takes as long as the rest at about ten times the hidden size
 
 _BY_UNIT = ("token_s", "square_s", "most_tokens", "node")
-_BY_NODE = ("receive_s", "cross_s")
+_BY_NODE = ("receive_s", "cross_s", "link_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,8 @@ class UnitCosts:
             own.
         receive_s: seconds to pass the keys and values of one token, and their gradients, between two units of a node,
             ``[node]``.
-        cross_s: the same from other nodes to the node as a whole, ``[node]``.
+        cross_s: the same from other nodes to the node as a whole, over all its network interfaces, ``[node]``.
+        link_s: the same from other nodes to one unit of the node, ``[node]``; empty where that sets no limit.
         exchange_per_receive: bytes of q, k, v, the output and their gradients over the bytes that ``receive_s`` counts.
 
     Raises:
@@ -51,20 +52,21 @@ class UnitCosts:
     node: tuple[int, ...]
     receive_s: tuple[float, ...]
     cross_s: tuple[float, ...]
+    link_s: tuple[float, ...] = ()
     exchange_per_receive: float = 0.0
 
     def __post_init__(self) -> None:
         units, nodes = len(self.token_s), max(self.node, default=-1) + 1
         for names, count, what in ((_BY_UNIT, units, "units"), (_BY_NODE, nodes, "nodes")):
             for name in names:
-                if len(getattr(self, name)) != count or not count:
+                if not count or (len(getattr(self, name)) != count and (name != "link_s" or self.link_s)):
                     raise PlanError(f"{name} has {len(getattr(self, name))} entries; there are {count} {what}.")
         if set(self.node) != set(range(nodes)):
             raise PlanError(f"node must number the nodes from 0 without gaps, got {shortened(self.node)}.")
         for name in ("token_s", "square_s"):
             if not all(isfinite(value) and value > 0 for value in getattr(self, name)):
                 raise PlanError(f"{name} must be finite and > 0, got {shortened(getattr(self, name))}.")
-        for name in ("most_tokens", "receive_s", "cross_s"):
+        for name in ("most_tokens", *_BY_NODE):
             if not all(isfinite(value) and value >= 0 for value in getattr(self, name)):
                 raise PlanError(f"{name} must be finite and >= 0, got {shortened(getattr(self, name))}.")
         if not (isfinite(self.exchange_per_receive) and self.exchange_per_receive >= 0):
@@ -104,11 +106,15 @@ class UnitCosts:
         """The same costs where no unit may hold more than ``max_tokens`` tokens."""
         return replace(self, most_tokens=tuple(min(most, max_tokens) for most in self.most_tokens))
 
+    def through_one_link(self) -> UnitCosts:
+        """The same costs if all that enters a node did so over the link of one unit, as in one ring over all units."""
+        return replace(self, cross_s=tuple(map(max, self.cross_s, self.link_s)), link_s=()) if self.link_s else self
+
     def to_floats(self) -> list[float]:
         """All numbers in one list, as rank 0 sends them to the others; `from_floats` reads it."""
         flat = [float(len(self.token_s)), float(self.num_nodes), self.exchange_per_receive]
         for name in (*_BY_UNIT, *_BY_NODE):
-            flat += map(float, getattr(self, name))
+            flat += map(float, getattr(self, name) or (0.0,) * self.num_nodes)
         return flat
 
     @classmethod
@@ -127,6 +133,8 @@ class UnitCosts:
             kind = int if name in ("most_tokens", "node") else float
             values[name] = tuple(map(kind, flat[at : at + count]))
             at += count
+        if not any(values["link_s"]):
+            values["link_s"] = ()
         assert {*values, "exchange_per_receive"} == {field.name for field in fields(cls)}
         return cls(**values, exchange_per_receive=float(flat[2]))  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
 
 
-def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = False) -> UnitCosts:
+def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     """What documents cost the units of ``schedule``.
 
     A unit is as slow as its slowest rank, whose share of the unit's tokens and heads is the schedule's. Short keys and
@@ -28,7 +28,6 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = 
     Args:
         cost: the cost model of the replica that the schedule is for; its ranks begin at 0.
         schedule: gives units, heads and token weights.
-        routed: documents over several nodes use all network interfaces of a node, and not those of one rank.
 
     Raises:
         PlanError: the schedule's ranks or heads are not those of the cluster and the model.
@@ -43,7 +42,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = 
     idle_K = tokens_K == 0
     token_s_K[idle_K] = token_s_K.max()
     nodes = _nodes(cost.cluster, schedule)
-    receive_s, cross_s = _link_s(cost, schedule, nodes, routed=routed)
+    receive_s, cross_s, link_s = _link_s(cost, schedule, nodes)
     bytes_there, bytes_back = _kv_bytes_per_token(cost)
     model = cost.model
     exchanged = (1 + model.num_heads / model.num_kv_heads) * bytes_there  # q, k, v and the output
@@ -54,6 +53,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule, *, routed: bool = 
         node=nodes,
         receive_s=receive_s,
         cross_s=cross_s,
+        link_s=link_s,
         exchange_per_receive=exchanged / (bytes_there + bytes_back),
     )
 
@@ -84,17 +84,17 @@ def _kv_bytes_per_token(cost: CalibratedCostModel) -> tuple[float, float]:
 
 
 def _link_s(
-    cost: CalibratedCostModel, schedule: Schedule, nodes: tuple[int, ...], *, routed: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds per token received, by node: from another unit of the node, and from other nodes.
+    cost: CalibratedCostModel, schedule: Schedule, nodes: tuple[int, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Seconds per token received, by node: from another unit of the node, from other nodes, and thence by one unit.
 
     Inside a node every rank receives the keys and values of its own heads; a switch that they share carries what all of
-    them receive. A ring enters a node over the links of the ranks of one unit; `routed_s_per_byte` takes all
-    of them. What the ranks of a node share towards others bounds both.
+    them receive. What comes from other nodes enters over the links of all units, see `routed_s_per_byte`; what the
+    ranks of a node share towards others bounds it too.
     """
     cluster, token_bytes = cost.cluster, sum(_kv_bytes_per_token(cost))
     p2p = cluster.node_p2p_s_per_byte
-    receive_s, cross_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
+    receive_s, cross_s, link_s = ([0.0] * (max(nodes) + 1) for _ in range(3))
     widest, ranks_on = [0.0] * len(receive_s), [0] * len(receive_s)
     places: list[set[int]] = [set() for _ in receive_s]
     for group, node in zip(schedule.ring_groups, nodes, strict=True):
@@ -106,14 +106,13 @@ def _link_s(
         shared = max(ranks_on[node] * widest[node] / float(cluster.switch_bytes_per_s[place]) for place in where)
         receive_s[node] = token_bytes * max(inside * widest[node], shared)
         between = [float(p2p[place, other]) for place in where for other in range(len(p2p)) if other not in where]
-        direct = max(between, default=0.0) * widest[node]
-        if routed:
-            direct = max(
-                routed_s_per_byte(inside, max(between, default=0.0), others, ranks_on[node]) for others in ranks_on
-            )
+        link_s[node] = token_bytes * max(between, default=0.0) * widest[node]
+        routed = max(
+            routed_s_per_byte(inside, max(between, default=0.0), others, ranks_on[node]) for others in ranks_on
+        )
         nic = float(sum(cluster.nic_bytes_per_s[place] for place in where))
-        cross_s[node] = token_bytes * max(direct, 1 / nic)
-    return tuple(receive_s), tuple(cross_s)
+        cross_s[node] = token_bytes * max(routed, 1 / nic)
+    return tuple(receive_s), tuple(cross_s), tuple(link_s)
 
 
 def _most_tokens(cost: CalibratedCostModel, schedule: Schedule) -> tuple[int, ...]:

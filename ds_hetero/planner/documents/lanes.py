@@ -1,7 +1,8 @@
 """From units and tokens of every document to the lanes of a `Placement`.
 
-Documents over the same units are one lane. Lanes between nodes come first, then those inside a node, then what one unit
-holds alone: Zeppelin's three queues (EuroSys 2026, section 3.2).
+Documents over the same units are one lane; of those over several nodes the ones that need proxies are another. Lanes
+between nodes come first, then those inside a node, then what one unit holds alone: Zeppelin's three queues (EuroSys
+2026, section 3.2).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.candidates import PlacedLengths
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.crossing import crossing_of
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
@@ -29,7 +31,7 @@ def make_placement(
         placed: units of every document with their tokens.
         costs: of the units.
     """
-    cut: dict[tuple[int, ...], list[tuple[Range, tuple[int, ...]]]] = {}
+    cut: dict[tuple[tuple[int, ...], bool], list[tuple[Range, tuple[int, ...]]]] = {}
     local: list[list[Range]] = [[] for _ in costs.token_s]
     for document, ring in zip(documents, placed.pieces, strict=True):
         if len(ring) == 1:
@@ -37,7 +39,8 @@ def make_placement(
         else:
             ring = sorted(ring, key=lambda piece: (costs.node[piece[0]], piece[0]))
             members = tuple(unit for unit, _ in ring)
-            cut.setdefault(members, []).append((document, tuple(tokens for _, tokens in ring)))
+            proxies = costs.node[members[0]] != costs.node[members[-1]] and crossing_of(ring, costs).proxies
+            cut.setdefault((members, proxies), []).append((document, tuple(tokens for _, tokens in ring)))
     for spans, gaps in zip(local, _padding(documents, length, placed.padding), strict=True):
         if gaps:
             spans += gaps
@@ -48,10 +51,12 @@ def make_placement(
             spans=tuple(span for span, _ in spans),
             tokens=tuple(tokens for _, tokens in spans),
             layout="zigzag",
+            nodes=tuple(costs.node[unit] for unit in members),
+            proxies=proxies,
         )
-        for members, spans in cut.items()
+        for (members, proxies), spans in cut.items()
     ]
-    lanes.sort(key=lambda lane: (lane.zone(costs.node) != "cluster", -_longest(lane), lane.members))
+    lanes.sort(key=lambda lane: (lane.zone(costs.node) != "cluster", -_longest(lane), lane.members, lane.proxies))
     lanes += [
         Lane(
             members=(unit,),

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.score import FRAGMENT_ROWS, Loads, loads_of
+from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS, crossing_of
+from ds_hetero.planner.documents.score import Loads, crossing_s, loads_of
 
 __all__ = ["placement_loads", "stream_loads"]
 
@@ -69,15 +70,30 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
             cut_lengths[unit] += at_stop.stop - at_stop.start
         unit_end[unit] = node_end[node] = stop
     inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
+    entered_s = crossing_s(crossed, _entering(lane, crossed, costs), costs)
     return Loads(
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(squares, costs.square_s, strict=True)),
         fragments_s=tuple(FRAGMENT_ROWS / 2 * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
-        received_s=tuple(
-            max(s, crossed[node] * costs.cross_s[node]) for s, node in zip(inside_s, node_of, strict=True)
-        ),
+        received_s=tuple(max(s, entered_s[node]) for s, node in zip(inside_s, node_of, strict=True)),
     )
+
+
+def _entering(lane: Lane, crossed: Sequence[int], costs: UnitCosts) -> list[float]:
+    """What enters over the link of every unit: of the tokens that a node receives as much as of all tokens."""
+    entering = [0.0] * len(costs.node)
+    if costs.num_nodes == 1:
+        return entering
+    ring = sorted(zip(lane.members, lane.tokens[0], strict=True), key=lambda piece: (costs.node[piece[0]], piece[0]))
+    of_unit = crossing_of(ring, costs).entering
+    of_node = [0.0] * costs.num_nodes
+    for unit, tokens in of_unit.items():
+        of_node[costs.node[unit]] += tokens
+    for unit, tokens in of_unit.items():
+        node = costs.node[unit]
+        entering[unit] = tokens * crossed[node] / of_node[node] if of_node[node] else 0.0
+    return entering
 
 
 class _At(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
@@ -91,7 +91,15 @@ def _stream(
     loads = stream_loads(placement.lanes[0], documents, costs)
     if any(count > most for count, most in zip(loads.tokens, costs.most_tokens, strict=True)):
         return None
-    return loads.predicted_s, placement
+    return loads.predicted_s, _by_nodes(placement, costs)
+
+
+def _by_nodes(stream: Placement, costs: UnitCosts) -> Placement:
+    """The stream, whose keys and values go from node to node and round inside them."""
+    (lane,) = stream.lanes
+    if costs.num_nodes == 1:
+        return stream
+    return replace(stream, lanes=(replace(lane, nodes=tuple(costs.node[unit] for unit in lane.members)),))
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:

@@ -146,19 +146,23 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
         ideal_s=ideal_s(lengths, costs, length - sum(lengths)),
         others_s={
             **_others_s(schedule, lengths, documents, length, costs),
-            **_crossing_s(lengths, unit_costs(cost, schedule, routed=True)),
+            **_crossing_s(lengths, costs),
             "remapped": remapped_s(loads, costs),
         },
         bytes_by_link=ring_bytes(placement, nodes, kv_bytes(cost)),
     )
 
 
-def _crossing_s(lengths: Sequence[int], routed: UnitCosts) -> dict[str, float | None]:
-    """Predicted times, without padding, if documents over several nodes travelled otherwise; see `crossing`."""
-    if routed.num_nodes == 1:
+def _crossing_s(lengths: Sequence[int], costs: UnitCosts) -> dict[str, float | None]:
+    """Predicted times, without padding, if documents over several nodes travelled otherwise; see `crossing`.
+
+    In one ring over all units everything enters a node over the link of one of its units.
+    """
+    if costs.num_nodes == 1:
         return {}
-    placed = place_lengths(lengths, routed)
-    return {"routed": placed.predicted_s, "by heads": by_heads_s(lengths, placed.pieces, routed)}
+    one_ring = place_lengths(lengths, costs.through_one_link())
+    by_heads = by_heads_s(lengths, place_lengths(lengths, costs).pieces, costs)
+    return {"one ring": one_ring.predicted_s, "by heads": by_heads}
 
 
 def _others_s(

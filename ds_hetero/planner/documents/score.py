@@ -4,8 +4,8 @@
 
 No barrier separates attention from the rest, so it is sums that units have to balance; what a unit receives hides under
 all of its attention. A unit of a ring receives the keys and values of every token of a document that it does not hold,
-and a node those that none of its units holds. A document that is cut costs each of its units the tiles that its last
-query rows do not fill.
+and a node those that none of its units holds, as fast as the link of its busiest unit allows. A document that is cut
+costs each of its units the tiles that its last query rows do not fill.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS, crossing_of
 
-__all__ = ["FRAGMENT_ROWS", "Loads", "ideal_s", "loads_of"]
-
-FRAGMENT_ROWS = (
-    128  # a fragment is two chunks, and kernels compute query rows in tiles of 128: half a tile each is waste
-)
+__all__ = ["Loads", "crossing_s", "ideal_s", "loads_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
     """The loads of a placement: ``pieces[j]`` are the units of document j with their tokens."""
     units, node_of = len(costs.token_s), costs.node
     tokens, token_squares, cut_lengths, received = [0] * units, [0] * units, [0] * units, [0] * units
-    crossed = [0] * costs.num_nodes
+    crossed, entering = [0] * costs.num_nodes, [0.0] * units
     for length, ring in zip(lengths, pieces, strict=True):
         if len(ring) == 1:
             unit = ring[0][0]
@@ -113,11 +110,30 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
         if len(of_node) > 1:
             for node, count in of_node.items():
                 crossed[node] += length - count
+            ordered = sorted(ring, key=lambda piece: (node_of[piece[0]], piece[0]))
+            for unit, entered in crossing_of(ordered, costs).entering.items():
+                entering[unit] += entered
     inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
+    entered_s = crossing_s(crossed, entering, costs)
     return Loads(
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(token_squares, costs.square_s, strict=True)),
         fragments_s=tuple(FRAGMENT_ROWS * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
-        received_s=tuple(max(s, crossed[k] * costs.cross_s[k]) for s, k in zip(inside_s, node_of, strict=True)),
+        received_s=tuple(max(s, entered_s[node]) for s, node in zip(inside_s, node_of, strict=True)),
     )
+
+
+def crossing_s(crossed: Sequence[int], entering: Sequence[float], costs: UnitCosts) -> list[float]:
+    """Time in which keys and values from other nodes arrive, by node.
+
+    Args:
+        crossed: tokens that a node receives, ``[node]``.
+        entering: thereof over the link of a unit, ``[unit]``.
+        costs: of the units.
+    """
+    times = [tokens * s for tokens, s in zip(crossed, costs.cross_s, strict=True)]
+    if costs.link_s:
+        for tokens, node in zip(entering, costs.node, strict=True):
+            times[node] = max(times[node], tokens * costs.link_s[node])
+    return times

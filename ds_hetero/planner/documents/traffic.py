@@ -62,7 +62,6 @@ def ring_bytes(
 
 def _hop_bytes(table: RingTable, kv_bytes: KVBytes) -> Counter[tuple[int, int]]:
     """Bytes of one KV head and batch row by sender and receiver, which are positions in the lane's ring."""
-    sizes = [sum(stop - start for start, stop in table.columns(source)) for source in range(table.size)]
     hops: Counter[tuple[int, int]] = Counter()
     for position in range(table.size):
         for rounds, bytes_per_token in (
@@ -72,5 +71,5 @@ def _hop_bytes(table: RingTable, kv_bytes: KVBytes) -> Counter[tuple[int, int]]:
         ):
             for round_ in rounds:
                 for transfer in round_.sends:
-                    hops[transfer.sender, transfer.receiver] += sizes[transfer.source] * bytes_per_token  # type: ignore[assignment]
+                    hops[transfer.sender, transfer.receiver] += table.num_columns(transfer) * bytes_per_token  # type: ignore[assignment]
     return hops

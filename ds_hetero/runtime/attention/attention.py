@@ -85,7 +85,7 @@ def attention(
 
     Caller: every rank of the replica, once per attention layer.
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
-        messages in every lane of K units; the same again backward.
+        messages in every lane of K units, or more of them, see `ds_hetero.routes`; the same again backward.
 
     Raises:
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
@@ -94,7 +94,7 @@ def attention(
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange = _exchange(replica, batch)
     rings = batch.rings(replica.rank, spec.causal, window)
-    context = RingContext(rings, replica.sp_group, spec.kernel, spec.scores(q.shape[-1]), clock)
+    context = RingContext(rings, replica.sp_group, replica.far_group, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
         q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
     own_heads = slice(*exchange.own.q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,53 +17,75 @@ __all__ = ["NOTHING", "Channel", "Message", "PendingReceives"]
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to receive from, or to send to, global rank ``peer``; tags pair messages of one round."""
+    """A contiguous tensor to receive or to send.
+
+    Args:
+        tensor: contiguous.
+        peer: global rank of the other end.
+        tag: pairs messages of one round.
+        due: the receiver needs it before this step.
+        is_far: it may take several steps, and nothing is to wait behind it.
+    """
 
     tensor: Tensor
     peer: int
     tag: int
+    due: int = 0
+    is_far: bool = False
 
 
 class PendingReceives:
-    """What a round receives, in flight. `Channel.finish` waits for the sends, so that no step waits for a slow peer."""
+    """What is received before a step, in flight. `Channel.finish` waits for sends, so no step waits for a slow peer."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = pending
 
+    def __add__(self, other: PendingReceives) -> PendingReceives:
+        """Both together."""
+        return PendingReceives((*self._pending, *other._pending))
+
     def wait(self) -> None:
-        """Wait until everything this round receives is here (on CUDA: make the current stream wait)."""
+        """Wait until everything is here (on CUDA: make the current stream wait)."""
         for pending in self._pending:
             pending.wait()
 
 
-NOTHING = PendingReceives(())  # of a round in which a group receives nothing
+NOTHING = PendingReceives(())  # before a step for which nothing is received
 
 
 class Channel:
     """Rounds of messages over ``group`` within one pass of its rings; `finish` must be called once at its end.
 
+    Args:
+        group: the ranks.
+        far_group: the same ranks, for far messages; where messages are paired by order, a group works on one after
+            the other.
+
     Attributes:
         keeps_order: messages are paired by the order in which rounds are posted, which must be one for all ranks.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup, far_group: ProcessGroup | None = None) -> None:
+        self._group, self._far_group = group, far_group or group
         self.keeps_order = pairs_by_order(group)
         self._unfinished: list[_Pending] = []
 
-    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
-        """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send."""
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
+        """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send.
+
+        Returns:
+            What is received, by the step before which it must be here.
+        """
         if self.keeps_order:
             return self._post_together(receives, sends)
-        group = self._group
-        pending = []
+        pending: dict[int, list[_Pending]] = defaultdict(list)
         for message in receives:
-            work = dist.irecv(message.tensor, message.peer, group=group, tag=message.tag)
-            pending.append(_Pending(work, (message.tensor,)))
+            work = dist.irecv(message.tensor, message.peer, group=self._group, tag=message.tag)
+            pending[message.due].append(_Pending(work, (message.tensor,)))
         for message in sends:
-            work = dist.isend(message.tensor, message.peer, group=group, tag=message.tag)
+            work = dist.isend(message.tensor, message.peer, group=self._group, tag=message.tag)
             self._unfinished.append(_Pending(work, (message.tensor,)))
-        return PendingReceives(pending)
+        return {due: PendingReceives(of_step) for due, of_step in pending.items()}
 
     def finish(self) -> None:
         """Wait for the sends of all rounds; their buffers may be reused afterwards."""
@@ -70,17 +93,24 @@ class Channel:
             pending.wait()
         self._unfinished = []
 
-    def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> PendingReceives:
-        """Post a round as one group of messages, which is over when all of them are."""
-        operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, self._group) for m in receives]
-        operations += [dist.P2POp(dist.isend, m.tensor, m.peer, self._group) for m in sends]
-        if not operations:
-            return PendingReceives([])
-        tensors = tuple(message.tensor for message in (*receives, *sends))
-        works = dist.batch_isend_irecv(operations)
-        pending = [_Pending(work, tensors) for work in works]
-        self._unfinished += pending
-        return PendingReceives(pending)
+    def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
+        """Post what is due at the same step as one group of messages, which is over when all of them are."""
+        pending_by_due: dict[int, PendingReceives] = {}
+        for is_far, due in sorted({(message.is_far, message.due) for message in (*receives, *sends)}):
+            group = self._far_group if is_far else self._group
+            received, sent = (
+                [message for message in messages if (message.is_far, message.due) == (is_far, due)]
+                for messages in (receives, sends)
+            )
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent]
+            tensors = tuple(message.tensor for message in (*received, *sent))
+            works = dist.batch_isend_irecv(operations)
+            pending = [_Pending(work, tensors) for work in works]
+            self._unfinished += pending
+            if received:
+                pending_by_due[due] = pending_by_due.get(due, NOTHING) + PendingReceives(pending)
+        return pending_by_due
 
 
 class _Pending:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ds_hetero.placement import Range
-from ds_hetero.ring_table import Transfer
-from ds_hetero.runtime.attention.channel import Message
 from ds_hetero.runtime.attention.ring_steps import Ring
 
-__all__ = ["add_columns_", "block_like", "index_of", "local_kv", "only", "pack_kv", "receives_of", "sends_of"]
+__all__ = ["add_columns_", "block_like", "index_of", "local_kv", "only", "pack_kv"]
 
 
 def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
@@ -31,12 +29,20 @@ def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
     return blocks
 
 
-def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...]) -> None:
-    """Add the gradient of keys that have travelled to that of all keys, both [B, heads, tokens, D]."""
+def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...], first: int = 0) -> None:
+    """Add the gradient of keys that have travelled to that of all keys, both [B, heads, tokens, D].
+
+    Args:
+        grad: of all keys.
+        part: of those in ``columns``, or of some of them that follow one another.
+        columns: keys that travel.
+        first: index of the first key of ``part`` among these.
+    """
     if len(columns) == 1:
-        grad[:, :, slice(*columns[0])] += part
+        start = columns[0][0] + first
+        grad[:, :, start : start + part.shape[2]] += part
     else:
-        grad.index_add_(2, index_of(columns, grad.device), part)
+        grad.index_add_(2, index_of(columns, grad.device)[first : first + part.shape[2]], part)
 
 
 @lru_cache(maxsize=256)
@@ -52,13 +58,11 @@ def local_kv(k: Tensor, v: Tensor, packed: list[Tensor], ring: Ring) -> list[tup
     return [(k[:, sub.kv_heads], v[:, sub.kv_heads]) for sub in ring.sub_rings]
 
 
-def block_like(q: Tensor, ring: Ring, source: int, dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised memory for the KV of ``source``, or for its gradient."""
+def block_like(q: Tensor, ring: Ring, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised memory for the KV of so many tokens, or for its gradient."""
     batch_size, _, _, head_dim = q.shape
     return [
-        q.new_empty(
-            2, batch_size, sub.kv_heads.stop - sub.kv_heads.start, ring.num_columns(source), head_dim, dtype=dtype
-        )
+        q.new_empty(2, batch_size, sub.kv_heads.stop - sub.kv_heads.start, tokens, head_dim, dtype=dtype)
         for sub in ring.sub_rings
     ]
 
@@ -66,25 +70,3 @@ def block_like(q: Tensor, ring: Ring, source: int, dtype: torch.dtype) -> list[T
 def only(blocks: Mapping[int, list[Tensor]], keep: Set[int]) -> dict[int, list[Tensor]]:
     """Those blocks whose sources are in ``keep``."""
     return {source: block for source, block in blocks.items() if source in keep}
-
-
-def receives_of(
-    ring: Ring, blocks: Mapping[int, list[Tensor]], transfers: Sequence[Transfer], tag: int = 0
-) -> list[Message]:
-    """Messages that bring ``transfers`` into ``blocks``."""
-    return [
-        Message(blocks[transfer.source][i], sub.ranks[transfer.sender], tag + sub.tag)
-        for transfer in transfers
-        for i, sub in enumerate(ring.sub_rings)
-    ]
-
-
-def sends_of(
-    ring: Ring, blocks: Mapping[int, list[Tensor]], transfers: Sequence[Transfer], tag: int = 0
-) -> list[Message]:
-    """Messages that carry ``transfers`` out of ``blocks``."""
-    return [
-        Message(blocks[transfer.source][i], sub.ranks[transfer.receiver], tag + sub.tag)
-        for transfer in transfers
-        for i, sub in enumerate(ring.sub_rings)
-    ]

@@ -49,7 +49,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
         return out, lse, [[]]
     with clock.phase(ATTENTION, "attention_begin"):
         out, lse = _empty_result(q)
-        channel = Channel(context.group)
+        channel = Channel(context.group, context.far_group)
         lanes = [
             LaneForward([x[:, :, ring.tokens] for x in (q, k, v, out, lse)], ring, context, channel)
             for ring in context.rings
@@ -80,7 +80,7 @@ def ring_backward(
     with clock.phase(ATTENTION, "attention_backward_begin"):
         wide = torch.promote_types(saved.q.dtype, torch.float32)
         grads = [torch.zeros_like(x, dtype=wide) for x in (saved.q, saved.k, saved.v)]
-        channel = Channel(context.group)
+        channel = Channel(context.group, context.far_group)
         lanes = []
         for ring, kept_of_lane in zip(context.rings, kept, strict=True):
             at = (slice(None), slice(None), ring.tokens)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from ds_hetero.ring_table import RingTable, Round
+from ds_hetero.ring_table import RingTable
+from ds_hetero.routes import Round
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.schedule import Schedule
 
@@ -78,13 +79,23 @@ class Ring:
         """Members of the lane: K."""
         return self.table.size
 
-    def forward_source(self, step: int) -> int:
-        """Ring position whose KV forward step ``step`` works on: its own first."""
-        return (self.position - step) % self.size
+    @property
+    def steps(self) -> int:
+        """Steps of the forward, and of the backward."""
+        return self.table.steps
 
-    def backward_source(self, step: int) -> int:
-        """Ring position whose KV backward step ``step`` works on: its own last."""
-        return (self.position + 1 + step) % self.size
+    def forward_source(self, step: int) -> int | None:
+        """Ring position whose KV forward step ``step`` works on: its own first; None where nobody's."""
+        return self.table.forward_source(self.position, step)
+
+    def backward_source(self, step: int) -> int | None:
+        """Ring position whose KV backward step ``step`` works on: its own last; None where nobody's."""
+        return self.table.forward_source(self.position, self.steps - 1 - step)
+
+    @property
+    def kept(self) -> int | None:
+        """Ring position whose KV stays here from the forward to the backward."""
+        return self.table.kept(self.position)
 
     def num_columns(self, source: int) -> int:
         """Travelling tokens of a group."""
@@ -95,8 +106,7 @@ class Ring:
         """Kernel calls ``[source][sub-ring]``, in the order of the forward steps."""
         covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # queries by first head and first row
         by_source: dict[int, tuple[tuple[KernelCall, ...], ...]] = {}
-        for step in range(self.size):
-            source = self.forward_source(step)
+        for source in filter(_is_there, map(self.forward_source, range(self.steps))):
             by_source[source] = tuple(tuple(self._calls_of(source, sub, covered)) for sub in self.sub_rings)
         return tuple(by_source[source] for source in range(self.size))
 
@@ -154,14 +164,31 @@ class Ring:
         return self.table.backward_grad_rounds(self.position)
 
     @cached_property
-    def sent_after_forward_step(self) -> tuple[frozenset[int], ...]:
-        """Sources of the KV that this rank sends in later rounds than that of each forward step."""
-        return _sent_after(self.forward_rounds)
+    def needed_after_forward_step(self) -> tuple[frozenset[int], ...]:
+        """Sources whose KV this rank works on, or sends, after each forward step, or keeps for the backward."""
+        sources = list(map(self.forward_source, range(self.steps)))
+        return self._needed_after(sources, self.forward_rounds, self.kept)
 
     @cached_property
-    def sent_after_backward_step(self) -> tuple[frozenset[int], ...]:
-        """The same of each backward step."""
-        return _sent_after(self.backward_kv_rounds)
+    def needed_after_backward_step(self) -> tuple[frozenset[int], ...]:
+        """Sources whose KV this rank works on, or sends, after each backward step."""
+        sources = list(map(self.backward_source, range(self.steps)))
+        return self._needed_after(sources, self.backward_kv_rounds, None)
+
+    def _needed_after(
+        self, sources: Sequence[int | None], rounds: Sequence[Round], at_the_end: int | None
+    ) -> tuple[frozenset[int], ...]:
+        """Its own KV is only needed to be sent: it works on that where it lies."""
+        later = {at_the_end}
+        needed = []
+        for source, round_ in zip(reversed(sources), reversed(rounds), strict=True):
+            needed.append(frozenset(filter(_is_there, later)))
+            later |= {source} - {self.position} | {transfer.source for transfer in round_.sends}
+        return tuple(reversed(needed))
+
+
+def _is_there(source: int | None) -> TypeGuard[int]:
+    return source is not None
 
 
 class _Packed:
@@ -175,15 +202,6 @@ class _Packed:
     def place(self, part: tuple[int, int]) -> slice:
         offset = self._offsets[bisect_right(self._starts, part[0]) - 1]
         return slice(part[0] + offset, part[1] + offset)
-
-
-def _sent_after(rounds: Sequence[Round]) -> tuple[frozenset[int], ...]:
-    later: set[int] = set()
-    out = []
-    for round_ in reversed(rounds):
-        out.append(frozenset(later))
-        later |= {transfer.source for transfer in round_.sends}
-    return tuple(reversed(out))
 
 
 def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
