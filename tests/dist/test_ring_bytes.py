@@ -63,6 +63,7 @@ def _placements(schedule: Schedule, lengths: list[int], rng: random.Random) -> l
         node=node,
         receive_s=(rng.choice((0.0, 0.1)),) * 2,
         cross_s=(rng.choice((0.0, 0.1, 1.0)),) * 2,
+        link_s=rng.choice(((), (2.0, 2.0))),
     )
     placed = place_documents(schedule, documents, ends[-1], costs, min_cut_tokens=64).with_rows(rows)
     return [placed] if ends[-1] < schedule.sp_size else [placed, stream_placement(schedule, ends[-1], rows)]
