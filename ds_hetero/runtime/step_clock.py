@@ -34,8 +34,10 @@ __all__ = [
     "UNTIMED",
     "Clock",
     "NamedRange",
+    "Reading",
     "StepClock",
     "StepTimes",
+    "reading_of",
     "running_clock",
 ]
 
@@ -147,7 +149,7 @@ class StepClock(Clock):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._now, self._elapsed_s, self._is_over, self._stream = _events() if device.type == "cuda" else _wall_clock()
+        self._now, self._elapsed_s, self._is_over, self._stream = reading_of(device)
         self._main_stream = 0
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
@@ -292,15 +294,20 @@ def running_clock() -> Clock:
     return _running
 
 
-# How to take the time, the seconds between two moments, whether one is over, and the stream that work goes to.
-_Reading = tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool], Callable[[], int]]
+Reading = tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool], Callable[[], int]]
+"""How to take the time, the seconds between two moments, whether one is over, and the stream that work goes to."""
 
 
-def _wall_clock() -> _Reading:
+def reading_of(device: torch.device) -> Reading:
+    """How to read the time where this rank computes, without making the device wait."""
+    return _events() if device.type == "cuda" else _wall_clock()
+
+
+def _wall_clock() -> Reading:
     return time.perf_counter, lambda begin, end: float(end - begin), lambda mark: True, lambda: 0
 
 
-def _events() -> _Reading:
+def _events() -> Reading:
     def now() -> _Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()

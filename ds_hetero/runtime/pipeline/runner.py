@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_hetero.plans import Pipeline, Plan
 from ds_hetero.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
+from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
 
 __all__ = ["MicroBatch", "Neighbours", "PipelineRunner", "StageCompute", "neighbours_of"]
 
@@ -120,11 +121,19 @@ class PipelineRunner(Generic[B]):
         compute: its layers.
         width: H.
         dtype: of the activations between stages.
+        clock: told of the passes of training, not of those of evaluation.
     """
 
-    def __init__(self, neighbours: Neighbours, compute: StageCompute[B], width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        compute: StageCompute[B],
+        width: int,
+        dtype: torch.dtype,
+        clock: PassClock = UNTIMED,
+    ) -> None:
         self._neighbours, self._compute = neighbours, compute
-        self._width, self._dtype = width, dtype
+        self._width, self._dtype, self._clock = width, dtype, clock
         self.sent_bytes = 0  # of activations and gradients, since the runner was made
 
     def train(
@@ -162,12 +171,16 @@ class PipelineRunner(Generic[B]):
         outbox = _Outbox(near.pipeline.in_flight(0))
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         total: Tensor | None = None
+        clock = self._clock if has_backwards else UNTIMED
         for kind, k in actions:
+            clock.start_pass(kind, k)
             if kind == FORWARD:
                 hidden = inputs.take(k)
+                clock.mark()
                 if hidden is not None and torch.is_grad_enabled():
                     hidden.requires_grad_()
                 output = self._compute(batches[k], hidden)
+                clock.mark()
                 kept[k] = hidden, output
                 if near.outputs is None:
                     total = output.detach().clone() if total is None else total + output.detach()
@@ -178,14 +191,17 @@ class PipelineRunner(Generic[B]):
             else:
                 hidden, output = kept.pop(k)
                 gradient = gradients.take(k)
+                clock.mark()
                 if output.requires_grad:  # not if nothing before it is trained
                     with nullcontext() if k == len(batches) - 1 else no_sync():
                         torch.autograd.backward(output, gradient)
                 del output
+                clock.mark()
                 if near.input_gradients is not None:
                     assert hidden is not None
                     back = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
                     outbox.put(self._send(near.input_gradients, back, batches[k]))
+            clock.mark()
         outbox.close()
         return total
 

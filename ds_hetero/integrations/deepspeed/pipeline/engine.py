@@ -44,12 +44,15 @@ from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
 )
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.stages import StageModel, check_stages
+from ds_hetero.job.monitor import steps_between
+from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.pipeline.stage_clock import StageClock
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 
@@ -78,6 +81,7 @@ class PipelineInstaller:
         self._registry, self._stock, self._given, self._ds_config, self._plan = registry, stock, given, ds_config, plan
         self._rank = dist.get_rank()
         self._stage = plan.stage_of(self._rank)
+        self._clock = StageClock(default_device())
 
     def install(self) -> tuple[Any, ...]:
         """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
@@ -104,8 +108,9 @@ class PipelineInstaller:
         runner = None
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
-            runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype)
-        pipelined = PipelinedEngine(engine=engine, plan=self._plan, stage=stage, runner=runner)
+            runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype, self._clock)
+        monitor = PipelineMonitor(self._plan, self._clock, steps_between(engine.steps_per_print()), engine.monitor)
+        pipelined = PipelinedEngine(engine=engine, plan=self._plan, stage=stage, runner=runner, monitor=monitor)
         install_hooks(pipelined, PIPELINE_HOOKS)
         self._registry.note_pipelined(stage)
         return (engine, *rest)
@@ -166,7 +171,7 @@ class PipelineInstaller:
             {**group, "params": [sync.owned[name] for name in group["params"] if name in sync.owned] or [_nothing()]}
             for group in named
         ]
-        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config))
+        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock)
 
     def _inner(self, owned: Groups) -> Optimizer:
         optimizer = self._given.get("optimizer")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.transformers.stages import StageBatch, StageModel
+from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
 
@@ -23,6 +24,7 @@ class PipelinedEngine:
         plan: what all ranks do.
         stage: this rank's part of the model.
         runner: of its passes; None on a rank that is idle.
+        monitor: takes the times of steps.
         loss: of the passes that have yet to be followed by a step.
     """
 
@@ -30,4 +32,5 @@ class PipelinedEngine:
     plan: Plan
     stage: StageModel
     runner: PipelineRunner[StageBatch] | None
+    monitor: PipelineMonitor
     loss: Tensor | None = field(default=None)

@@ -18,7 +18,7 @@ from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, samples_of_step
 
-__all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "run_passes"]
+__all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "report_times", "run_passes", "time_step"]
 
 _NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict")
 
@@ -50,6 +50,7 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
     loss = _loss_of_passes(pipelined, whole, is_training)
     dist.all_reduce(loss)
     if is_training:
+        pipelined.monitor.clock.join()
         pipelined.loss = loss
     return outputs_with(loss)
 
@@ -101,10 +102,24 @@ def expect_passes(pipelined: PipelinedEngine, step: Callable[..., Any], *args: A
     return step(*args, **kwargs)
 
 
+def time_step(pipelined: PipelinedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """After the step the monitor may look at all ranks' times."""
+    result = step(*args, **kwargs)
+    pipelined.monitor.record_step(pipelined.engine.global_samples)
+    return result
+
+
+def report_times(pipelined: PipelinedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Print the table of the ranks' times before the engine is gone."""
+    pipelined.monitor.report()
+    return destroy(*args, **kwargs)
+
+
 PIPELINE_HOOKS: Mapping[str, tuple[Hook, ...]] = {
     "forward": (waiting("running the passes of a step"), run_passes),
     "backward": (keep_books,),
-    "step": (waiting("running the engine's step"), expect_passes),
+    "step": (waiting("running the engine's step"), time_step, expect_passes),
+    "destroy": (report_times,),
     "save_checkpoint": (waiting("saving a checkpoint"), save_pipelines),
     "module_state_dict": (frozen_state,),
     "load_checkpoint": (waiting("loading a checkpoint"), load_any_plan),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
+from ds_hetero.runtime.pipeline.stage_clock import StageClock
 
 __all__ = ["PipelineOptimizer", "expect_elementwise", "groups_by_name", "optimizer_of_section"]
 
@@ -39,13 +40,14 @@ class PipelineOptimizer(Optimizer):
         inner: over `AsymmetricGradientSync.owned`.
         sync: of the model's gradients.
         clip: largest norm of the gradient of the whole model; 0 does not clip.
+        clock: times the exchanges.
 
     Attributes:
         overflow: the last step was skipped, since the norm was not finite.
     """
 
-    def __init__(self, inner: Optimizer, sync: AsymmetricGradientSync, clip: float) -> None:
-        self.inner, self.sync, self._clip = inner, sync, clip
+    def __init__(self, inner: Optimizer, sync: AsymmetricGradientSync, clip: float, clock: StageClock) -> None:
+        self.inner, self.sync, self._clip, self._clock = inner, sync, clip, clock
         self._global_grad_norm = 0.0
         self.overflow = False
 
@@ -94,8 +96,9 @@ class PipelineOptimizer(Optimizer):
         Caller: every rank of the world, once after the passes of a step.
         Collectives: those of `AsymmetricGradientSync.finish`, ``grad_norm`` and ``gather``.
         """
-        self.sync.finish()
-        norm = self.sync.grad_norm()
+        with self._clock.synchronizing():
+            self.sync.finish()
+            norm = self.sync.grad_norm()
         self._global_grad_norm = norm
         self.overflow = not torch.isfinite(torch.tensor(norm))
         if self.overflow:
@@ -106,7 +109,8 @@ class PipelineOptimizer(Optimizer):
                 assert owned.grad is not None
                 owned.grad.mul_(factor)
         self.inner.step()
-        self.sync.gather()
+        with self._clock.synchronizing():
+            self.sync.gather()
 
 
 def groups_by_name(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Groups:
