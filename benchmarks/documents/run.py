@@ -59,6 +59,7 @@ SLOWED_RANK, SLOWED_TO = 1, 0.6
 STEPS_BEFORE, STEPS_AFTER = 5, 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
+FRAGMENT_ROWS = 16.0  # merging; the kernel for CPU computes as many query rows as there are
 EDGE_TOKENS = 128  # keys that the tiles on a document's diagonal cost each token beside its own
 
 
@@ -176,6 +177,7 @@ def _costs(token_s: float, square_s: float, cores: Sequence[float]) -> UnitCosts
         node=NODES,
         receive_s=(0.0, 0.0),
         cross_s=(0.0, 0.0),
+        fragment_rows=FRAGMENT_ROWS,
     )
 
 

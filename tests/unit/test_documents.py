@@ -153,6 +153,25 @@ def test_loads_of_a_stream_are_those_of_counting(batch):
         assert loads.attention_s[rank] == pytest.approx(2 * pairs * costs.square_s[rank])
 
 
+def test_where_fragments_cost_little_documents_are_cut_for_balance():
+    """The lengths and speeds of a benchmark on CPUs: with the tiles of a GPU two units of four are left with less."""
+    lengths, speed = (368, 1955, 1118, 1415, 208, 1080), (4, 3, 2, 1)
+    balance = {}
+    for rows in (16.0, 128.0):
+        costs = UnitCosts(
+            token_s=tuple(128 / s for s in speed),
+            square_s=tuple(1 / s for s in speed),
+            most_tokens=(10**6,) * 4,
+            node=(0, 0, 1, 1),
+            receive_s=(0.0, 0.0),
+            cross_s=(0.0, 0.0),
+            fragment_rows=rows,
+        )
+        assert UnitCosts.from_floats(costs.to_floats()) == costs
+        balance[rows] = place_lengths(lengths, costs).loads.compute_s / ideal_s(lengths, costs)
+    assert balance[16.0] <= 1.03 < 1.04 < balance[128.0]
+
+
 def two_nodes(**changes):
     """Four units of speeds 3 : 2 : 1 : 1 on two nodes."""
     plain = {

@@ -10,7 +10,6 @@ from math import fsum
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS
 from ds_hetero.splits import share
 
 __all__ = ["over_all_units", "over_all_units_s", "over_one_node", "over_one_node_at_least_s", "over_one_node_s"]
@@ -73,7 +72,7 @@ def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     for units in costs.units_by_node:
         speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
         cut_s = (v * costs.square_s[unit] for v, unit in zip(speeds, units, strict=True))
-        added = min(added, FRAGMENT_ROWS * tokens * fsum(cut_s) if len(units) > 1 else 0.0)
+        added = min(added, costs.fragment_rows * tokens * fsum(cut_s) if len(units) > 1 else 0.0)
         speed += fsum(speeds)
     return (1 + added) / speed
 
@@ -104,7 +103,7 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
         node = costs.node[unit]
         if part and tokens * part + len(lengths) > costs.most_tokens[unit]:  # every document is rounded by itself
             return float("inf")
-        attention_s = (squares * part + (FRAGMENT_ROWS * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
+        attention_s = (squares * part + (costs.fragment_rows * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
         received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0
         if crossing:
             received_s = max(received_s, tokens * (1 - of_node[node]) * costs.cross_s[node])

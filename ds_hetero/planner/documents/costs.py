@@ -16,13 +16,16 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 from ds_hetero.schedule import Schedule
 
-__all__ = ["UnitCosts"]
+__all__ = ["TILE_ROWS", "UnitCosts"]
 
 HEAD_DIM = 128  # where only a schedule is known
 EVEN_LENGTH_PER_WIDTH = 10  # attention of a document takes as long as the rest at about ten times the hidden size
 
+TILE_ROWS = 128.0  # kernels on GPUs compute query rows in tiles of so many: half a tile of each chunk is waste
+
 _BY_UNIT = ("token_s", "square_s", "most_tokens", "node")
 _BY_NODE = ("receive_s", "cross_s", "link_s")
+_SCALARS = ("exchange_per_receive", "fragment_rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class UnitCosts:
         cross_s: the same from other nodes to the node as a whole, over all its network interfaces, ``[node]``.
         link_s: the same from other nodes to one unit of the node, ``[node]``; empty where that sets no limit.
         exchange_per_receive: bytes of q, k, v, the output and their gradients over the bytes that ``receive_s`` counts.
+        fragment_rows: queries' worth of attention that a document costs each unit that holds a part of it, beside that
+            part: tiles of query rows that its two chunks do not fill, and the merging of what they see.
 
     Raises:
         PlanError: lengths that differ, a number that is not finite, or a time of computing that is not positive.
@@ -54,6 +59,7 @@ class UnitCosts:
     cross_s: tuple[float, ...]
     link_s: tuple[float, ...] = ()
     exchange_per_receive: float = 0.0
+    fragment_rows: float = TILE_ROWS
 
     def __post_init__(self) -> None:
         units, nodes = len(self.token_s), max(self.node, default=-1) + 1
@@ -69,8 +75,9 @@ class UnitCosts:
         for name in ("most_tokens", *_BY_NODE):
             if not all(isfinite(value) and value >= 0 for value in getattr(self, name)):
                 raise PlanError(f"{name} must be finite and >= 0, got {shortened(getattr(self, name))}.")
-        if not (isfinite(self.exchange_per_receive) and self.exchange_per_receive >= 0):
-            raise PlanError(f"exchange_per_receive must be finite and >= 0, got {self.exchange_per_receive}.")
+        for name in _SCALARS:
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise PlanError(f"{name} must be finite and >= 0, got {getattr(self, name)}.")
 
     @classmethod
     def from_weights(cls, schedule: Schedule) -> UnitCosts:
@@ -112,7 +119,7 @@ class UnitCosts:
 
     def to_floats(self) -> list[float]:
         """All numbers in one list, as rank 0 sends them to the others; `from_floats` reads it."""
-        flat = [float(len(self.token_s)), float(self.num_nodes), self.exchange_per_receive]
+        flat = [float(len(self.token_s)), float(self.num_nodes), *(getattr(self, name) for name in _SCALARS)]
         for name in (*_BY_UNIT, *_BY_NODE):
             flat += map(float, getattr(self, name) or (0.0,) * self.num_nodes)
         return flat
@@ -124,10 +131,11 @@ class UnitCosts:
         Raises:
             PlanError: the list has another length, or the costs make no sense.
         """
-        units, nodes = (int(flat[0]), int(flat[1])) if len(flat) > 2 else (0, 0)
-        if len(flat) != 3 + len(_BY_UNIT) * units + len(_BY_NODE) * nodes:
+        head = 2 + len(_SCALARS)
+        units, nodes = (int(flat[0]), int(flat[1])) if len(flat) >= head else (0, 0)
+        if len(flat) != head + len(_BY_UNIT) * units + len(_BY_NODE) * nodes:
             raise PlanError(f"{len(flat)} numbers are not the costs of {units} units on {nodes} nodes.")
-        values, at = {}, 3
+        values, at = {}, head
         for name in (*_BY_UNIT, *_BY_NODE):
             count = units if name in _BY_UNIT else nodes
             kind = int if name in ("most_tokens", "node") else float
@@ -135,8 +143,9 @@ class UnitCosts:
             at += count
         if not any(values["link_s"]):
             values["link_s"] = ()
-        assert {*values, "exchange_per_receive"} == {field.name for field in fields(cls)}
-        return cls(**values, exchange_per_receive=float(flat[2]))  # type: ignore[arg-type]
+        scalars = dict(zip(_SCALARS, map(float, flat[2:head]), strict=True))
+        assert {*values, *scalars} == {field.name for field in fields(cls)}
+        return cls(**values, **scalars)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=64)

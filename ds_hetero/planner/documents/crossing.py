@@ -16,11 +16,8 @@ from typing import NamedTuple
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 
-__all__ = ["FRAGMENT_ROWS", "Crossing", "by_heads_s", "crossing_of", "routed_s_per_byte"]
+__all__ = ["Crossing", "by_heads_s", "crossing_of", "routed_s_per_byte"]
 
-FRAGMENT_ROWS = (
-    128  # a fragment is two chunks, and kernels compute query rows in tiles of 128: half a tile each is waste
-)
 WORTH_PROXIES = 0.9  # three hops are more messages than one
 
 
@@ -129,7 +126,7 @@ def by_heads_s(lengths: Sequence[int], pieces: Sequence[Pieces], costs: UnitCost
             work_s[unit] += tokens * costs.token_s[unit]
             attention_s[unit] += tokens * length * costs.square_s[unit]
             if len(ring) > 1:
-                attention_s[unit] += FRAGMENT_ROWS * length * costs.square_s[unit]
+                attention_s[unit] += costs.fragment_rows * length * costs.square_s[unit]
                 inside_s[unit] += max(length - split * tokens, 0) / split * costs.receive_s[node]
             exchange_s[node] += tokens * (split - 1) / split * costs.exchange_per_receive * costs.cross_s[node]
     units = zip(work_s, attention_s, inside_s, strict=True)

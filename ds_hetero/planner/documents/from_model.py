@@ -8,7 +8,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
 from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.planner.documents.costs import UnitCosts
+from ds_hetero.planner.documents.costs import TILE_ROWS, UnitCosts
 from ds_hetero.planner.documents.crossing import routed_s_per_byte
 from ds_hetero.planner.documents.traffic import KVBytes
 from ds_hetero.schedule import Schedule
@@ -55,7 +55,13 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
         cross_s=cross_s,
         link_s=link_s,
         exchange_per_receive=exchanged / (bytes_there + bytes_back),
+        fragment_rows=_fragment_rows(cost.cluster),
     )
+
+
+def _fragment_rows(cluster: Cluster) -> float:
+    """A tile of query rows. Half of one is what a causal square takes more keys per query, where that was measured."""
+    return max(2 * device.efficiency.attention_edge_keys or TILE_ROWS for device in cluster.devices)
 
 
 def _nodes(cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS, crossing_of
+from ds_hetero.planner.documents.crossing import crossing_of
 from ds_hetero.planner.documents.score import Loads, crossing_s, loads_of
 
 __all__ = ["placement_loads", "stream_loads"]
@@ -75,7 +75,7 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(squares, costs.square_s, strict=True)),
-        fragments_s=tuple(FRAGMENT_ROWS / 2 * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
+        fragments_s=tuple(costs.fragment_rows / 2 * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
         received_s=tuple(max(s, entered_s[node]) for s, node in zip(inside_s, node_of, strict=True)),
     )
 

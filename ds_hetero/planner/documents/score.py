@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.crossing import FRAGMENT_ROWS, crossing_of
+from ds_hetero.planner.documents.crossing import crossing_of
 
 __all__ = ["Loads", "crossing_s", "ideal_s", "loads_of"]
 
@@ -119,7 +119,7 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
         tokens=tuple(tokens),
         linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
         attention_s=tuple(square * s for square, s in zip(token_squares, costs.square_s, strict=True)),
-        fragments_s=tuple(FRAGMENT_ROWS * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
+        fragments_s=tuple(costs.fragment_rows * n * s for n, s in zip(cut_lengths, costs.square_s, strict=True)),
         received_s=tuple(max(s, entered_s[node]) for s, node in zip(inside_s, node_of, strict=True)),
     )
 
