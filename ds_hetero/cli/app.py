@@ -34,7 +34,7 @@ from ds_hetero.cli.options import (
 )
 from ds_hetero.common.extras import require
 
-__all__ = ["app", "compare", "doctor", "plan", "profile", "replan", "replicas", "selftest", "show", "simulate"]
+__all__ = ["app", "compare", "doctor", "fit", "plan", "profile", "replan", "replicas", "selftest", "show", "simulate"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -117,6 +117,41 @@ def plan(
     from ds_hetero.cli import plan as command
 
     command.run(scenario, layout, token_unit, out, as_json)
+
+
+@app.command()
+def fit(
+    model: ModelOption,
+    seq_len: SeqLenOption,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    save_cluster: SaveClusterOption = None,
+    schedule: Annotated[str, typer.Option(help="Schedule file, or a strategy's name.")] = "plan",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="add=3090, remove=1 or network=10: the same beside today's; may be repeated."),
+    ] = None,
+    micro_batch: MicroBatchOption = 1,
+    micro_batches: MicroBatchesOption = 1,
+    causal: CausalOption = True,
+    zero_stage: ZeroOption = 3,
+    checkpointing: CheckpointOption = True,
+    tiled_loss: TiledOption = False,
+    reduce_bucket_size: Annotated[
+        int, typer.Option(min=0, help="Elements of DeepSpeed's buffer for gradients; left out, DeepSpeed's default.")
+    ] = 500_000_000,
+    as_json: JsonOption = False,
+) -> None:
+    """Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not."""
+    from ds_hetero.cli import fit as command
+    from ds_hetero.cli.scenario import Scenario
+
+    devices = read_cluster(cluster, gpus, network, save_cluster)
+    training = (seq_len, micro_batch, micro_batches, causal, zero_stage, checkpointing, tiled_loss)
+    workload = workload_of(*training, reduce_bucket=reduce_bucket_size)
+    if not command.run(Scenario.read(devices, model, workload, "calibrated"), schedule, what_if or [], as_json):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -69,9 +69,10 @@ def workload_of(
     zero_stage: int,
     checkpointing: bool,
     tiled_loss: bool,
+    reduce_bucket: int | None = None,
 ) -> Workload:
-    """The options that describe the training, as a workload."""
-    from ds_hetero.cost.workload import Workload
+    """The options that describe the training, as a workload; with ``reduce_bucket`` DeepSpeed's buffers are counted."""
+    from ds_hetero.cost.workload import Buffers, Workload
 
     return Workload(
         seq_len=seq_len,
@@ -81,6 +82,7 @@ def workload_of(
         zero_stage=zero_stage,
         activation_checkpointing=checkpointing,
         tiled_logits=tiled_loss,
+        buffers=None if reduce_bucket is None else Buffers(reduce_bucket=reduce_bucket),
     )
 
 

@@ -33,6 +33,7 @@ from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import memory_parts
+from ds_hetero.cost.terms.peak_memory import peak_parts
 from ds_hetero.cost.terms.ring_time import ring_finish_s
 from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
@@ -130,8 +131,9 @@ class CalibratedCostModel(CostModel):
         }
 
     def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
-        """See `ds_hetero.cost.terms.memory.memory_parts`."""
-        return memory_parts(self.model, self.workload, grouping, tokens_D, heads_D)
+        """See `ds_hetero.cost.terms.memory`, and `peak_memory` beside it where DeepSpeed's buffers are counted."""
+        of_parts = memory_parts if self.workload.buffers is None else peak_parts
+        return of_parts(self.model, self.workload, grouping, tokens_D, heads_D)
 
     def exchange_s_K(self, schedule: Schedule) -> Floats:
         """Both all-to-alls of every group in one block, forward and backward, by ring position."""

@@ -9,7 +9,22 @@ from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 
-__all__ = ["Workload"]
+__all__ = ["Buffers", "Workload"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffers:
+    """Sizes of DeepSpeed's buffers in elements, by its keys in ``zero_optimization``; left out, its defaults.
+
+    Args:
+        reduce_bucket: ``reduce_bucket_size``, gradients under way, which ZeRO 1 to 3 allocate whole.
+        prefetch_bucket: ``stage3_prefetch_bucket_size``, parameters that arrive while others are used.
+        live_parameters: ``stage3_max_live_parameters``, which stay gathered after they were used.
+    """
+
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    live_parameters: int = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +45,7 @@ class Workload:
         optimizer_bytes: bytes of optimizer state per parameter; 12 are a master weight and two Adam moments in fp32.
         offload_optimizer: the optimizer state is in the host's memory; time is counted as if it were not.
         offload_parameters: the parameters are in the host's memory; time is counted as if they were not.
+        buffers: DeepSpeed's, with which memory is that of its peak; None for what a schedule needs without them.
         data_parallel: replicas that share the ZeRO partition with this one.
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
@@ -50,6 +66,7 @@ class Workload:
     optimizer_bytes: float = 12
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    buffers: Buffers | None = None
     data_parallel: int = 1
     zero_cluster: Cluster | None = None
 

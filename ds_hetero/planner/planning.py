@@ -24,7 +24,7 @@ from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.schedule import LAYOUTS
 
-__all__ = ["check_workload", "plan"]
+__all__ = ["check_workload", "plan", "searched_candidates"]
 
 MAX_REJECTED = 4  # alternatives of the search that are explained
 
@@ -57,7 +57,7 @@ def plan(
         workload = Workload(seq_len=workload)
     _check_arguments(cluster, workload, layout, token_unit)
     cost = make_cost_model(cost_model, cluster, model, workload)
-    searched = _search(cost, layout, token_unit)
+    searched = searched_candidates(cost, layout, token_unit)
     baselines = Baselines.under(cost)
     best = fastest(searched, baselines.candidates)
     if best is None:
@@ -100,8 +100,14 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
         raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {shortened(token_unit)}.")
 
 
-def _search(cost: CostModel, layout: str | None, token_unit: int) -> list[Candidate]:
-    """The best schedules that the search finds, best first."""
+def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: int = 1) -> list[Candidate]:
+    """The best schedules that the search finds, best first; none if nothing fits into memory.
+
+    Args:
+        cost: bound to cluster, model and workload.
+        layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
+        token_unit: tokens are handed out in multiples of this.
+    """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
     schedules = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[: 1 + MAX_REJECTED]]
     return [Candidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules]

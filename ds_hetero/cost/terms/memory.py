@@ -13,7 +13,7 @@ from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["memory_parts", "partitioned_bytes", "static_bytes"]
+__all__ = ["LOGIT_TILE_TOKENS", "WIDE", "memory_parts", "partitioned_bytes", "state_bytes", "static_bytes"]
 
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
@@ -27,10 +27,22 @@ def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats
     parameters too, each over all ranks of all replicas. ``zero_weights`` are the shares of one replica's ranks;
     left out, all are equal.
     """
-    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
-    share_D = weights_D / weights_D.sum() / workload.data_parallel
     partitioned, whole = _by_stage(model, workload)
-    return np.asarray(partitioned * share_D + whole)
+    return np.asarray(partitioned * _share_D(workload, num_ranks) + whole)
+
+
+def state_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> dict[str, Floats]:
+    """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
+    share_D, whole_D = _share_D(workload, num_ranks), np.ones(num_ranks)
+    return {
+        name: np.asarray(model.num_parameters * each * (share_D if stage <= workload.zero_stage else whole_D))
+        for name, stage, each in _bytes_from_stage(workload)
+    }
+
+
+def _share_D(workload: Workload, num_ranks: int) -> Floats:
+    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    return np.asarray(weights_D / weights_D.sum() / workload.data_parallel)
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
@@ -40,14 +52,19 @@ def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
 
 def _by_stage(model: ModelSpec, workload: Workload) -> tuple[float, float]:
     """Bytes of optimizer state, gradients and parameters that are partitioned, and of those that every rank has."""
-    bytes_from_stage = (
-        (1, 0 if workload.offload_optimizer else workload.optimizer_bytes),
-        (2, workload.gradient_bytes),
-        (3, 0 if workload.offload_parameters else workload.element_bytes),
-    )
-    partitioned = sum(each for stage, each in bytes_from_stage if stage <= workload.zero_stage)
-    whole = sum(each for stage, each in bytes_from_stage if stage > workload.zero_stage)
+    bytes_from_stage = _bytes_from_stage(workload)
+    partitioned = sum(each for _, stage, each in bytes_from_stage if stage <= workload.zero_stage)
+    whole = sum(each for _, stage, each in bytes_from_stage if stage > workload.zero_stage)
     return partitioned * model.num_parameters, whole * model.num_parameters
+
+
+def _bytes_from_stage(workload: Workload) -> tuple[tuple[str, int, float], ...]:
+    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes per parameter."""
+    return (
+        ("optimizer_state", 1, 0 if workload.offload_optimizer else workload.optimizer_bytes),
+        ("gradients", 2, workload.gradient_bytes),
+        ("weights", 3, 0 if workload.offload_parameters else workload.element_bytes),
+    )
 
 
 def memory_parts(

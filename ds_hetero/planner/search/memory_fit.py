@@ -17,7 +17,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
-__all__ = ["fit_memory", "longest_sequence"]
+__all__ = ["fit_memory", "fits_somehow", "longest_sequence"]
 
 
 ROUNDS = 30
@@ -67,11 +67,16 @@ def longest_sequence(cost: CostModel) -> int:
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
         shorter = make_cost_model(cost.name, cost.cluster, cost.model, replace(cost.workload, seq_len=middle))
-        if any(fit_memory(shorter, *simple) is not None for simple in _simple(shorter)):
+        if fits_somehow(shorter):
             low = middle
         else:
             high = middle
     return low
+
+
+def fits_somehow(cost: CostModel) -> bool:
+    """Whether one of three simple groupings fits, with the tokens that its ranks have room for."""
+    return any(fit_memory(cost, *simple) is not None for simple in _simple(cost))
 
 
 def _simple(cost: CostModel) -> Iterator[tuple[Grouping, Floats, Ints]]:

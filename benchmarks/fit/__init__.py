@@ -1,0 +1,1 @@
+"""The estimate of `ds-hetero fit` against measured peaks of memory, and its advice against a real limit."""

@@ -1,0 +1,183 @@
+"""A few training steps behind DeepSpeed, and the most memory that a rank holds in them.
+
+What is counted are allocations and releases of torch's CPU allocator, as its profiler reports them, from before the
+model is built: the same thing that ``torch.cuda.max_memory_allocated`` is on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hetero.cost.workload import Buffers, Workload
+from ds_hetero.models import ModelSpec, model_from_config
+
+__all__ = ["Case", "measure"]
+
+STEPS = 4
+BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to
+_STEP = "one training step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, a schedule and how it is trained.
+
+    Args:
+        name: for people.
+        schedule: content of a schedule file.
+        seq_len: tokens of a sequence.
+        zero_stage: 0 to 3.
+        checkpointing: recompute every layer.
+        bf16: train in bf16 with fp32 master weights.
+        zero_weights: shares of the optimizer state, None for equal ones.
+        micro_batch: sequences of a batch.
+        model: keys of a Llama's config that differ from `_MODEL`.
+    """
+
+    name: str
+    schedule: dict[str, Any]
+    seq_len: int
+    zero_stage: int
+    checkpointing: bool = False
+    bf16: bool = False
+    zero_weights: tuple[float, ...] | None = None
+    micro_batch: int = 1
+    model: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the schedule."""
+        return sum(len(group["ranks"]) for group in self.schedule["groups"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        return {**_MODEL, **dict(self.model), "max_position_embeddings": self.seq_len}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as the cost model sees it."""
+        return model_from_config(self.config, "llama")
+
+    @property
+    def workload(self) -> Workload:
+        """The training as the cost model sees it."""
+        element = 2 if self.bf16 else 4
+        return Workload(
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            zero_stage=self.zero_stage,
+            zero_weights=self.zero_weights,
+            activation_checkpointing=self.checkpointing,
+            tiled_logits=False,
+            element_bytes=element,
+            gradient_bytes=element,
+            optimizer_bytes=8 if self.zero_stage == 0 and not self.bf16 else 12,
+            buffers=Buffers(reduce_bucket=BUCKET_ELEMENTS),
+        )
+
+
+_MODEL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "hidden_act": "silu",
+    "use_cache": False,
+}
+
+
+def measure(rank: int, report: Any, case: dict[str, Any]) -> int:
+    """Train `STEPS` steps on a rank; bytes that it holds at the peak of a step.
+
+    A release on one of gloo's threads escapes the profiler, which can only add. So what rests between steps and what
+    a step adds to it are each the least of all steps but the first, which allocates what is kept for good.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    gc.collect()
+    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = make_step(rank, Case(**case))
+        for _ in range(STEPS):
+            gc.collect()
+            with record_function(_STEP):
+                step()
+    held, steps = 0, []
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == _STEP:
+            steps.append((held, held))
+        elif event.name() == "[memory]":
+            held += event.nbytes()
+            steps[-1:] = [(before, max(peak, held)) for before, peak in steps[-1:]]
+    rests, rises = [rest for rest, _ in steps[1:]], [peak - rest for rest, peak in steps[1:]]
+    return int(min(rests) + min(rises))
+
+
+def make_step(rank: int, case: Case) -> Any:
+    """Build model and engine of a case; a function that trains one step."""
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ds_hetero
+    from ds_hetero.placement import stream_placement
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    handle = ds_hetero.register()
+    section: dict[str, Any] = {"schedule": case.schedule, "verify": "off"}
+    if case.zero_weights is not None:
+        section["zero_partition"] = list(case.zero_weights)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.micro_batch,
+        "zero_optimization": {"stage": case.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
+        "bf16": {"enabled": case.bf16},
+        "sequence_parallel_size": case.num_ranks,
+        "heterogeneity": section,
+    }
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config) if case.zero_stage == 3 else nullcontext():
+        model = LlamaForCausalLM(LlamaConfig(**case.config))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    positions = stream_placement(handle.schedule, case.seq_len).positions(rank)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(case.config["vocab_size"], (case.micro_batch, case.seq_len), generator=generator)
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    shard = {
+        "input_ids": ids[:, positions],
+        "position_ids": torch.tensor([positions] * case.micro_batch),
+        "shift_labels": labels[:, positions],
+    }
+
+    def step() -> None:
+        outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
+        loss = handle.loss(outputs, shard)
+        del outputs
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """The profiler of some torch releases announces every start and stop."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,0 +1,104 @@
+"""Memory of one rank at its peak, moment by moment, with DeepSpeed's buffers: what `ds-hetero fit` shows.
+
+`ds_hetero.cost.terms.memory` adds up everything that a schedule needs and knows no buffers; searches go by that. Here
+two moments of a step are told apart, and the larger one counts:
+
+    loss    the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
+    layer   the backward of a layer: its own working set, visiting keys and values, packed exchanges
+
+Below ZeRO-3 gradients of a layer come as its activations go, so of the two sets the larger one counts. With gradient
+accumulation both do, since gradients of earlier micro-batches are there; ZeRO-3 has one buffer for them from the start.
+
+Dimension key: D ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.heads import kv_heads_of_ranks
+from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE, memory_parts, state_bytes
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models import ModelSpec
+
+__all__ = ["peak_parts"]
+
+
+class _Layer(NamedTuple):
+    """Bytes of one layer, each ``[D]``: what its backward needs, and what the backward makes beside that."""
+
+    kept: Floats
+    made: Floats
+
+
+def peak_parts(
+    model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
+) -> dict[str, Floats]:
+    """Peak memory of every rank by part, each ``[D]``; leading dimensions of the arguments are kept.
+
+    model_states     weights and optimizer state
+    gradients        what they take beyond the activations that they replace; all with accumulation or ZeRO-3
+    gathered         ZeRO-3: parameters that stay gathered, and at the loss those that arrive
+    activations      per layer its input if checkpointed, else all that its backward needs
+    layer            what one layer's backward needs, if checkpointed, and what it makes
+    ring_buffers, exchange_buffers, logits    see `ds_hetero.cost.terms.memory`
+    bucket           DeepSpeed's buffer for gradients under way
+    """
+    buffers = workload.buffers
+    assert buffers is not None, "peaks are those of DeepSpeed, with its buffers"
+    plain = memory_parts(model, workload, grouping, tokens_D, heads_D)
+    states = state_bytes(model, workload, tokens_D.shape[-1])
+    element, count, stage = workload.element_bytes, model.num_parameters, workload.zero_stage
+    of_layer = _layer(model, workload, grouping, tokens_D, heads_D)
+    if workload.activation_checkpointing:
+        activations, layer = plain["activations"], of_layer.kept + of_layer.made
+    else:
+        activations, layer = model.num_layers * of_layer.kept, of_layer.made
+    live = arriving = 0.0
+    if stage == 3:
+        least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
+        live = element * max(min(buffers.live_parameters, count), min(least, count))
+        arriving = element * min(buffers.prefetch_bucket, count)
+    tokens = workload.micro_batch * tokens_D
+    tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
+    logits = tile * model.vocab_size * (element + 2 * WIDE)
+    ring, exchange = plain["ring_buffers"], plain["exchange_buffers"]
+    at_loss = logits + arriving >= layer + ring + exchange
+    gradients = states["gradients"]
+    if workload.micro_batches == 1 and stage < 3:
+        gradients = np.maximum(gradients - activations, 0.0)
+    return {
+        "model_states": np.broadcast_to(states["weights"] + states["optimizer_state"], tokens_D.shape),
+        "gradients": np.broadcast_to(gradients, tokens_D.shape),
+        "gathered": live + np.where(at_loss, arriving, 0.0),
+        "activations": activations,
+        "layer": np.where(at_loss, 0.0, layer),
+        "ring_buffers": np.where(at_loss, 0.0, ring),
+        "exchange_buffers": np.where(at_loss, 0.0, exchange),
+        "logits": np.where(at_loss, logits, 0.0),
+        "bucket": np.full(tokens_D.shape, float(buffers.reduce_bucket * element if stage else 0)),
+    }
+
+
+def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> _Layer:
+    """What autograd keeps of a decoder layer of transformers, and the gradients of its MLP.
+
+    Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
+    input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation. After the
+    exchange q, k, v, attention's output and its log-sum-exp.
+    """
+    batch, element = workload.micro_batch, workload.element_bytes
+    hidden, tokens = model.hidden_size, batch * tokens_D
+    length_K = grouping.by_group(np.add, tokens_D)
+    rows = batch * length_K[..., grouping.group_of] * heads_D
+    kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
+    kv_rows = batch * length_K[..., grouping.group_of] * kv_D
+    mlp = model.mlp_size * max(model.experts_per_token, 1)
+    norms = 2 * (WIDE + 2 * element) * hidden
+    wide = element * (model.num_heads * model.head_dim + (4 if model.gated_mlp else 2) * mlp)
+    attention = element * model.head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
+    return _Layer(kept=tokens * (norms + wide) + attention, made=element * tokens * (2 * mlp + hidden))

@@ -1,0 +1,94 @@
+"""Memory of every rank by what it is used for, against the card."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.terms.memory import state_bytes
+from ds_hetero.schedule import Schedule
+
+__all__ = ["PARTS", "Stack", "stacks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """Bytes of one rank at its peak, from the bottom up, and what its card has.
+
+    Args:
+        rank: whose they are.
+        device: name of its card.
+        weights: parameters that stay on the rank.
+        gradients: what they take beyond the activations that they replace; all of them with accumulation.
+        optimizer_state: master weights and moments.
+        activations: kept for the backward, and what the backward of one layer needs beside them.
+        logits: of the head, and what the loss makes of them; 0 where the peak is in a layer.
+        buffers: gathered parameters, visiting keys and values, packed exchanges, gradients under way.
+        reserve: what no tensor gets: the driver's context and communication buffers.
+        card: memory of the card.
+    """
+
+    rank: int
+    device: str
+    weights: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    logits: float
+    buffers: float
+    reserve: float
+    card: float
+
+    @property
+    def total(self) -> float:
+        """All parts, the reserve included."""
+        return sum(float(getattr(self, part)) for part in PARTS)
+
+    @property
+    def free(self) -> float:
+        """What is left of the card; negative if it does not fit."""
+        return self.card - self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "total": self.total, "free": self.free}
+
+
+PARTS = tuple(field.name for field in fields(Stack) if field.name not in ("rank", "device", "card"))
+
+
+def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
+    """The stack of every rank of a schedule; without the reserve it is what `CostModel.predict` says.
+
+    Args:
+        cost: of a workload with DeepSpeed's buffers.
+        schedule: for the ranks of its cluster.
+
+    Raises:
+        PlanError: the schedule's ranks or heads are not those of the cluster and the model.
+    """
+    parts = cost.memory_parts(*cost.arrays(schedule))
+    num_ranks = cost.cluster.num_ranks
+    states = state_bytes(cost.model, cost.workload, num_ranks)
+
+    def of(rank: int, *names: str) -> float:
+        return sum(float(np.broadcast_to(parts.get(name, 0.0), (num_ranks,))[rank]) for name in names)
+
+    return tuple(
+        Stack(
+            rank=rank,
+            device=device.name,
+            weights=float(states["weights"][rank]),
+            gradients=of(rank, "gradients"),
+            optimizer_state=float(states["optimizer_state"][rank]),
+            activations=of(rank, "activations", "layer"),
+            logits=of(rank, "logits"),
+            buffers=of(rank, "gathered", "ring_buffers", "exchange_buffers", "bucket"),
+            reserve=float(device.reserved_bytes),
+            card=float(device.memory_bytes),
+        )
+        for rank, device in enumerate(cost.cluster.devices)
+    )

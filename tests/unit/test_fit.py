@@ -1,0 +1,231 @@
+"""Whether a training fits: stacks against cards, the longest sequence, advice, and other clusters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_hetero.cli import main
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cluster.notation import read_notation
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost.terms.memory import state_bytes, static_bytes
+from ds_hetero.cost.workload import Buffers
+from ds_hetero.errors import ClusterError, PlanError
+from ds_hetero.models import load_model
+from ds_hetero.planner.fit import advise, best_schedule, longest_sequence, read_what_if, stacks
+from ds_hetero.planner.planning import plan
+
+GIB = 2**30
+
+
+def cost_of(gpus="5090,3090x2", model="llama-3.2-1b", network=None, **workload):
+    cluster = cluster_from_dict(read_notation(gpus, network).content)
+    training = {"seq_len": 32768, "buffers": Buffers(), **workload}
+    return make_cost_model("calibrated", cluster, load_model(model), Workload(**training))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stack_is_what_the_cost_model_says_by_part(stage):
+    cost = cost_of(zero_stage=stage, zero_weights=(2.0, 1.0, 1.0))
+    fitted = best_schedule(cost, "ring")
+    for stack, needed, capacity in zip(
+        stacks(cost, fitted.schedule), fitted.prediction.memory_bytes, cost.capacity_bytes_D, strict=True
+    ):
+        assert stack.total - stack.reserve == pytest.approx(needed, rel=1e-9)
+        assert stack.card - stack.reserve == capacity
+        assert stack.free == pytest.approx(capacity - needed, abs=1)
+    states = state_bytes(cost.model, cost.workload, 3)
+    assert np.allclose(sum(states.values()), static_bytes(cost.model, cost.workload, 3), rtol=1e-12)
+
+
+def test_one_rank_by_hand():
+    """ZeRO 0 in bf16: 2 bytes of weights and 12 of optimizer state per parameter, 2 of gradients beyond activations."""
+    cost = cost_of("H100", zero_stage=0, seq_len=4096)
+    (stack,) = stacks(cost, best_schedule(cost).schedule)
+    model = cost.model
+    count, kept = model.num_parameters, model.num_layers * 4096 * 2 * model.hidden_size
+    assert (stack.weights, stack.optimizer_state, stack.gradients) == (2 * count, 12 * count, 2 * count - kept)
+    # A layer's backward: norms, attention's input, the gated MLP; q, k, v, output, log-sum-exp; gradients of the MLP.
+    norms, wide = 2 * 8 * model.hidden_size, 2 * (model.hidden_size + 4 * model.mlp_size)
+    attention = 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + 4 * model.num_heads
+    made = 2 * (2 * model.mlp_size + model.hidden_size)
+    logits = 1024 * model.vocab_size * 10
+    layer = 4096 * (norms + wide + attention + made)
+    if logits > layer:
+        assert (stack.activations, stack.logits) == (kept, logits)
+    else:
+        assert (stack.activations, stack.logits) == (kept + layer, 0)
+    assert (stack.reserve, stack.card) == (1.5 * GIB, 80 * GIB)
+
+
+@pytest.mark.parametrize(("stage", "gathered"), [(0, 0), (1, 0), (2, 0), (3, 1)])
+def test_deepspeeds_buffers_are_counted_by_stage(stage, gathered):
+    """In bf16 the bucket takes 10^9 bytes; ZeRO-3 keeps 10^9 parameters gathered, and 5 x 10^7 arrive at the loss."""
+    cost = cost_of("3090x2", zero_stage=stage, tiled_logits=False)
+    for stack in stacks(cost, best_schedule(cost, "ring").schedule):
+        assert stack.logits > 0
+        assert stack.buffers == (10**9 if stage else 0) + gathered * 2 * (10**9 + 5 * 10**7)
+
+
+def test_gradients_of_earlier_micro_batches_stay_beside_the_activations():
+    def gradients(**workload):
+        cost = cost_of("3090x2", zero_stage=1, activation_checkpointing=False, **workload)
+        return [stack.gradients for stack in stacks(cost, best_schedule(cost, "ring").schedule)]
+
+    assert gradients() == [0, 0]
+    assert gradients(micro_batches=2) == [2 * load_model("llama-3.2-1b").num_parameters] * 2
+
+
+def test_what_the_planner_counts_does_not_change():
+    cost = cost_of(buffers=None)
+    parts = cost.memory_parts(*cost.arrays(best_schedule(cost, "ring").schedule))
+    assert sorted(parts) == [
+        "activations",
+        "exchange_buffers",
+        "gathered",
+        "layer",
+        "logits",
+        "model_states",
+        "ring_buffers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workload"),
+    [("5090,3090x2", {}), ("3090", {"zero_stage": 1}), ("4090,3060", {"tiled_logits": False}), ("8xA100", {})],
+)
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(gpus, workload):
+    cost = cost_of(gpus, **workload)
+    longest = longest_sequence(cost)
+
+    def planned(seq_len):
+        return plan(cost.cluster, cost.model, replace(cost.workload, seq_len=seq_len))
+
+    if longest == 0:
+        with pytest.raises(PlanError):
+            planned(cost.cluster.num_ranks)
+        return
+    assert planned(longest).prediction.feasible
+    with pytest.raises(PlanError):
+        planned(int(longest * 1.02) + 256)
+
+
+def test_the_longest_sequence_of_a_strategy_is_its_own():
+    assert longest_sequence(cost_of("80gb a100, a100 sxm 40gb"), "ring") < longest_sequence(
+        cost_of("a100,a100 sxm 40gb")
+    )
+
+
+def test_of_what_does_not_fit_the_schedule_that_is_nearest_is_shown():
+    cost = cost_of(model="llama-3.1-8b")
+    fitted = best_schedule(cost)
+    assert not fitted.fits and "too much" in fitted.prediction.reason
+    even = best_schedule(cost, "ring")
+    worst = max(np.subtract(fitted.prediction.memory_bytes, cost.capacity_bytes_D))
+    assert worst <= max(np.subtract(even.prediction.memory_bytes, cost.capacity_bytes_D))
+
+
+def test_advice_is_tried_alone_first_and_the_cheapest_comes_first():
+    cost = cost_of(tiled_logits=False, model="llama-3.2-3b")
+    advice = advise(best_schedule(cost), "plan")
+    fitting = [each for each in advice if each.fits]
+    assert fitting and all(len(each.changes) == 1 for each in fitting)
+    times = [each.after.iteration_s for each in fitting]
+    assert times == sorted(times) and advice[: len(fitting)] == tuple(fitting)
+    for each in fitting:
+        assert plan(cost.cluster, cost.model, each.after.fitted.cost.workload).prediction.feasible
+        assert each.missing_bytes <= 0
+
+
+def test_changes_are_put_together_where_none_is_enough_and_none_of_them_is_needless():
+    cost = cost_of("3090x2", "llama-3.2-3b", zero_stage=1, activation_checkpointing=False, tiled_logits=False)
+    advice = advise(best_schedule(cost), "plan")
+    together = advice[0]
+    assert together.fits and len(together.changes) > 1 and "optimizer offload" in together.name
+    assert not any(each.fits for each in advice[1:])
+    assert [change.name for change in together.changes if change.name.startswith("ZeRO stage")][1:] == []
+
+
+def test_offloading_the_optimizer_costs_transfers_and_the_hosts_adam():
+    """Gradients and parameters of 2 bytes over PCIe 4 x 16; Adam reads and writes 28 bytes a parameter at 20 GB/s."""
+    cost = cost_of("3090", "llama-3.2-3b", zero_stage=2, seq_len=4096)
+    (offload,) = (each for each in advise(best_schedule(cost), "plan") if each.name == "optimizer offload")
+    count = cost.model.num_parameters
+    assert offload.after.added_s == pytest.approx(count * 4 / 32e9 + count * 28 / 20e9)
+    assert offload.after.iteration_s > offload.after.fitted.prediction.iteration_s
+
+
+def test_a_uniform_schedule_is_advised_to_be_planned_and_weights_follow_memory():
+    cost = cost_of("a100, a100 sxm 40gb", "llama-3.2-3b", seq_len=131072, zero_stage=2)
+    advice = {each.name: each for each in advise(best_schedule(cost, "ring"), "ring")}
+    assert "planned tokens and heads" in advice
+    weights = advice["weights by memory"].after.fitted.cost.workload.zero_weights
+    assert weights is None or weights[0] > weights[1]
+
+
+def test_what_is_not_runnable_yet_is_named_and_not_counted_as_advice():
+    (offload,) = (
+        each
+        for each in advise(best_schedule(cost_of(model="llama-3.1-8b")), "plan")
+        if each.after is None and each.name == "activation offload"
+    )
+    assert not offload.fits and "no test of this engine" in offload.why_not
+    assert offload.to_dict()["runnable"] is False
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "gb_per_s"),
+    [("add=3060", 5, 25), ("remove=0", 3, 25), ("network=80Gbit/s", 4, 10), ("add=2xA40", 6, 25)],
+)
+def test_what_if(what, ranks, gb_per_s):
+    cluster = cluster_from_dict(read_notation("2x5090 | 2x3090", "25").content)
+    changed = read_what_if(what, cluster).cluster
+    assert changed.num_ranks == ranks and changed.network.bytes_per_s == gb_per_s * 1e9
+    if what == "add=3060":
+        assert changed.devices[-1].name == "RTX-3060-12GB" and len(changed.nodes) == 2
+    if what == "remove=0":
+        assert [device.name for device in changed.devices] == ["RTX-5090", "RTX-3090", "RTX-3090"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("more=3090", "--what-if is add=CARDS, remove=RANK or network=GB/s"),
+        ("add", "--what-if is add=CARDS"),
+        ("add=4070", "nearest names"),
+        ("add=3090|3090", "adds cards to the last node"),
+        ("remove=3", "ranks are 0 to 2, got '3'"),
+        ("remove=-1", "ranks are 0 to 2"),
+        ("network=10", "the cluster has one"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(what, message):
+    with pytest.raises(ClusterError, match=message):
+        read_what_if(what, cluster_from_dict(read_notation("5090,3090x2").content))
+
+
+def _run(capsys, *arguments):
+    try:
+        code = main(["fit", *map(str, arguments)])
+    except SystemExit as end:
+        code = end.code
+    return code, capsys.readouterr()
+
+
+def test_the_command_ends_with_0_where_it_fits_1_where_not_and_2_on_bad_input(capsys):
+    job = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--tiled-loss")
+    code, printed = _run(capsys, *job, "--seq-len", 8192, "--json", "--what-if", "add=3090", "--what-if", "remove=1")
+    report = json.loads(printed.out)
+    assert code == 0 and report["fits"] and not report["advice"]
+    assert [stack["rank"] for stack in report["ranks"]] == [0, 1, 2]
+    assert all(stack["free"] > 0 for stack in report["ranks"])
+    more, fewer = report["what_if"]
+    assert more["longest_sequence"] > report["longest_sequence"] > fewer["longest_sequence"]
+    code, printed = _run(capsys, *job, "--seq-len", report["longest_sequence"] * 2)
+    assert code == 1 and "does not fit" in printed.out and "What would make it fit" in printed.out
+    code, printed = _run(capsys, *job, "--seq-len", 8192, "--what-if", "add=4070")
+    assert code == 2 and not printed.out and "nearest names" in printed.err
