@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.remap import least_remap_s, remap, remapped_s
+from ds_hetero.planner.documents.remap import even_tokens, least_remap_s, remap, remapped_s
 from ds_hetero.planner.documents.score import loads_of
 
 
@@ -70,6 +70,19 @@ def test_transfers_lead_from_what_units_have_to_what_they_want(units):
     surplus = [a - b for a, b in zip(have, want, strict=True)]
     least_s, _ = least_remap_s(surplus, node, 1.0, 8.0)
     assert max(sent_s) <= least_s + 2 * 8.0  # whole tokens
+
+
+def test_tokens_are_made_even_by_speed_as_far_as_memory_allows():
+    # 3:1 would be 300 and 100.
+    costs = UnitCosts(
+        token_s=(1.0, 3.0),
+        square_s=(0.01, 0.01),
+        most_tokens=(220, 10**6),
+        node=(0, 0),
+        receive_s=(1.0,),
+        cross_s=(8.0,),
+    )
+    assert even_tokens(400, costs) == (220, 180)
 
 
 def test_a_remapped_block_is_as_slow_as_its_slowest_attention_and_even_linear_modules():

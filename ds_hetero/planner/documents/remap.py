@@ -86,8 +86,15 @@ def remap(have: Sequence[int], want: Sequence[int], costs: UnitCosts) -> list[Tr
 
 
 def even_tokens(tokens: int, costs: UnitCosts) -> tuple[int, ...]:
-    """Tokens in proportion to the speed of the linear modules."""
-    return share(tokens, [1 / token_s for token_s in costs.token_s])
+    """Tokens in proportion to the speed of the linear modules, as far as memory allows."""
+    full: dict[int, int] = {}
+    while True:
+        speeds = [0.0 if unit in full else 1 / token_s for unit, token_s in enumerate(costs.token_s)]
+        even = share(tokens - sum(full.values()), speeds)
+        over = {unit: most for unit, most in enumerate(costs.most_tokens) if even[unit] > most}
+        full |= over
+        if not over or len(full) == len(speeds):
+            return tuple(full.get(unit, count) for unit, count in enumerate(even))
 
 
 def remapped_s(loads: Loads, costs: UnitCosts) -> float:
