@@ -86,6 +86,7 @@ class HeterogeneitySection(BaseModel):
     enabled: bool = True
     cluster: str | dict[str, Any] = "measure"
     schedule: str | dict[str, Any] = "plan"
+    parallel: Literal["sequence", "full"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
@@ -103,12 +104,22 @@ class HeterogeneitySection(BaseModel):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
 
+    @model_validator(mode="after")
+    def _searches_what_it_says(self) -> HeterogeneitySection:
+        if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
+            raise ValueError(
+                f'"parallel": "full" searches for pipelines, but "schedule" is "{self.schedule}", a strategy of '
+                'sequence parallelism. Leave "schedule" out, or give it a plan file'
+            )
+        return self
+
 
 _ACCEPTED = {
     "enabled": "true or false",
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
     + ", ".join(STRATEGIES),
+    "parallel": '"sequence" (one replica, or equal ones) or "full" (pipelines of unequal stages)',
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',

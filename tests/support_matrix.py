@@ -281,6 +281,13 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
+        what='`"parallel": "full"`: pipelines searched for at the start of the job',
+        status="tested",
+        tests=(
+            "tests/integration/test_pipeline_start.py::test_a_job_searches_for_its_pipelines_and_trains_as_one_process",
+        ),
+    ),
+    Row(
         what="checkpoints of pipelines under another plan",
         status="tested",
         tests=("tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",),

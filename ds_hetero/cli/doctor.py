@@ -28,8 +28,9 @@ from ds_hetero.integrations.deepspeed.batch_sizes import expect_batch_of_replica
 from ds_hetero.integrations.deepspeed.facts import expect_supported, read_training_facts, section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts
+from ds_hetero.job.plan_files import plan_in_file
 from ds_hetero.job.report import forecast_text
-from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, plan_in_file, replica_size, sp_size_of
+from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, replica_size, sp_size_of
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.models import load_model
 from ds_hetero.runtime.attention.kernels import available

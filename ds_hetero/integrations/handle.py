@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
-from ds_hetero.integrations.registry import PreparedModel, Registry
+from ds_hetero.integrations.registry import PipelinedModel, PreparedModel, Registry
 from ds_hetero.integrations.token_mean import token_mean
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.replanning import ScheduleChange
@@ -90,7 +90,7 @@ class Handle:
     @property
     def plan(self) -> Plan:
         """What all ranks of the job do; see `replica`."""
-        return self.replica.plan
+        return self.replica.plan if self._pipelined is None else self._pipelined.plan
 
     @property
     def schedule(self) -> Schedule:
@@ -122,11 +122,11 @@ class Handle:
         return self._prepared if unsplit is None else unsplit
 
     @property
-    def _pipelined(self) -> nn.Module | None:
-        """The model of this handle's engine, if it was cut into stages of pipelines."""
+    def _pipelined(self) -> PipelinedModel | None:
+        """What the model of this handle's engine has become, if it was cut into stages of pipelines."""
         if self._model is not None:
-            return self._model if self.registry.is_pipelined(self._model) else None
-        return self.registry.pipelined_model if self.registry.latest is None else None
+            return self.registry.find_pipelined(self._model)
+        return self.registry.latest_pipelined if self.registry.latest is None else None
 
     @property
     def _prepared(self) -> PreparedModel:
@@ -155,7 +155,7 @@ class Handle:
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
         if (pipelined := self._pipelined) is not None:
-            held = next(pipelined.parameters(), None)
+            held = next(pipelined.model.parameters(), None)
             on = default_device() if held is None else held.device
             return SameBatches(dataloader, on if device is None else torch.device(device))
         chosen = self._choose("dataloader")

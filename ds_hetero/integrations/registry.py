@@ -40,6 +40,10 @@ class PipelinedModel(Protocol):
     def model(self) -> nn.Module:
         """As the user gave it, with the parts of other stages taken out."""
 
+    @property
+    def plan(self) -> Plan:
+        """What all ranks of the job do."""
+
     def save_pretrained(self, folder: str) -> None:
         """Write the weights of all stages, as transformers reads them; on every rank."""
 
@@ -83,6 +87,7 @@ class Registry:
         ds_config: what registrations follow; None as long as no configuration is known.
         patches: what has been replaced in the frameworks.
         process_groups: made so far; plans to come use them again.
+        clusters: the live ranks, as far as they were measured.
     """
 
     def __init__(self, ds_config: Mapping[str, object] | None) -> None:
@@ -93,7 +98,7 @@ class Registry:
         self._known: list[weakref.ref[PreparedModel]] = []
         self._replicas: dict[Plan, Replica] = {}
         self.process_groups = ProcessGroups()
-        self._clusters = MeasuredClusters()
+        self.clusters = MeasuredClusters()
         self._num_records = 0
 
     @property
@@ -137,9 +142,9 @@ class Registry:
         return self.find_pipelined(model) is not None
 
     @property
-    def pipelined_model(self) -> nn.Module | None:
-        """The model cut last into stages of pipelines, if it still exists."""
-        return next((stages.model for weak in reversed(self._pipelined) if (stages := weak()) is not None), None)
+    def latest_pipelined(self) -> PipelinedModel | None:
+        """What the model cut last into stages of pipelines has become, if it still exists."""
+        return next((stages for weak in reversed(self._pipelined) if (stages := weak()) is not None), None)
 
     def find(self, model: nn.Module) -> PreparedModel | None:
         """What was prepared for ``model``, if it was."""
@@ -175,7 +180,7 @@ class Registry:
         known = self.find(model)
         world = World.current()
         facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
-        start = start_job(world, facts, self._clusters, None if known is None else known.start)
+        start = start_job(world, facts, self.clusters, None if known is None else known.start)
         replica = self._replica_of(start.plan)
         if known is not None and (known.model.replica is not replica or known.model.kernel != start.section.attention):
             self._forget(known)

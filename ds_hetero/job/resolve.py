@@ -10,20 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from ds_hetero.baselines import FROM_DEVICES, FROM_PLANNER, STRATEGIES, UNIFORM, proportional, ulysses
+from ds_hetero.baselines import FROM_DEVICES, FROM_PLANNER, UNIFORM, proportional, ulysses
 from ds_hetero.cluster import Cluster
-from ds_hetero.common.paths import is_file
-from ds_hetero.common.reading import read_file, shortened
-from ds_hetero.config import (
-    SECTION,
-    HeterogeneitySection,
-    accepted,
-    did_you_mean,
-)
-from ds_hetero.errors import ConfigError, PlanError, ScheduleError
-from ds_hetero.plans import Plan, read_plan
+from ds_hetero.common.reading import shortened
+from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.errors import ConfigError, ScheduleError
+from ds_hetero.job.plan_files import plan_in_file
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import Schedule, schedules_for_world
 
 __all__ = [
@@ -32,8 +26,6 @@ __all__ = [
     "clusters_of_replicas",
     "needs_measuring",
     "needs_planner",
-    "pipelines_in_file",
-    "plan_in_file",
     "replica_size",
     "resolve",
     "sp_size_of",
@@ -136,88 +128,6 @@ def resolve(
         plan = plan.with_schedules([replace(schedule, layout=section.layout) for schedule in plan.schedules])
     check_plan_fits(plan, num_heads=num_heads, num_kv_heads=num_kv_heads, sp_sizes=sp_sizes)
     return plan
-
-
-def plan_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
-    """Return the plan in the section's file, or inline in it; None where the section names a strategy.
-
-    Args:
-        section: from `read_section`.
-        world_size: ranks of the job.
-
-    Raises:
-        ConfigError: there is no such file.
-        ScheduleError: the file cannot be read, or its schedules do not fit the world.
-        PlanError: a plan of version 2 is wrong, or cannot be run yet.
-    """
-    plan, name = _read_plan(section, world_size)
-    if plan is None:
-        return None
-    _expect_replicas(plan, name)
-    if plan.ranks != tuple(range(world_size)):
-        raise ScheduleError(
-            f"the schedules of the replicas hold ranks {shortened([list(p.ranks) for p in plan.pipelines])}, the "
-            f"job has {world_size} processes; each needs one place."
-        )
-    return plan
-
-
-def pipelines_in_file(section: HeterogeneitySection, world_size: int) -> Plan | None:
-    """Return the plan of pipelines in the section's file, or inline in it; None if it names anything else.
-
-    Args:
-        section: from `read_section`.
-        world_size: ranks of the job.
-
-    Raises:
-        ConfigError: there is no such file.
-        ScheduleError: the file cannot be read.
-        PlanError: the plan is wrong, has ranks that the job has not, or says no batches.
-    """
-    plan, name = _read_plan(section, world_size)
-    if plan is None or plan.is_replicas:
-        return None
-    if plan.ranks[-1] >= world_size:
-        raise PlanError(f"{name}: the plan has ranks up to {plan.ranks[-1]}, the job has {world_size} processes.")
-    if plan.batch_split is None or any(stage.layers is None for p in plan.pipelines for stage in p.stages):
-        raise PlanError(
-            f"{name}: a plan of pipelines says micro_batch_size, micro_batches and the layers of every stage."
-        )
-    return plan
-
-
-def _read_plan(section: HeterogeneitySection, world_size: int) -> tuple[Plan | None, str]:
-    """The plan that the section's schedule is, and how to call it; None for a strategy."""
-    source = section.schedule
-    if isinstance(source, str) and source in STRATEGIES:
-        return None, source
-    name = shortened(source)[1:-1] if isinstance(source, str) else "the inline schedule"
-    content = _read_json(source) if isinstance(source, str) else source
-    try:
-        return read_plan(content, world_size), name
-    except (ScheduleError, PlanError) as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
-def _read_json(path: str) -> Any:
-    if not is_file(path):
-        hint = did_you_mean(path, STRATEGIES)
-        raise ConfigError(f'"{SECTION}.schedule": "{shortened(path)[1:-1]}" is no file{hint}. {accepted("schedule")}')
-    return read_file(path, "schedule", ScheduleError)
-
-
-def _expect_replicas(plan: Plan, name: str) -> None:
-    """Refuse what is no plan of replicas, and what such a plan cannot say."""
-    if not plan.is_replicas:
-        raise PlanError(
-            f'{name}: the plan has pipelines of several stages, or stages that are not "inner": "sequence". Such '
-            "plans run through deepspeed.initialize, the Trainer and accelerate."
-        )
-    if plan.zero is not None:
-        raise PlanError(
-            f'{name}: "zero" of a plan is not used yet. Set "zero_optimization" and "{SECTION}.zero_partition" in the '
-            'DeepSpeed configuration, and leave "zero" out.'
-        )
 
 
 def _schedules_for_clusters(

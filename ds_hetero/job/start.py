@@ -25,8 +25,9 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
+from ds_hetero.job.plan_files import replicas_in_file
 from ds_hetero.job.report import announce, forecast_text, plan_text
-from ds_hetero.job.resolve import check_plan_fits, needs_planner, pipelines_in_file, plan_in_file, replica_size
+from ds_hetero.job.resolve import check_plan_fits, needs_planner, replica_size
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
@@ -329,9 +330,9 @@ def agree_on_replica_batches(world: World, read: Callable[[], HeterogeneitySecti
 
     def plan_of_rank_0() -> Plan | None:
         section = read()
-        if section is None or world.rank > 0 or pipelines_in_file(section, world.size) is not None:
+        if section is None or world.rank > 0 or section.parallel == "full":
             return None
-        return plan_in_file(section, world.size)
+        return replicas_in_file(section, world.size)
 
     plan = world.on_all_ranks(plan_of_rank_0)[0]
     if plan is None or plan.batch_split is None:

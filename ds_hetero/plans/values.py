@@ -208,6 +208,17 @@ class Plan:
         pipelines = [replace(p, stages=(stage,)) for p, stage in zip(self.pipelines, stages, strict=True)]
         return replace(self, pipelines=tuple(pipelines))
 
+    def with_layers(self) -> Plan:
+        """Return the same plan in which pipelines of one stage say that it holds all layers, if the model is known."""
+        if self.model is None:
+            return self
+        every = 0, self.model.num_layers
+        pipelines = (
+            replace(p, stages=(replace(p.stages[0], layers=every),)) if p.stages[0].layers is None else p
+            for p in self.pipelines
+        )
+        return replace(self, pipelines=tuple(pipelines))
+
     @cached_property
     def fingerprint(self) -> int:
         """63-bit hash of the canonical JSON without the prediction; ranks compare it before they use the plan."""

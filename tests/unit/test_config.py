@@ -21,8 +21,9 @@ from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.job.forecast import Searcher, forecast
+from ds_hetero.job.plan_files import pipelines_in_file, plan_in_file
 from ds_hetero.job.report import forecast_text
-from ds_hetero.job.resolve import needs_measuring, needs_planner, pipelines_in_file, plan_in_file, resolve, sp_size_of
+from ds_hetero.job.resolve import needs_measuring, needs_planner, resolve, sp_size_of
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import plan
 

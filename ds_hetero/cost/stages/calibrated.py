@@ -33,11 +33,12 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
-__all__ = ["CalibratedStageCosts"]
+__all__ = ["INNERS", "CalibratedStageCosts"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of a stage
 GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
 
 
@@ -61,12 +62,14 @@ class CalibratedStageCosts:
         model: what is trained.
         workload: length, attention, checkpointing, loss and bytes; its batches and ZeRO stage take no part, since
             `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
+        inners: those of `INNERS` that the model can run.
     """
 
     name = "calibrated"
     hop_in_step = False
 
-    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
+    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, inners: Sequence[str] = INNERS) -> None:
+        self._inners = (*inners, "one")
         self.cluster = cluster
         self.model = model
         self.workload = workload
@@ -85,9 +88,11 @@ class CalibratedStageCosts:
     # --- stages
 
     def _stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        if inner not in self._inners:
+            return None
         if inner == "sequence":
             return self._sequence_stage(kind, size, micro_batch_size, pipelines)
-        if self.model.num_heads % size:
+        if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
         tokens = micro_batch_size * self.seq_len

@@ -42,13 +42,15 @@ from ds_hetero.integrations.deepspeed.facts import (
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.integrations.deepspeed.pipeline.facts import read_pipeline_facts
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
 from ds_hetero.integrations.registry import PreparedModel, Registry
-from ds_hetero.job.pipelines import agree_on_pipelines
+from ds_hetero.job.pipelines import agree_on_pipelines, search_at_start
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.start import World
+from ds_hetero.plans import Plan
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 
@@ -126,7 +128,12 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()
-        plan = agree_on_pipelines(World.current(), lambda: section_of(ds_config))
+        world = World.current()
+
+        def search() -> Plan:
+            return search_at_start(world, lambda: read_pipeline_facts(given["model"], ds_config), registry.clusters)
+
+        plan = agree_on_pipelines(world, lambda: section_of(ds_config), search)
         if plan is not None:
             return PipelineInstaller(registry, stock, given, ds_config, plan).install()
         return EngineInstaller(registry, stock, given, ds_config).install()

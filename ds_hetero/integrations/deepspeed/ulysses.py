@@ -23,7 +23,7 @@ from ds_hetero.integrations.deepspeed.pipeline.one_worker import OneWorker, expe
 from ds_hetero.integrations.loader import ModelLoader
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.attention import keep_attention_function
-from ds_hetero.job.pipelines import agree_on_pipelines
+from ds_hetero.job.pipelines import trains_pipelines
 from ds_hetero.job.start import World
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
@@ -134,7 +134,7 @@ class Ulysses:
             if not enabled(ds_config):
                 return stock(cls, *args, **kwargs)
             model = given["model_name_or_path"]
-            if agree_on_pipelines(World.current(), lambda: section_of(ds_config)) is not None:
+            if trains_pipelines(World.current(), lambda: section_of(ds_config)):
                 self._has_pipelines = True
                 expect_one_worker(size)
                 return OneWorker()

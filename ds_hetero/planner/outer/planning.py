@@ -14,7 +14,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost.objective import TOO_LONG, Objective
-from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -66,6 +66,7 @@ def plan_pipelines(
     objective: str = "time",
     at_most_s: float | None = None,
     micro_batch_sizes: Sequence[int] = MICRO_BATCH_SIZES,
+    inners: Sequence[str] = INNERS,
     effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> PlannedPipelines:
@@ -80,6 +81,7 @@ def plan_pipelines(
         objective: one of `ds_hetero.cost.objective.OBJECTIVES`.
         at_most_s: longest step that is acceptable.
         micro_batch_sizes: samples of a micro-batch that may be tried.
+        inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.
         effort_s: of the search, in seconds of a usual core by a count of evaluations.
         progress: called with every better plan.
 
@@ -92,7 +94,7 @@ def plan_pipelines(
     devices = [kind.device for kind in Pools(cluster).kinds]
     goal = Objective.of(objective, devices, global_batch * workload.seq_len, at_most_s)
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
-    models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload)
+    models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
     results = _search(models, task, default_effort_s(cluster.num_ranks) if effort_s is None else effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
     interrupted = any(result.interrupted for _, result in results)
@@ -101,7 +103,7 @@ def plan_pipelines(
         rivals["grid"] = _best_grid(models, task, finalists)
         if cluster.num_ranks <= FEW_RANKS:
             finalists += _other_searches(models, task)
-        if costs is None:
+        if costs is None and "sequence" in inners:
             rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
     except KeyboardInterrupt:
         if not finalists:
@@ -156,10 +158,12 @@ def check_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
         )
 
 
-def recomputing_or_not(cluster: Cluster, model: ModelSpec, workload: Workload) -> list[StageCosts]:
+def recomputing_or_not(
+    cluster: Cluster, model: ModelSpec, workload: Workload, inners: Sequence[str] = INNERS
+) -> list[StageCosts]:
     """Return the calibrated cost model with the workload's choice of recomputation, and with the other one."""
     other = replace(workload, activation_checkpointing=not workload.activation_checkpointing)
-    return [CalibratedStageCosts(cluster, model, work) for work in (workload, other)]
+    return [CalibratedStageCosts(cluster, model, work, inners) for work in (workload, other)]
 
 
 def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[tuple[StageCosts, SearchResult]]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.integrations.deepspeed.facts import read_training_facts
+from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS
@@ -96,13 +96,16 @@ class PipelineInstaller:
         made = self._registry.process_groups
         if self._plan.activation_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
+        elif self._plan.activation_checkpointing is not None:
+            model.gradient_checkpointing_disable()  # type: ignore[operator]
         if read_training_facts(self._ds_config).mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
         stage = StageModel(model, self._plan, self._rank)
         replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
-            stage.shard_sequences(replica, None)
+            section = section_of(self._ds_config)
+            stage.shard_sequences(replica, None if section is None else section.attention)
         boundaries = make_boundary_groups(self._plan, made)
         engine, *rest = self._build(stage, named)
         runner = None

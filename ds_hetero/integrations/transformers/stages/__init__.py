@@ -1,7 +1,15 @@
 """Stages of pipelines made of transformers models: which models can be cut, the cut, and a stage's passes."""
 
 from ds_hetero.integrations.transformers.stages.export import whole_parameter
-from ds_hetero.integrations.transformers.stages.stage_checks import check_stages
+from ds_hetero.integrations.transformers.stages.stage_checks import check_cuttable, check_stages, impossible_inners
 from ds_hetero.integrations.transformers.stages.stage_model import StageBatch, StageModel, outputs_with
 
-__all__ = ["StageBatch", "StageModel", "check_stages", "outputs_with", "whole_parameter"]
+__all__ = [
+    "StageBatch",
+    "StageModel",
+    "check_cuttable",
+    "check_stages",
+    "impossible_inners",
+    "outputs_with",
+    "whole_parameter",
+]

@@ -7,7 +7,7 @@ they must give back the hidden states that they are given, and hand the layers t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,33 +17,59 @@ from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.integrations.transformers.stages.parts import Absent, DecoderParts, parts_of
-from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_stages
+from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
 from ds_hetero.plans import Plan
 
-__all__ = ["check_stages"]
+__all__ = ["check_cuttable", "check_stages", "impossible_inners"]
 
 _HEAD = "ForCausalLM"
 _PROBE_TOKENS = 4
+
+
+def check_cuttable(model: nn.Module) -> None:
+    """Refuse a model that cannot be cut into stages, whatever the plan.
+
+    Args:
+        model: a PreTrainedModel, or a module around one, whole and on this rank.
+
+    Raises:
+        ModelError: with the reason.
+    """
+    pretrained = pretrained_of(model)
+    name = type(pretrained).__name__
+    if not name.endswith(_HEAD):
+        raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
+    _expect_runs_parts_only(pretrained, parts_of(pretrained))
+
+
+def impossible_inners(model: nn.Module) -> dict[str, str]:
+    """Return why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
+    reasons = {"tensor": _refusal(check_tensor_model, model), "sequence": _refusal(check_model, model)}
+    return {inner: reason for inner, reason in reasons.items() if reason is not None}
+
+
+def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None:
+    try:
+        check(model)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def check_stages(model: nn.Module, plan: Plan) -> None:
     """Refuse a model that cannot be cut as the plan says, or another one than the plan is for.
 
     Args:
-        model: a PreTrainedModel, or a module around one, whole and on this rank.
+        model: see `check_cuttable`.
         plan: of pipelines with layers.
 
     Raises:
         ModelError: the model cannot be cut; with the reason.
         PlanError: the plan is for a model with other numbers of layers or heads.
     """
+    check_cuttable(model)
     pretrained = pretrained_of(model)
-    name = type(pretrained).__name__
-    if not name.endswith(_HEAD):
-        raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
-    parts = parts_of(pretrained)
-    _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts.layers)))
-    _expect_runs_parts_only(pretrained, parts)
+    _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts_of(pretrained).layers)))
     inners = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
     if "sequence" in inners:
         check_model(model)

@@ -71,6 +71,7 @@ class StageModel:
         rank: this process's.
 
     Attributes:
+        plan: of the job.
         width: H.
         dtype: of the parameters and of the activations between stages.
         is_last: it computes the loss.
@@ -81,7 +82,7 @@ class StageModel:
         assert plan.model is not None
         place, num_layers = plan.place_of(rank), plan.model.num_layers
         stage = plan.stage_of(rank)
-        self.model, self._stage, self._rank = model, stage, rank
+        self.model, self.plan, self._stage, self._rank = model, plan, stage, rank
         self.is_writer = stage in plan.pipelines[0].stages and stage is not None and rank == stage.ranks[0]
         self._writes = (place[1], len(plan.pipelines[0].stages)) if self.is_writer and place is not None else None
         self._pretrained = pretrained_of(model)

@@ -14,18 +14,17 @@ from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.plans import Plan
 
-__all__ = ["check_tensor_stages", "cut_by_tensor_parallelism", "partial_parameters"]
+__all__ = ["check_tensor_model", "check_tensor_stages", "cut_by_tensor_parallelism", "partial_parameters"]
 
 _STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PARTIAL = "replicated_with_grad_allreduce"  # weights per head: whole on every rank, whose gradient is a summand
 
 
-def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model that the tensor-parallel stages of a plan cannot hold.
+def check_tensor_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be cut by tensor parallelism.
 
     Raises:
-        ModelError: it has no tensor-parallel plan, one with a style that is not known here, adapters, dropout, or KV
-            heads that a degree does not divide.
+        ModelError: it has no tensor-parallel plan, one with a style that is not known here, adapters or dropout.
     """
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
@@ -42,6 +41,16 @@ def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
             f"{name} cannot run in tensor-parallel stages with dropout ({', '.join(dropouts[:3]) or 'in attention'}): "
             "ranks that hold copies would drop different elements. Set it to 0."
         )
+
+
+def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model that the tensor-parallel stages of a plan cannot hold.
+
+    Raises:
+        ModelError: see `check_tensor_model`; or a degree does not divide the model's KV heads.
+    """
+    check_tensor_model(model)
+    name = type(pretrained_of(model)).__name__
     kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
     degrees = {len(s.ranks) for pipeline in plan.pipelines for s in pipeline.stages if s.inner == "tensor"}
     if wrong := sorted(degree for degree in degrees if kv_heads % degree):
