@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ds_hetero.cluster import load_cluster
     from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
     from ds_hetero.integrations.handle import Handle
+    from ds_hetero.integrations.transformers.stages import empty_model
     from ds_hetero.planner import plan
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "SyncError",
     "VersionError",
     "__version__",
+    "empty_model",
     "load_cluster",
     "plan",
     "register",
@@ -71,6 +73,7 @@ __version__ = "0.2.0"
 _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
     "AsymmetricGradientSync": ("ds_hetero.gradient_sync.sync", ("torch",)),
     "Handle": ("ds_hetero.integrations.handle", TRAINING),
+    "empty_model": ("ds_hetero.integrations.transformers.stages", TRAINING),
     "load_cluster": ("ds_hetero.cluster", ()),
     "plan": ("ds_hetero.planner", ()),
 }

@@ -16,6 +16,7 @@ from ds_hetero.integrations.handle import Handle
 from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers import attention, shard_guard, trainer
+from ds_hetero.integrations.transformers.stages import meta
 
 __all__ = ["register"]
 
@@ -45,7 +46,9 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         return handle
     expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
     expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
-    expect_package("transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES))
+    expect_package(
+        "transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES, *meta.PRIVATE_NAMES)
+    )
     expect_no_engine()
     registry = Registry(ds_config)
     registry.patches.on_undo(_forget)

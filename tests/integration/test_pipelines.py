@@ -148,12 +148,12 @@ def random_parts(rng, total, number):
     return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
 
 
-def errors_against_one_process(handle, plan, changes, packed=False, lora=False, steps=3):
+def errors_against_one_process(handle, plan, changes, packed=False, lora=False, steps=3, model=None):
     """The largest difference of a loss, a norm or a parameter, and how many elements this rank holds."""
     import deepspeed
 
-    made = [made_model(changes, lora) for _ in range(2)]
-    model, whole = made
+    whole = made_model(changes, lora)
+    model = made_model(changes, lora) if model is None else model
     steps = batches(plan, steps, packed)
     losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}

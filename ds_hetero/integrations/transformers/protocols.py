@@ -61,6 +61,9 @@ class PretrainedModel(Protocol):
     def register_forward_pre_hook(self, hook: Any) -> Any:
         """Have ``hook`` run before every forward; the handle removes it."""
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Give a module of the model its first values, but for parameters that are marked as filled."""
+
     def is_backend_compatible(self) -> bool:
         """Whether every layer takes its attention function from transformers' registry."""
 

@@ -12,8 +12,9 @@ says, with a global batch in the place of a micro-batch:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
@@ -43,7 +44,7 @@ from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     optimizer_of_section,
 )
 from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers.stages import StageModel, check_stages
+from ds_hetero.integrations.transformers.stages import StageModel, check_stages, is_on_meta
 from ds_hetero.job.monitor import steps_between
 from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.plans import Plan, Stage
@@ -57,6 +58,18 @@ from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
 
 __all__ = ["PipelineInstaller"]
+
+
+class _Examined(NamedTuple):
+    """What a rank was given.
+
+    Args:
+        groups: of the user's optimizer, with names for parameters.
+        is_empty: the model was built without weights.
+    """
+
+    groups: Groups
+    is_empty: bool
 
 
 class PipelineInstaller:
@@ -82,6 +95,7 @@ class PipelineInstaller:
         self._rank = dist.get_rank()
         self._stage = plan.stage_of(self._rank)
         self._clock = StageClock(default_device())
+        self._is_empty = False
 
     def install(self) -> tuple[Any, ...]:
         """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
@@ -92,7 +106,8 @@ class PipelineInstaller:
             HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         model: nn.Module = self._given["model"]
-        named = on_all_ranks(self._examine)[self._rank]
+        examined = on_all_ranks(self._examine)
+        named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups
         if self._plan.activation_checkpointing:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -118,7 +133,7 @@ class PipelineInstaller:
         self._registry.note_pipelined(stage)
         return (engine, *rest)
 
-    def _examine(self) -> Groups:
+    def _examine(self) -> _Examined:
         """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
         model: nn.Module = self._given["model"]
         expect_supported_with_pipelines(self._ds_config, samples_of_step(self._plan))
@@ -132,11 +147,11 @@ class PipelineInstaller:
             )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if isinstance(optimizer, Optimizer):
-            return groups_by_name(optimizer.param_groups, names)
+            return _Examined(groups_by_name(optimizer.param_groups, names), is_on_meta(model))
         given = list(self._given.get("model_parameters") or [p for p in model.parameters() if p.requires_grad])
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]
-        return groups_by_name(given, names)
+        return _Examined(groups_by_name(given, names), is_on_meta(model))
 
     def _build(self, stage: StageModel, named: Groups) -> tuple[Any, ...]:
         """Have stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
@@ -149,7 +164,10 @@ class PipelineInstaller:
             "mpu": LoneRank(self._registry.process_groups),
             "mesh_param": None,
         }
-        built: tuple[Any, ...] = self._stock(**arguments)
+        with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
+            built: tuple[Any, ...] = self._stock(**arguments)
+        names = {parameter: name for name, parameter in stage.model.named_parameters()}
+        built[0].param_names = names  # DeepSpeed's own would keep what was whole before tensor parallelism cut it
         built[0].enable_backward_allreduce = False
         before, groups.mpu = groups.mpu, LoneWorker(self._registry.process_groups)
         self._registry.patches.on_undo(lambda: setattr(groups, "mpu", before))
@@ -160,6 +178,8 @@ class PipelineInstaller:
         meshes = _meshes(self._plan)
         if self._stage is not None and self._stage.inner == "tensor":
             stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
+        if self._is_empty:
+            on_all_ranks(lambda: stage.fill(default_device()))
         parameters = {name: p for name, p in stage.parameters().items() if p.requires_grad}
         layouts = pipeline_layouts(parameters, self._plan, partial=stage.partial_parameters())
         zero = self._plan.zero
@@ -188,6 +208,33 @@ class PipelineInstaller:
         made: Optimizer = optimizer(owned)
         expect_elementwise(type(made))
         return made
+
+
+@contextlib.contextmanager
+def _left_on_meta(stage: StageModel) -> Iterator[None]:
+    """Have DeepSpeed neither move nor broadcast a model without weights, which is filled with the optimizer."""
+    for parameter in stage.model.parameters():
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    stage.model.to = lambda *args, **kwargs: stage.model  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del stage.model.to
+
+
+def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
+    """Whether all ranks have built the model without weights.
+
+    Raises:
+        ModelError: some have, others have not.
+    """
+    empty = [rank for rank, examined in enumerate(by_rank) if examined.is_empty]
+    if empty and len(empty) < len(by_rank):
+        raise ModelError(
+            f"the model has no weights (it is on the meta device) on ranks {empty} of {len(by_rank)}. Build it without "
+            "weights on every rank, or with them on every rank."
+        )
+    return bool(empty)
 
 
 def _nothing() -> nn.Parameter:

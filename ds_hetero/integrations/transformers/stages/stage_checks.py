@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.integrations.transformers.stages.parts import Absent, DecoderParts, parts_of
 from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
 from ds_hetero.plans import Plan
+from ds_hetero.runtime.devices import default_device
 
 __all__ = ["check_cuttable", "check_stages", "impossible_inners"]
 
@@ -39,7 +41,10 @@ def check_cuttable(model: nn.Module) -> None:
     name = type(pretrained).__name__
     if not name.endswith(_HEAD):
         raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
-    _expect_runs_parts_only(pretrained, parts_of(pretrained))
+    parts = parts_of(pretrained)
+    if is_on_meta(model):
+        fill_buffers(model, default_device())
+    _expect_runs_parts_only(pretrained, parts)
 
 
 def impossible_inners(model: nn.Module) -> dict[str, str]:
@@ -91,11 +96,10 @@ def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: i
 def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) -> None:
     decoder = pretrained.base_model
     weight = next(decoder.parameters())
-    if weight.is_meta:
-        return
+    device = default_device() if weight.is_meta else weight.device  # nothing that is left of the decoder is on meta
     hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
-    given = [torch.full((1, _PROBE_TOKENS, hidden_size), x, dtype=weight.dtype, device=weight.device) for x in (1, 2)]
-    positions = torch.arange(_PROBE_TOKENS, device=weight.device)[None]
+    given = [torch.full((1, _PROBE_TOKENS, hidden_size), x, dtype=weight.dtype, device=device) for x in (1, 2)]
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     with _without_layers(decoder, parts) as recorded, torch.no_grad():
         try:
             results = [decoder(inputs_embeds=x, position_ids=positions, use_cache=False)[0] for x in given]

@@ -24,6 +24,7 @@ from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
 from ds_hetero.integrations.transformers.stages.export import write_stages
+from ds_hetero.integrations.transformers.stages.meta import fill_parameters
 from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of
 from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
 from ds_hetero.placement import stream_placement
@@ -110,6 +111,14 @@ class StageModel:
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
         """Keep this rank's shards of a ``"tensor"`` stage; the model is on its device."""
         cut_by_tensor_parallelism(self._pretrained, mesh)
+
+    def fill(self, device: torch.device) -> None:
+        """Give what this rank holds its memory and its values, where the model was built without weights.
+
+        Raises:
+            ModelError: the folder of the model lacks them.
+        """
+        fill_parameters(self.model, self._names, device)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by the names of the whole model; a tied parameter under its first name."""
