@@ -91,8 +91,8 @@ def check_pipeline_section(section: HeterogeneitySection) -> None:
             raise ConfigError(f'"{SECTION}.{key}": {shown!r} cannot be used with pipelines: {reason}. Leave it out.')
     if section.replan.report_only:
         raise ConfigError(
-            f'"{SECTION}.replan.report_only" is not possible with pipelines: ranks are not judged by their phases. Leave '
-            "it out, or train a schedule of sequence parallelism."
+            f'"{SECTION}.replan.report_only" is not possible with pipelines: ranks are not judged by their phases. '
+            "Leave it out, or train a schedule of sequence parallelism."
         )
 
 
