@@ -23,6 +23,7 @@ from tests.integration.tiny import (
     assert_same_parameters,
     ds_config,
     llama,
+    needs_weights,
     parameters,
     train_on_one_process,
 )
@@ -111,6 +112,72 @@ def _mean_over_ranks(value: Tensor) -> float:
     value = value.detach().clone()
     dist.all_reduce(value)
     return float(value) / dist.get_world_size()
+
+
+# --- what else a job may have ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@needs_weights
+def test_replicas_with_weights_and_evaluation_between_steps_train_as_one_process(stage: int) -> None:
+    run_deepspeed(_train_replicas, 4, stage)
+
+
+def _train_replicas(rank: int, stage: int) -> None:
+    """Two replicas of two ranks place batches of their own; the model is checked and evaluated before every step."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    config = ds_config(stage, UNEVEN_2, placement=BY_DOCUMENTS)
+    config["heterogeneity"] |= {"zero_partition": [3, 1, 2, 1], "verify": "always"}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    replica, batches = handle.replica, whole()
+    loader = torch.utils.data.DataLoader(batches[replica.replica_id :: 2], batch_size=None)
+    checked, evaluated, losses, norms, lengths = _placements_of_checks(), [], [], [], []
+    for batch in handle.dataloader(loader, batches="same"):
+        lengths.append(batch["position_ids"].ds_hetero_shard.placement.length)
+        evaluated.append(_evaluate(model, handle.dataloader(whole()[:2], batches="same")))
+        loss = handle.loss(engine(**batch), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(_mean_over_ranks(loss))
+        norms.append(engine.get_global_grad_norm())
+    # Rows of unequal length are one row of their real tokens, but where padding on the left predicts a token.
+    assert lengths == [[70, 73, 33], [90, 38, 44]][replica.replica_id]
+    assert len(checked) >= len(losses) and any(placement.rows for placement in checked)
+
+    expected = llama(use_cache=False)
+    optimizer = adam(expected)
+    for step, pair in enumerate(zip(batches[::2], batches[1::2], strict=True)):
+        np.testing.assert_allclose(evaluated[step], _evaluate(expected, whole()[:2]), rtol=1e-5)
+        expected_loss, expected_norm = train_on_one_process(expected, [list(pair)], optimizer)
+        np.testing.assert_allclose([losses[step], float(norms[step])], expected_loss + expected_norm, rtol=1e-5)
+    assert_same_parameters(parameters(model, stage), parameters(expected))
+
+
+def _placements_of_checks() -> list[Any]:
+    """The placements of the pieces that the model is checked with from now on."""
+    from ds_hetero.integrations.transformers.self_check import check
+
+    placements, place = [], check._placed
+
+    def placed(*piece: Any) -> Any:
+        placements.append(place(*piece).placement)
+        return place(*piece)
+
+    check._placed = placed
+    return placements
+
+
+def _evaluate(model: Any, batches: Any) -> list[float]:
+    model.eval()
+    with torch.no_grad():
+        losses = [float(model(**batch, use_cache=False).loss) for batch in batches]
+    model.train()
+    return losses
 
 
 # --- marks that frameworks lose, and ranks that place otherwise -------------------------------------------------------

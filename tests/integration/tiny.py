@@ -91,9 +91,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
 
 
-def train_on_one_process(model: nn.Module, steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], list[float]]:
+def train_on_one_process(
+    model: nn.Module, steps: list[list[dict[str, Tensor]]], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of plain torch; the loss of a step is the mean over its batches."""
-    optimizer = adam(model)
+    optimizer = optimizer or adam(model)
     losses, norms = [], []
     for step in steps:
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.two_level import GOOD, Effort, node_bins, two_level
 
-__all__ = ["PlacedLengths", "place_lengths"]
+__all__ = ["PlacedLengths", "place_everywhere", "place_lengths"]
 
 EFFORTS = (
     Effort(0.0, 0.0),
@@ -98,6 +98,11 @@ def place_lengths(
     limit_s = min([GOOD * fastest_s, *(each.predicted_s for each in baselines)])
     close = (each for each in (*placed, *baselines) if each.predicted_s <= limit_s)
     return min(close, key=lambda each: (each.loads.compute_s > BALANCED * bound_s, each.members, each.predicted_s))
+
+
+def place_everywhere(lengths: Sequence[int], costs: UnitCosts, length: int) -> PlacedLengths:
+    """Every document over all units, in a row of ``length`` tokens."""
+    return _with_padding(lengths, over_all_units(lengths, costs), costs, length - sum(lengths))
 
 
 def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_tokens: int) -> Iterator[list[Pieces]]:

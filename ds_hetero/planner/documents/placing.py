@@ -9,7 +9,7 @@ from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS
-from ds_hetero.planner.documents.candidates import place_lengths
+from ds_hetero.planner.documents.candidates import place_everywhere, place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.lanes import make_placement
 from ds_hetero.planner.documents.placement_loads import stream_loads
@@ -43,6 +43,18 @@ class DocumentPlacer:
             return stream_placement(schedule, length, rows)
         placement = place_documents(schedule, rows[0].documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
         return placement.with_rows(rows)
+
+    def everywhere(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch row with every document over all units, for a check that is to see each of them cut.
+
+        Raises:
+            BatchError: the documents do not fit into the units' memory.
+        """
+        (row,) = rows
+        check_documents(row.documents, length)
+        check_memory(length, self.costs)
+        placed = place_everywhere([stop - start for start, stop in row.documents], self.costs, length)
+        return make_placement(schedule, row.documents, length, placed, self.costs).with_rows(rows)
 
 
 def place_documents(

@@ -36,8 +36,11 @@ from ds_hetero.integrations.transformers.self_check.recorded_run import Recorded
 from ds_hetero.integrations.transformers.self_check.traceless import traceless
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
 from ds_hetero.placement import stream_placement
+from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, model_inputs, place, read_batch
+from ds_hetero.runtime.data.batch_documents import with_documents
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.runtime.loss import sequence_parallel_loss
 
 __all__ = ["check_first_batch"]
@@ -140,7 +143,7 @@ class _Runs:
     def __init__(self, model: ShardedModel, piece: Mapping[str, Any]) -> None:
         self._model, self._piece = model, piece
         replica = model.replica
-        placed = place(stream_placement, replica.schedule, read_batch(dict(piece), keep_labels=not model.moves_labels))
+        placed = _placed(model, piece)
         intervals = placed.placement.intervals(replica.rank)
         self.held = Held(intervals, real_tokens(piece))
         self._device = next(model.model.parameters()).device
@@ -203,6 +206,24 @@ class _Runs:
 
     def _on_device(self, entry: Any) -> Any:
         return entry.to(self._device) if isinstance(entry, Tensor) else entry
+
+
+def _placed(model: ShardedModel, piece: Mapping[str, Any]) -> PlacedBatch:
+    """The piece as the model's batches are placed, but that every document is cut over all groups.
+
+    Several rows, or one with padding, are cut by their length: they would become one row, which could not be compared
+    with the whole piece token by token.
+    """
+    schedule, batch = model.replica.schedule, read_batch(dict(piece), keep_labels=not model.moves_labels)
+    if isinstance(model.placer, DocumentPlacer):
+        by_documents = with_documents(batch)
+        if (by_documents.batch_size, by_documents.length, len(by_documents.rows)) == (1, batch.length, 1):
+            placed = place(model.placer.everywhere, schedule, by_documents)
+            info = shard_info(placed.shard(model.replica.rank)["position_ids"])
+            assert info is not None
+            model.note_shard(info)
+            return placed
+    return place(stream_placement, schedule, batch)
 
 
 def _refusal(model: ShardedModel, piece: Mapping[str, Any], rank: int, difference: Difference) -> str:
