@@ -59,7 +59,7 @@ SLOWED_RANK, SLOWED_TO = 1, 0.6
 STEPS_BEFORE, STEPS_AFTER = 5, 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
-FRAGMENT_ROWS = 16.0  # merging; the kernel for CPU computes as many query rows as there are
+FRAGMENT_ROWS = 32.0  # merging and messages; the kernel for CPU computes as many query rows as there are
 EDGE_TOKENS = 128  # keys that the tiles on a document's diagonal cost each token beside its own
 
 
@@ -268,6 +268,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, help="turns of every contender")
     parser.add_argument("--seed", type=int, default=1, help="of the batches")
     parser.add_argument("--scopes", nargs="+", choices=SCOPES, help="all; with --quick without the last")
+    parser.add_argument("--lengths", nargs="+", choices=(*DISTRIBUTIONS, SINGLE), help="these alone, in every scope")
+    parser.add_argument("--speeds", nargs="+", choices=tuple(SPEEDS), help="these alone, in every scope")
     parser.add_argument("--link", type=float, help="Gbit/s between the nodes; left out, loopback")
     parser.add_argument("--output", type=Path, help="the result file")
     options = parser.parse_args(words)
@@ -296,11 +298,16 @@ def _plan(options: argparse.Namespace) -> RunPlan:
         (ATTENTION, speeds, name)
         for speeds in SPEEDS
         for name in (*distributions, SINGLE)
-        if ATTENTION in scopes and not (options.quick and name == SINGLE and speeds == "equal")
+        if not (options.quick and name == SINGLE and speeds == "equal")
     ]
     steps = ["4:3:2:1"] if options.quick else list(SPEEDS)
-    cases += [(STEP, speeds, name) for speeds in steps for name in distributions if STEP in scopes]
-    cases += [(REPLAN, "equal", "arxiv")] if REPLAN in scopes else []
+    cases += [(STEP, speeds, name) for speeds in steps for name in distributions]
+    cases += [(REPLAN, "equal", "arxiv")]
+    cases = [
+        (scope, speeds, name)
+        for scope, speeds, name in cases
+        if scope in scopes and speeds in (options.speeds or SPEEDS) and name in (options.lengths or (name,))
+    ]
     return RunPlan(
         cases=tuple(cases),
         shape=Shape(num_heads=8, num_kv_heads=4),
