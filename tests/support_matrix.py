@@ -292,6 +292,14 @@ _LOOP_ROWS = (
         status="tested",
         tests=("tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",),
     ),
+    Row(
+        what="pipelines with `replan`: layers move between stages of one rank and of sequence parallelism",
+        status="tested",
+        tests=(
+            "tests/integration/test_pipeline_replan.py::test_training_goes_on_as_on_one_process",
+            "tests/integration/test_pipeline_replan.py::test_a_rank_that_slows_down_loses_layers_within_20_steps",
+        ),
+    ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
     Row(what="Axolotl, LLaMA-Factory, ms-swift", status="untested", note="they pin versions that exclude this one's"),
 )

@@ -179,7 +179,7 @@ class AsymmetricGradientSync:
         while self._in_flight:
             self._add_up(self._in_flight.popleft())
         for name, parameter in self.owned.items():
-            parameter.grad = self._sums[name]
+            parameter.grad = self._sums.pop(name)
         self._reset()
 
     @torch.no_grad()
@@ -239,11 +239,11 @@ class AsymmetricGradientSync:
                 self._extents[chunk] = slice(start, start + chunk.size)
                 self.owned_boxes[chunk.name] = (*self.owned_boxes.get(chunk.name, ()), *chunk.boxes)
         self.owned: dict[str, nn.Parameter] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # of the step, made as they come
         for name in names:
             if name in sizes:
-                self._sums[name] = torch.zeros(sizes[name], dtype=_kept(dtypes[name]), device=self._device)
-                self.owned[name] = nn.Parameter(torch.zeros_like(self._sums[name]))
+                values = torch.zeros(sizes[name], dtype=_kept(dtypes[name]), device=self._device)
+                self.owned[name] = nn.Parameter(values)
 
     def _make_transfers(
         self,
@@ -280,7 +280,8 @@ class AsymmetricGradientSync:
             for name in transfer.pieces:
                 transfer.pack(name, local_tensor(self._parameters[name]), self._shards[name])
             transfer.start_reduce()
-            self._store(transfer, transfer.reduced()[0], self.owned)
+            for chunk, part in _by_chunk(transfer, transfer.reduced()[0]):
+                self.owned[chunk.name][self._extents[chunk]] = part
         self.gather()
 
     def _reset(self) -> None:
@@ -339,17 +340,21 @@ class AsymmetricGradientSync:
     def _add_up(self, transfer: BucketTransfer) -> None:
         weights = self._replica_weights()
         rows = transfer.reduced()
-        total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.kept, device=rows.device)
-        for rank, row in zip(transfer.sources, rows, strict=True):
-            if weights[rank]:  # 0 times NaN is NaN
-                total.add_(row, alpha=weights[rank])
-        self._store(transfer, total, self._sums)
-
-    def _store(self, transfer: BucketTransfer, values: Tensor, where: Mapping[str, Tensor]) -> None:
-        for chunk, part in zip(
-            transfer.owned, values.split_with_sizes([chunk.size for chunk in transfer.owned]), strict=True
-        ):
-            where[chunk.name][self._extents[chunk]] = part
+        if len(rows) == 1 and weights[transfer.sources[0]] == 1:
+            total = rows[0].to(transfer.dtypes.kept)
+        else:
+            total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.kept, device=rows.device)
+            for rank, row in zip(transfer.sources, rows, strict=True):
+                if weights[rank]:  # 0 times NaN is NaN
+                    total.add_(row, alpha=weights[rank])
+        for chunk, part in _by_chunk(transfer, total):
+            owned = self.owned[chunk.name]
+            if chunk.size == owned.numel():
+                self._sums[chunk.name] = part
+            else:
+                if chunk.name not in self._sums:
+                    self._sums[chunk.name] = torch.empty_like(owned)
+                self._sums[chunk.name][self._extents[chunk]] = part
 
     def _knows_weights(self) -> bool:
         return self._weights is not None or self._tokens is None or self._tokens[0].is_completed()
@@ -371,6 +376,12 @@ class AsymmetricGradientSync:
     def _unpack(self, transfer: BucketTransfer) -> None:
         for name, box, values in transfer.gathered():
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
+
+
+def _by_chunk(transfer: BucketTransfer, values: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunks that this rank owns in a bucket, each with its part of ``values``."""
+    parts = values.split_with_sizes([chunk.size for chunk in transfer.owned])
+    return zip(transfer.owned, parts, strict=True)
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -145,6 +145,9 @@ class BucketTransfer:
         Collectives: one all_to_all_single, not waited for.
         """
         send = self._empty(0) if self._send is None else self._send
+        if self._group is None:
+            self._received = send
+            return
         received = self._empty(self._owned_size * len(self.sources))
         sent = [size if self._rank in self.sources else 0 for size in self._sizes]
         arriving = [self._owned_size if member in self.sources else 0 for member in self._members]
@@ -166,6 +169,9 @@ class BucketTransfer:
         payload = self._empty(self._owned_size)
         for part, value in zip(payload.split_with_sizes([chunk.size for chunk in self.owned]), values, strict=True):
             part.copy_(value)
+        if self._group is None:
+            self._received = payload
+            return
         received = self._empty(sum(self._sizes) if self._rank in self.sources else 0)
         sent = [self._owned_size if member in self.sources else 0 for member in self._members]
         arriving = [size if self._rank in self.sources else 0 for size in self._sizes]
@@ -187,9 +193,6 @@ class BucketTransfer:
 
     def _start(self, what: str, send: Tensor, sent: list[int], received: Tensor, arriving: list[int]) -> None:
         self._what, self._send, self._received = what, send, received  # kept until they have travelled
-        if self._group is None:
-            received.copy_(send)
-            return
         with record_function(f"ds_hetero: {what}, {sum(self._sizes)} elements among {self._members}"):
             self._work = dist.all_to_all_single(received, send, arriving, sent, group=self._group, async_op=True)
 

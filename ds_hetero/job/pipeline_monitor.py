@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hetero.common.text import time_text
-from ds_hetero.job.monitor import WARM_UP, EventWriter
+from ds_hetero.job.monitor import AFTER_CHANGE, WARM_UP, EventWriter
+from ds_hetero.job.pipeline_replanning import LayerReplanning
 from ds_hetero.job.pipeline_times import (
     PHASES,
     MeasuredPipeline,
@@ -20,9 +21,11 @@ from ds_hetero.job.pipeline_times import (
     measure_pipelines,
     phases_of,
 )
+from ds_hetero.job.rank_times import possible_growth
 from ds_hetero.job.report import announce
 from ds_hetero.job.start import World
 from ds_hetero.plans import Plan
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.pipeline.stage_clock import StageClock
 
@@ -37,26 +40,37 @@ class PipelineMonitor:
         clock: of this rank's stage.
         interval: steps between two observations.
         writer: of the events that each observation makes.
+        replanning: says where layers shall be; None where the section does not ask for it.
     """
 
-    def __init__(self, plan: Plan, clock: StageClock, interval: int, writer: EventWriter) -> None:
-        self.clock = clock
+    def __init__(
+        self,
+        plan: Plan,
+        clock: StageClock,
+        interval: int,
+        writer: EventWriter,
+        replanning: LayerReplanning | None = None,
+    ) -> None:
+        self.clock, self.replanning = clock, replanning
         self._plan, self._interval, self._writer = plan, interval, writer
-        self._world = World.current()
+        self._world, self._device = World.current(), default_device()
         self._steps, self._steps_to_skip = 0, WARM_UP
         self._totals: list[RankPhases] = []
         self._measured: list[MeasuredPipeline] = []
         if self._world.rank == 0:
             atexit.register(self.report)
 
-    def record_step(self, samples: int) -> None:
+    def record_step(self, samples: int) -> Plan | None:
         """Count an optimizer step, and observe all ranks if it is due.
 
         Args:
             samples: of all optimizer steps so far, the abscissa of the monitor's events.
 
+        Returns:
+            The plan that the job shall go on with, if it is another one.
+
         Caller: every rank of the world, after each optimizer step.
-        Collectives: every ``interval`` steps one `on_all_ranks`.
+        Collectives: every ``interval`` steps one `on_all_ranks`, and another one with re-planning.
         """
         self.clock.end_step()
         self._steps += 1
@@ -64,17 +78,26 @@ class PipelineMonitor:
             self._steps_to_skip -= 1
             self.clock.pop_finished()
         elif self._steps % self._interval == 0:
-            self._observe(samples)
+            return self._observe(samples)
+        return None
 
     @waiting_for_peers("comparing the times of the ranks")
-    def _observe(self, samples: int) -> None:
-        steps = common_steps(self._world.on_all_ranks(self.clock.pop_finished))
+    def _observe(self, samples: int) -> Plan | None:
+        by_rank = self._world.on_all_ranks(lambda: (self.clock.pop_finished(), possible_growth(self._device)))
+        steps = common_steps([of_rank for of_rank, _ in by_rank])
         if not steps:  # a device is far behind
-            return
+            return None
         phases, self._measured = phases_of(self._plan, steps), measure_pipelines(self._plan, steps)
         self._totals = [a + b for a, b in zip(self._totals, phases, strict=True)] if self._totals else phases
         if self._world.rank == 0 and self._writer.enabled:
             self._writer.write_events(phase_events(phases, self._measured, samples))
+        if self.replanning is None:
+            return None
+        plan = self.replanning.observe(self._steps, self._measured, [growth for _, growth in by_rank])
+        if plan is not None:
+            self._plan, self._steps_to_skip = plan, AFTER_CHANGE
+            self.clock.restart()
+        return plan
 
     def report(self) -> None:
         """Show the table on rank 0, once; steps after the last observation are not in it."""

@@ -68,6 +68,7 @@ class MeasuredPipeline:
     Args:
         forward_s: a stage and a micro-batch, until the stage is free again; of the stage's slowest rank.
         backward_s: likewise.
+        layers_share: by stage, share of a forward that the stage's layers take.
         hop_s: from the end of a pass to the arrival at the next stage, one direction.
         micro_batches: of a step.
         in_flight: by stage.
@@ -76,6 +77,7 @@ class MeasuredPipeline:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    layers_share: tuple[float, ...]
     hop_s: tuple[float, ...]
     micro_batches: int
     in_flight: tuple[int, ...]
@@ -130,6 +132,7 @@ def measure_pipeline(pipeline: Pipeline, steps: Sequence[Steps]) -> MeasuredPipe
     return MeasuredPipeline(
         forward_s=tuple(_pass_s(stage, steps, FORWARD) for stage in pipeline.stages),
         backward_s=tuple(_pass_s(stage, steps, BACKWARD) for stage in pipeline.stages),
+        layers_share=tuple(_layers_share(stage, steps) for stage in pipeline.stages),
         hop_s=tuple(
             median(_hop_s(earlier, later, step) for step in steps) for earlier, later in pairwise(pipeline.stages)
         ),
@@ -149,6 +152,14 @@ def _pass_s(stage: Stage, steps: Sequence[Steps], kind: str) -> float:
         for rank in stage.ranks
     ]
     return max((fmean(seconds) for seconds in by_rank if seconds), default=0.0)
+
+
+def _layers_share(stage: Stage, steps: Sequence[Steps]) -> float:
+    """1 where nobody has timed the layers."""
+    forwards = [
+        e for step in steps for rank in stage.ranks for e in step[rank].passes if e.kind == FORWARD and e.layers_s
+    ]
+    return sum(e.layers_s for e in forwards) / sum(e.sent_s - e.begin_s for e in forwards) if forwards else 1.0
 
 
 # --- clocks of different ranks ----------------------------------------------------------------------

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_hetero.plans.timetable import FORWARD
 from ds_hetero.runtime.step_clock import reading_of
 
 __all__ = ["UNTIMED", "PassClock", "PassTimes", "StageClock", "StageStep"]
 
 _KEPT_STEPS = 64  # older ones that nobody has popped are dropped
 _MOMENTS = 4  # of a pass
+_COMPUTING = 2  # moments of a pass that is being computed
 
 _Mark = Any  # a moment: perf_counter's seconds, or a CUDA event
 
@@ -43,6 +45,7 @@ class PassTimes(NamedTuple):
         begin_s: its input was there.
         end_s: it was computed.
         sent_s: its result was on its way, and the rank was free.
+        layers_s: seconds of a forward that its layers took, without what the stage does before and after them.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class PassTimes(NamedTuple):
     begin_s: float
     end_s: float
     sent_s: float
+    layers_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,16 @@ class StageStep:
 
 
 @dataclass
+class _Pass:
+    """What is recorded during a pass."""
+
+    kind: str
+    micro_batch: int
+    moments: list[_Mark]
+    of_layers: list[_Mark] = field(default_factory=list)  # begin and end of the stage's layers
+
+
+@dataclass
 class _Step:
     """What is recorded during a step."""
 
@@ -80,7 +94,7 @@ class _Step:
     begin: _Mark | None = None
     joined: _Mark | None = None
     end: _Mark | None = None
-    passes: list[tuple[str, int, list[_Mark]]] = field(default_factory=list)
+    passes: list[_Pass] = field(default_factory=list)
     syncs: list[tuple[_Mark, _Mark]] = field(default_factory=list)
 
 
@@ -92,6 +106,12 @@ class PassClock:
 
     def mark(self) -> None:
         """The next moment of the pass that was started last."""
+
+    def enter_layers(self) -> None:
+        """The first layer of the stage begins."""
+
+    def leave_layers(self) -> None:
+        """The last layer of the stage has ended."""
 
 
 UNTIMED = PassClock()
@@ -114,11 +134,28 @@ class StageClock(PassClock):
         begin = self._now()
         if self._step.begin is None:
             self._step.begin = begin
-        self._step.passes.append((kind, micro_batch, [begin]))
+        self._step.passes.append(_Pass(kind, micro_batch, [begin]))
 
     def mark(self) -> None:
         """The next moment of the pass that was started last."""
-        self._step.passes[-1][2].append(self._now())
+        self._step.passes[-1].moments.append(self._now())
+
+    def enter_layers(self) -> None:
+        """The first layer of the stage begins; layers that a backward computes again do not count."""
+        if (current := self._forward) is not None:
+            current.of_layers = [self._now()]
+
+    def leave_layers(self) -> None:
+        """The last layer of the stage has ended."""
+        if (current := self._forward) is not None and len(current.of_layers) == 1:
+            current.of_layers.append(self._now())
+
+    @property
+    def _forward(self) -> _Pass | None:
+        """The forward that is being computed."""
+        latest = self._step.passes[-1] if self._step.passes else None
+        is_computing = latest is not None and latest.kind == FORWARD and len(latest.moments) == _COMPUTING
+        return latest if is_computing else None
 
     def join(self) -> None:
         """All ranks have ended their passes."""
@@ -136,7 +173,7 @@ class StageClock(PassClock):
     def end_step(self) -> None:
         """End a step; the next one begins here. Passes that were broken off, and steps without a join, are dropped."""
         step, now = self._step, self._now()
-        whole = all(len(moments) == _MOMENTS for _, _, moments in step.passes)
+        whole = all(len(each.moments) == _MOMENTS for each in step.passes)
         if step.begin is not None and step.joined is not None and whole:
             step.end = now
             self._pending.append(step)
@@ -161,8 +198,10 @@ class StageClock(PassClock):
             step_s=elapsed(step.begin, step.end),
             joined_s=elapsed(step.begin, step.joined),
             sync_s=sum(elapsed(begin, end) for begin, end in step.syncs),
-            passes=tuple(
-                PassTimes(kind, number, *(elapsed(step.begin, moment) for moment in moments))
-                for kind, number, moments in step.passes
-            ),
+            passes=tuple(self._read_pass(step.begin, each) for each in step.passes),
         )
+
+    def _read_pass(self, begin: _Mark, each: _Pass) -> PassTimes:
+        asked_s, begin_s, end_s, sent_s = (self._elapsed_s(begin, moment) for moment in each.moments)
+        layers_s = self._elapsed_s(*each.of_layers) if len(each.of_layers) == 2 else 0.0
+        return PassTimes(each.kind, each.micro_batch, asked_s, begin_s, end_s, sent_s, layers_s)

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
@@ -35,6 +34,7 @@ from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
     expect_supported_with_pipelines,
     lone_configuration,
 )
+from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable
 from ds_hetero.integrations.deepspeed.pipeline.one_worker import LoneWorker
 from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     Groups,
@@ -42,11 +42,15 @@ from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     expect_elementwise,
     groups_by_name,
     optimizer_of_section,
+    owned_of_group,
+    synchronizer_of,
 )
+from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.stages import StageModel, check_stages, is_on_meta
 from ds_hetero.job.monitor import steps_between
 from ds_hetero.job.pipeline_monitor import PipelineMonitor
+from ds_hetero.job.pipeline_replanning import LayerReplanning
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
@@ -96,6 +100,9 @@ class PipelineInstaller:
         self._stage = plan.stage_of(self._rank)
         self._clock = StageClock(default_device())
         self._is_empty = False
+        section = section_of(ds_config)
+        assert section is not None
+        self._replan = section.replan
 
     def install(self) -> tuple[Any, ...]:
         """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
@@ -127,17 +134,28 @@ class PipelineInstaller:
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
             runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype, self._clock)
-        monitor = PipelineMonitor(self._plan, self._clock, steps_between(engine.steps_per_print()), engine.monitor)
-        pipelined = PipelinedEngine(engine=engine, plan=self._plan, stage=stage, runner=runner, monitor=monitor)
+        stage.time_layers(self._clock)
+        pipelined = PipelinedEngine(
+            engine=engine, plan=self._plan, stage=stage, runner=runner, monitor=self._monitor(engine), groups=made
+        )
         install_hooks(pipelined, PIPELINE_HOOKS)
         self._registry.note_pipelined(stage)
         return (engine, *rest)
+
+    def _monitor(self, engine: Engine) -> PipelineMonitor:
+        """What observes the steps, and re-plans if the section asks for it."""
+        replan = self._replan
+        interval = replan.interval_steps if replan.enabled else steps_between(engine.steps_per_print())
+        replanning = LayerReplanning(self._plan, replan) if replan.enabled else None
+        return PipelineMonitor(self._plan, self._clock, interval, engine.monitor, replanning)
 
     def _examine(self) -> _Examined:
         """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
         model: nn.Module = self._given["model"]
         expect_supported_with_pipelines(self._ds_config, samples_of_step(self._plan))
         check_stages(model, self._plan)
+        if self._replan.enabled:
+            expect_movable(self._plan, model)
         optimizer = self._given.get("optimizer")
         if isinstance(optimizer, Optimizer):
             expect_elementwise(type(optimizer))
@@ -180,21 +198,10 @@ class PipelineInstaller:
             stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
         if self._is_empty:
             on_all_ranks(lambda: stage.fill(default_device()))
-        parameters = {name: p for name, p in stage.parameters().items() if p.requires_grad}
-        layouts = pipeline_layouts(parameters, self._plan, partial=stage.partial_parameters())
-        zero = self._plan.zero
-        sync = AsymmetricGradientSync(
-            parameters,
-            layouts,
-            replicas=[pipeline.ranks for pipeline in self._plan.pipelines],
-            groups=self._registry.process_groups,
-            owner_weights=dict(zero.owner_weights) if zero is not None and zero.owner_weights else None,
-        )
-        owned = [
-            {**group, "params": [sync.owned[name] for name in group["params"] if name in sync.owned] or [_nothing()]}
-            for group in named
-        ]
-        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock)
+        sync = synchronizer_of(stage, self._plan, self._registry.process_groups)
+        names = [group["params"] for group in named]
+        owned = [{**group, "params": owned_of_group(sync, group["params"])} for group in named]
+        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock, names)
 
     def _inner(self, owned: Groups) -> Optimizer:
         optimizer = self._given.get("optimizer")
@@ -235,11 +242,6 @@ def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
             "weights on every rank, or with them on every rank."
         )
     return bool(empty)
-
-
-def _nothing() -> nn.Parameter:
-    """What a group holds on a rank that owns none of its parameters, so that every rank has the same groups."""
-    return nn.Parameter(torch.zeros(0, device=default_device()))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from ds_hetero.integrations.transformers.stages import StageBatch, StageModel
 from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
+from ds_hetero.runtime.replica import ProcessGroups
 
 __all__ = ["PipelinedEngine"]
 
@@ -25,6 +26,7 @@ class PipelinedEngine:
         stage: this rank's part of the model.
         runner: of its passes; None on a rank that is idle.
         monitor: takes the times of steps.
+        groups: process groups made so far, to be used again.
         loss: of the passes that have yet to be followed by a step.
     """
 
@@ -33,4 +35,5 @@ class PipelinedEngine:
     stage: StageModel
     runner: PipelineRunner[StageBatch] | None
     monitor: PipelineMonitor
+    groups: ProcessGroups
     loss: Tensor | None = field(default=None)

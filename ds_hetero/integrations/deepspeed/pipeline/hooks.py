@@ -13,6 +13,7 @@ from ds_hetero.errors import BatchError
 from ds_hetero.integrations.deepspeed.hooks import Hook, waiting
 from ds_hetero.integrations.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.integrations.deepspeed.pipeline.moving import move_layers
 from ds_hetero.integrations.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
@@ -103,9 +104,11 @@ def expect_passes(pipelined: PipelinedEngine, step: Callable[..., Any], *args: A
 
 
 def time_step(pipelined: PipelinedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """After the step the monitor may look at all ranks' times."""
+    """After the step the monitor may look at all ranks' times, and layers may move."""
     result = step(*args, **kwargs)
-    pipelined.monitor.record_step(pipelined.engine.global_samples)
+    plan = pipelined.monitor.record_step(pipelined.engine.global_samples)
+    if plan is not None:
+        move_layers(pipelined, plan)
     return result
 
 

@@ -7,7 +7,7 @@ values are one-dimensional parts of parameters: only optimizers that treat eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.gradient_sync import AsymmetricGradientSync
+from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.integrations.transformers.stages import StageModel
+from ds_hetero.plans import Plan
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.stage_clock import StageClock
+from ds_hetero.runtime.replica import ProcessGroups
 
-__all__ = ["PipelineOptimizer", "expect_elementwise", "groups_by_name", "optimizer_of_section"]
+__all__ = [
+    "PipelineOptimizer",
+    "expect_elementwise",
+    "groups_by_name",
+    "optimizer_of_section",
+    "owned_of_group",
+    "synchronizer_of",
+]
 
 _ELEMENTWISE = ("Adagrad", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _SECTION = {
@@ -41,13 +52,21 @@ class PipelineOptimizer(Optimizer):
         sync: of the model's gradients.
         clip: largest norm of the gradient of the whole model; 0 does not clip.
         clock: times the exchanges.
+        names: of the whole model's parameters, by group.
 
     Attributes:
         overflow: the last step was skipped, since the norm was not finite.
     """
 
-    def __init__(self, inner: Optimizer, sync: AsymmetricGradientSync, clip: float, clock: StageClock) -> None:
-        self.inner, self.sync, self._clip, self._clock = inner, sync, clip, clock
+    def __init__(
+        self,
+        inner: Optimizer,
+        sync: AsymmetricGradientSync,
+        clip: float,
+        clock: StageClock,
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        self.inner, self.sync, self._clip, self._clock, self._names = inner, sync, clip, clock, names
         self._global_grad_norm = 0.0
         self.overflow = False
 
@@ -85,6 +104,21 @@ class PipelineOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(saved)
 
+    def take_over(self, sync: AsymmetricGradientSync, states: Mapping[str, dict[str, Any]]) -> None:
+        """Go on with other owners.
+
+        Args:
+            sync: of the same parameters under another plan; this rank's values are in it.
+            states: of the inner optimizer, by the names of what this rank owns.
+        """
+        self.sync = sync
+        for group, names in zip(self.inner.param_groups, self._names, strict=True):
+            group["params"] = owned_of_group(sync, names)
+        self.inner.state.clear()
+        for name, state in states.items():
+            if state:
+                self.inner.state[sync.owned[name]] = state
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the owned gradients."""
         self.inner.zero_grad(set_to_none)
@@ -109,8 +143,40 @@ class PipelineOptimizer(Optimizer):
                 assert owned.grad is not None
                 owned.grad.mul_(factor)
         self.inner.step()
+        self.inner.zero_grad(set_to_none=True)  # the next backward needs the room
         with self._clock.synchronizing():
             self.sync.gather()
+
+
+def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[nn.Parameter]:
+    """What this rank owns of the parameters of a group; an empty parameter if it owns none.
+
+    So every rank has the same groups.
+    """
+    owned = [sync.owned[name] for name in names if name in sync.owned]
+    return owned or [nn.Parameter(torch.zeros(0, device=default_device()))]
+
+
+def synchronizer_of(stage: StageModel, plan: Plan, groups: ProcessGroups) -> AsymmetricGradientSync:
+    """Return the synchronizer of what this rank holds of a model.
+
+    Args:
+        stage: the model of this rank.
+        plan: what all ranks do.
+        groups: made so far, to be used again.
+
+    Caller: every rank of the world.
+    Collectives: those of `pipeline_layouts` and of making an `AsymmetricGradientSync`.
+    """
+    parameters = {name: p for name, p in stage.parameters().items() if p.requires_grad}
+    weights = dict(plan.zero.owner_weights) if plan.zero is not None and plan.zero.owner_weights else None
+    return AsymmetricGradientSync(
+        parameters,
+        pipeline_layouts(parameters, plan, partial=stage.partial_parameters()),
+        replicas=[pipeline.ranks for pipeline in plan.pipelines],
+        groups=groups,
+        owner_weights=weights,
+    )
 
 
 def groups_by_name(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Groups:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 
-__all__ = ["Absent", "DecoderParts", "parts_of"]
+__all__ = ["Absent", "DecoderParts", "parts_of", "with_memory", "without_memory"]
 
 
 class Absent(nn.Module):
@@ -53,3 +54,21 @@ def parts_of(pretrained: PretrainedModel) -> DecoderParts:
         )
     at = plan.index(lists[0])
     return DecoderParts(tuple(plan[:at]), lists[0], tuple(plan[at + 1 :]))
+
+
+def without_memory(layer: nn.Module) -> nn.Module:
+    """Put the parameters of a layer on the meta device, so that it can come back."""
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device="meta")
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    return layer
+
+
+def with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Give the parameters of a layer memory on a device, filled with zeros."""
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    return layer

@@ -19,18 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
 from ds_hetero.integrations.transformers.stages.export import write_stages
 from ds_hetero.integrations.transformers.stages.meta import fill_parameters
-from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of
+from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
 from ds_hetero.runtime.loss import cross_entropy_sum
+from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
 from ds_hetero.runtime.replica import Replica
 
 __all__ = ["StageBatch", "StageModel", "outputs_with"]
@@ -93,7 +95,10 @@ class StageModel:
         self._names = _names_of_whole_model(model)
         layers = (0, 0) if stage is None or stage.layers is None else stage.layers
         self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
+        self._absent: dict[int, nn.Module] = {}
         self._take_out(layers)
+        self._clock = UNTIMED
+        self._timers: list[RemovableHandle] = []
         self._is_running = False
         self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
         self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
@@ -119,6 +124,40 @@ class StageModel:
             ModelError: the folder of the model lacks them.
         """
         fill_parameters(self.model, self._names, device)
+
+    def time_layers(self, clock: PassClock) -> None:
+        """Tell a clock when the layers of the stage begin and end."""
+        self._clock = clock
+        for timer in self._timers:
+            timer.remove()
+        held = [layer for layer in self._layers if not isinstance(layer, Absent)]
+        if held:
+            self._timers = [
+                held[0].register_forward_pre_hook(lambda *_: clock.enter_layers(), prepend=True),
+                held[-1].register_forward_hook(lambda *_: clock.leave_layers()),
+            ]
+
+    def change_layers(self, plan: Plan, device: torch.device) -> None:
+        """Hold the layers of another plan, whose ranks and stages are those of the one before.
+
+        Parameters of layers that are new here have memory but no values; those of layers that went are freed.
+
+        Args:
+            plan: the new one.
+            device: where the parameters shall be.
+        """
+        self.plan, stage = plan, plan.stage_of(self._rank)
+        if stage is None or stage.layers is None:
+            return
+        self._stage = stage
+        self.is_writer = stage in plan.pipelines[0].stages and self._rank == stage.ranks[0]
+        layers = self._layers
+        for i in range(len(layers)):
+            if not stage.layers[0] <= i < stage.layers[1]:
+                self._put_away(i)
+            elif i in self._absent:
+                layers[i] = with_memory(self._absent.pop(i), device).train(self._decoder.training)
+        self.time_layers(self._clock)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by the names of the whole model; a tied parameter under its first name."""
@@ -215,10 +254,9 @@ class StageModel:
     def _take_out(self, layers: tuple[int, int]) -> None:
         """Put `Absent` in the place of what other stages hold."""
         parts = parts_of(self._pretrained)
-        held = getattr(self._decoder, parts.layers)
-        for i in range(len(held)):
+        for i in range(len(self._layers)):
             if not layers[0] <= i < layers[1]:
-                held[i] = Absent()
+                self._put_away(i)
         absent = [*(() if self.is_first else parts.before), *(() if self.is_last else parts.after)]
         for name in absent:
             setattr(self._decoder, name, Absent())
@@ -226,6 +264,19 @@ class StageModel:
             head = self._pretrained.get_output_embeddings()
             name = next(name for name, module in self._pretrained.named_modules() if module is head)
             setattr(self._pretrained, name, Absent())
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        """Of the decoder, present or not."""
+        layers: nn.ModuleList = getattr(self._decoder, parts_of(self._pretrained).layers)
+        return layers
+
+    def _put_away(self, i: int) -> None:
+        """Free a layer, and keep what it is like, so that it can come back."""
+        layer = self._layers[i]
+        if not isinstance(layer, Absent):
+            self._absent[i] = without_memory(layer)
+            self._layers[i] = Absent()
 
 
 def outputs_with(loss: Tensor) -> Any:
