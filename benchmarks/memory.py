@@ -21,8 +21,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -31,15 +30,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measure.allocations import peak_allocations
 from benchmarks.measure.contenders import CONTESTS, Layer, Shape, make_contender
 from benchmarks.measure.ranks import LOOPBACK, Report, run
 from benchmarks.measure.results import FOLDER, header, write
 
 RESULT = FOLDER / "memory.json"
 _REPEATS = 5
-_RUN = "one run of the layer"
 _KINDS = ("bytes", "resident_bytes")
 
 
@@ -98,25 +96,8 @@ def _measure(rank: int, report: Report, contest: str, tokens: int) -> dict[str, 
         layer()  # the first run allocates what is kept for good
         gc.collect()
         gc.freeze()  # what DeepSpeed and transformers loaded is not searched again
-        peaks[name] = {"bytes": min(_allocated(layer)), "resident_bytes": median_low(_resident(layer))}
-    return peaks
-
-
-def _allocated(layer: Layer) -> list[int]:
-    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(_REPEATS):
-            _settle(layer)
-            with record_function(_RUN):
-                layer()
-    peaks = []
-    held = before = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _RUN:
-            before = held
-            peaks.append(0)
-        elif event.name() == "[memory]":
-            held += event.nbytes()
-            peaks[-1:] = [max(peak, held - before) for peak in peaks[-1:]]
+        allocated = peak_allocations(layer, _REPEATS, partial(_settle, layer))
+        peaks[name] = {"bytes": min(allocated), "resident_bytes": median_low(_resident(layer))}
     return peaks
 
 
@@ -142,19 +123,6 @@ def _status_bytes(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """The profiler of some torch releases announces every start and stop."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""Peak memory of every rank under a plan, against the plan's own figure.
+
+Counted are torch's allocations: what a rank holds between two steps (parameters, owned values, optimizer state), and by
+how much allocations rise at most during a step. Memory of the interpreter, of libraries and of gloo is not counted, as
+a plan counts none of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.emulation.emulator import RankLab
+from benchmarks.measure.allocations import peak_allocations
+from benchmarks.pipelines.plans import Candidate, candidates
+from benchmarks.pipelines.run import Contest, cluster_of, of_rank_0
+
+__all__ = ["measure_memory"]
+
+_REPEATS = 3
+
+
+def measure_memory(lab: RankLab, contest: Contest) -> dict[str, Any]:
+    """Peaks under every plan, one engine after the other; the same on every rank."""
+    cluster = cluster_of(lab)
+    chosen = of_rank_0(lambda: candidates(cluster, contest.task, contest.plans))
+    plans = {}
+    for done, candidate in enumerate(each for each in chosen if not each.plan.is_replicas):
+        lab.report(0.1 + 0.9 * done / len(chosen), f"memory of {candidate.name}")
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, _peak_bytes(candidate, contest))
+        plans[candidate.name] = {
+            "plan": candidate.plan.to_dict(),
+            "bytes": dict(enumerate(peaks)),
+            "predicted_bytes": candidate.memory_bytes,
+        }
+    return {**lab.to_dict(), "text": lab.describe(), "task": asdict(contest.task), "plans": plans}
+
+
+def _peak_bytes(candidate: Candidate, contest: Contest) -> int:
+    from benchmarks.pipelines.contenders import batch_of, engine_of, step_with
+
+    engine = engine_of(candidate.plan, contest.task)
+    step = step_with(engine, batch_of(contest.task))
+    step()  # the optimizer's state exists afterwards
+
+    def settle() -> None:
+        gc.collect()
+        dist.barrier()
+
+    rise = min(peak_allocations(step, _REPEATS, settle))
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _held(engine)}.values())
+    engine.destroy()
+    return held + rise
+
+
+def _held(engine: Any) -> Iterator[Tensor]:
+    """What a rank keeps between steps."""
+    optimizer = engine.optimizer
+    yield from engine.module.parameters()
+    yield from engine.module.buffers()
+    for owned in optimizer.sync.owned.values():
+        yield owned
+        yield from (entry for entry in optimizer.inner.state[owned].values() if isinstance(entry, torch.Tensor))

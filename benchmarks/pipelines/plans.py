@@ -1,0 +1,137 @@
+"""The plans that are measured: ours, those of other planners, uniform grids, and others that differ from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.lab.planning import model_of
+from benchmarks.measure.contenders import Shape
+from benchmarks.prediction import workload
+from ds_hetero.cluster import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.outer.finish import finish, to_plan
+from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.hexiscale import plan_hexiscale
+from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.rivals import best_sequence
+from ds_hetero.planner.outer.search.evaluate import judge_layers
+from ds_hetero.planner.outer.search.starts import uniform_grids
+from ds_hetero.plans import Plan, Stage
+
+__all__ = ["EQUAL", "GRID", "HEXISCALE", "OURS", "SEQUENCE", "Candidate", "Task", "candidates", "equal_stages"]
+
+OURS, HEXISCALE, SEQUENCE, GRID, EQUAL = "ours", "hexiscale", "sequence", "grid", "equal stages"
+_GRIDS = 4  # best ones by prediction, of which the best by measurement counts
+_SIZES = (1, 2)  # of micro-batches
+_MOVES = ((0, -1, 3), (-1, 0, 2), (0, 1, 4))  # stages that give and take layers, and how many: worse plans on purpose
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Args:
+        shape: of the model.
+        tokens: of a sequence.
+        samples: of an optimizer step.
+    """
+
+    shape: Shape
+    tokens: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that is measured.
+
+    Args:
+        name: begins with one of this module's names where it is one of them.
+        plan: of pipelines, or of one stage of sequence parallelism.
+        predicted_s: of a step.
+        memory_bytes: predicted, by rank.
+    """
+
+    name: str
+    plan: Plan
+    predicted_s: float
+    memory_bytes: dict[int, int]
+
+
+def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
+    """Return ours first, then the rivals, then others until there are ``most``."""
+    work = workload(task.tokens)
+    model = model_of(task.shape)
+    costs = CalibratedStageCosts(cluster, model, work)
+    goal = _goal(costs, task)
+    ours = plan_pipelines(cluster, model, work, task.samples, costs=costs, micro_batch_sizes=_SIZES).plan
+    found = [_candidate(OURS, ours)]
+    other = plan_hexiscale(costs, goal, task.samples, _SIZES)
+    if other is not None:
+        found.append(_candidate(HEXISCALE, to_plan(costs, finish(costs, other))))
+    sequence = best_sequence(cluster, model, work, task.samples, (1,), goal)
+    if sequence.plan is not None and sequence.step_s is not None:
+        found.append(Candidate(SEQUENCE, sequence.plan, sequence.step_s, {}))
+    found += _grids(costs, goal, task)
+    for plan in _moved(ours):
+        if len(found) >= most:
+            break
+        found.append(_candidate(f"moved {len(found)}", to_plan(costs, judge_plan(costs, plan, goal))))
+    return found
+
+
+def equal_stages(cluster: Cluster, task: Task) -> Candidate:
+    """Return the pipeline of as many equal stages as there are ranks, which DeepSpeed's own engine also runs."""
+    costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
+    goal = _goal(costs, task)
+    grids = dict(uniform_grids(costs, task.samples, (1,)))
+    candidate = judge_layers(costs, goal, grids[f"tp1 pp{cluster.num_ranks} dp1 b1"])
+    if candidate is None:
+        raise PlanError("equal stages do not fit into memory.")
+    return _candidate(EQUAL, to_plan(costs, finish(costs, candidate)))
+
+
+def _goal(costs: CalibratedStageCosts, task: Task) -> Objective:
+    return Objective.of("time", [kind.device for kind in costs.pools.kinds], task.samples * task.tokens)
+
+
+def _candidate(name: str, plan: Plan) -> Candidate:
+    assert plan.predicted is not None
+    memory = {int(rank): int(size) for rank, size in plan.predicted["memory_bytes"].items()}
+    return Candidate(name, plan, float(plan.predicted["step_s"]), memory)
+
+
+def _grids(costs: CalibratedStageCosts, goal: Objective, task: Task) -> list[Candidate]:
+    """The best uniform grids by prediction."""
+    judged = []
+    for name, pipelines in uniform_grids(costs, task.samples, _SIZES):
+        candidate = judge_layers(costs, goal, pipelines)
+        if candidate is not None:
+            judged.append(_candidate(f"{GRID} {name}", to_plan(costs, finish(costs, candidate))))
+    return sorted(judged, key=lambda each: each.predicted_s)[:_GRIDS]
+
+
+def _moved(plan: Plan) -> Iterator[Plan]:
+    """The plan with some layers moved from a stage to another one of the first pipeline that has several."""
+    at = next((i for i, pipeline in enumerate(plan.pipelines) if len(pipeline.stages) > 1), None)
+    if at is None:
+        return
+    stages = plan.pipelines[at].stages
+    for giver, taker, number in _MOVES:
+        layers = [stage.num_layers or 0 for stage in stages]
+        giver, taker = giver % len(stages), taker % len(stages)
+        moved = min(number, layers[giver] - 1)
+        if giver == taker or not moved:
+            continue
+        layers[giver] -= moved
+        layers[taker] += moved
+        changed = replace(plan.pipelines[at], stages=_with_layers(stages, layers))
+        yield replace(plan, pipelines=(*plan.pipelines[:at], changed, *plan.pipelines[at + 1 :]), predicted=None)
+
+
+def _with_layers(stages: Sequence[Stage], layers: Sequence[int]) -> tuple[Stage, ...]:
+    ends = [sum(layers[: j + 1]) for j in range(len(layers))]
+    return tuple(replace(stage, layers=(end - own, end)) for stage, own, end in zip(stages, layers, ends, strict=True))
