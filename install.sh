@@ -20,4 +20,8 @@ if [[ ",$extra," == *,train,* || ",$extra," == *,test,* ]]; then
     .venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null || pip install torch==2.13.0
 fi
 pip install --editable "$target"
+if [[ ",$extra," == *,test,* ]]; then
+    # Reads traces in a test; what it requires besides (JupyterLab and more) is for its notebooks.
+    pip install --no-deps HolisticTraceAnalysis==0.5.0
+fi
 touch "$done_mark"

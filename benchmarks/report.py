@@ -1,37 +1,23 @@
-"""One page of all result files: tables and plots, newest figures with the command that makes them.
+"""One page of all result files: tables and charts, newest figures with the command that makes them.
 
     python -m benchmarks.report [--results FOLDER] [--out FILE]
 
-The page is one HTML file with its plots in it. Sections without a result file are left out; a file's "quick" result is
-shown only where there is no full one.
+The page is one HTML file that needs nothing else, made as that of ``ds-hetero report`` is. Sections without a result
+file are left out; a file's "quick" result is shown only where there is no full one.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import html
-import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-
 from benchmarks.measure.results import FOLDER
+from ds_hetero.reporting.html import Markup, Page, heading, paragraph, table
 
 __all__ = ["main", "page"]
-
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.2em .6em;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}code{background:#f3f3f3;padding:0 .3em}img{max-width:100%}"
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,55 +33,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def page(folder: Path) -> str:
     """The page of the result files in ``folder``."""
-    sections, shown = [], set()
+    made, shown = Page("ds_hetero: measurements"), set()
     for name, title, make in _SECTIONS:
         path = next((p for p in (folder / f"{name}.json", folder / f"{name}_quick.json") if p.is_file()), None)
         if path is not None:
             result = json.loads(path.read_text(encoding="utf-8"))
             shown.add(path)
-            sections.append(f"<h2>{html.escape(title)}</h2>{_origin(result, path)}{''.join(make(result))}")
+            made.section(title, _origin(result, path), *make(made, result))
     others = ", ".join(path.name for path in sorted(folder.glob("*.json")) if path not in shown)
-    return (
-        f"<!doctype html><meta charset=utf-8><title>ds_hetero: measurements</title><style>{_STYLE}</style>"
-        f"<h1>ds_hetero: measurements</h1>{''.join(sections)}"
-        + (f"<p>Not shown: {html.escape(others)}</p>" if others else "")
-    )
+    if others:
+        made.section("Not shown", others)
+    return made.render()
 
 
-def _origin(result: dict[str, Any], path: Path) -> str:
+def _origin(result: dict[str, Any], path: Path) -> Markup:
     machine = result.get("machine", {})
     where = ", ".join(
         f"{key} {machine[key]}" for key in ("cpu", "gpu", "cores", "torch", "deepspeed") if key in machine
     )
-    emulated = "<b>Emulated</b> unequal ranks. " if result.get("emulated") else ""
+    emulated = ["Emulated unequal ranks."] if result.get("emulated") else []
+    command = result.get("command", "")
     when = f", {result['started']}" if "started" in result else ""
-    command = f"<code>{html.escape(result['command'])}</code>" if "command" in result else ""
-    return f"<p>{emulated}{command}{html.escape(when)}<br>{html.escape(where)}<br>{html.escape(path.name)}</p>"
+    return paragraph(*emulated, f"{command}{when}", where, path.name)
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    def cells(tag: str, values: Iterable[Any]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values) + "</tr>"
-
-    return f"<table>{cells('th', headings)}{''.join(cells('td', row) for row in rows)}</table>"
-
-
-def _plot(figure: Figure, alternative: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight")
-    plt.close(figure)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{html.escape(alternative)}" src="data:image/svg+xml;base64,{data}">'
+def _lines_chart(
+    made: Page, label: str, x: Sequence[Any], x_name: str, series: Mapping[str, Sequence[float]], dashed: str = ""
+) -> Markup:
+    """A line per entry of ``series``; the one named ``dashed`` is a bound."""
+    drawn = [{"name": name, "values": list(values), "dashed": name == dashed} for name, values in series.items()]
+    return made.chart("lines", label, {"x": list(x), "xName": x_name, "series": drawn})
 
 
-def _lines(texts: Iterable[str]) -> str:
-    return "<p>" + "<br>".join(html.escape(line) for text in texts for line in text.splitlines()) + "</p>"
+def _lines(texts: Iterable[str]) -> Markup:
+    return paragraph(*(line for text in texts for line in text.splitlines()))
 
 
 # --- the lab ----------------------------------------------------------------------------------------
 
 
-def _ring(result: dict[str, Any]) -> Iterable[str]:
+def _ring(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     rows = result["rows"]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     yield _lines(speeds["text"].splitlines()[0] for speeds in result["emulation"])
@@ -103,19 +80,16 @@ def _ring(result: dict[str, Any]) -> Iterable[str]:
         mine = [row for row in rows if (row["scope"], row["tokens"]) == (scope, tokens)]
         fractions = sorted({row["slow_fraction"] for row in mine})
         found = {(row["slow_fraction"], row["strategy"]): row for row in mine}
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
-        for name in strategies:
-            of_name = [found[fraction, name] for fraction in fractions]
-            axes[0].plot(fractions, [row["speedup"] for row in of_name], marker="o", label=name)
-            axes[1].plot(fractions, [row["efficiency_against_bound"] for row in of_name], marker="o", label=name)
-        axes[0].plot(fractions, [found[f, strategies[0]]["bound_speedup"] for f in fractions], "k--", label="bound")
-        for axis, label in zip(axes, ("speed-up over even", "share of the bound"), strict=True):
-            axis.set_xlabel("speed of the second rank")
-            axis.set_ylabel(label)
-            axis.set_ylim(bottom=0)
-        axes[0].legend(fontsize=8)
-        yield f"<h3>{tokens} tokens, {scope}</h3>" + _plot(figure, f"{tokens} tokens, {scope}")
-        yield _table(
+        speeds = [f"{fraction:.0%}" for fraction in fractions]
+        gains = {name: [found[fraction, name]["speedup"] for fraction in fractions] for name in strategies}
+        gains["bound"] = [found[fraction, strategies[0]]["bound_speedup"] for fraction in fractions]
+        shares = {
+            name: [found[fraction, name]["efficiency_against_bound"] for fraction in fractions] for name in strategies
+        }
+        yield heading(f"{tokens} tokens, {scope}")
+        yield _lines_chart(made, "Speed-up over even shares", speeds, "speed of the second rank", gains, "bound")
+        yield _lines_chart(made, "Share of the bound", speeds, "speed of the second rank", shares)
+        yield table(
             ("second rank at", *strategies, "bound"),
             (
                 (
@@ -130,23 +104,22 @@ def _ring(result: dict[str, Any]) -> Iterable[str]:
             ),
         )
     published = result["published"]
-    yield f"<p>Published: {html.escape(published['source'])}; best speed-up {published['best_speedup']}x.</p>"
+    yield paragraph(f"Published: {published['source']}; best speed-up {published['best_speedup']}x.")
 
 
-def _mesh(result: dict[str, Any]) -> Iterable[str]:
+def _mesh(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(emulation["text"] for emulation in result["emulation"])
     rows = result["rows"]
     for scope, speeds in dict.fromkeys((row["scope"], tuple(row["speeds"])) for row in rows):
         mine = [row for row in rows if (row["scope"], tuple(row["speeds"])) == (scope, speeds)]
         ratio = ":".join(f"{speed:g}" for speed in speeds)
         longest = [row for row in mine if row["tokens"] == max(r["tokens"] for r in mine)]
-        figure, axis = plt.subplots(figsize=(8, 2.6))
-        axis.barh([row["contender"] for row in longest][::-1], [row["tokens_per_s"] for row in longest][::-1])
-        axis.axvline(longest[0]["tokens"] / longest[0]["bound_s"], color="k", linestyle="--", label="bound")
-        axis.set_xlabel(f"tokens/s at {longest[0]['tokens']} tokens")
-        axis.legend(fontsize=8)
-        yield f"<h3>{scope}, speeds {ratio}</h3>" + _plot(figure, f"{scope}, speeds {ratio}")
-        yield _table(
+        rates = [row["tokens_per_s"] for row in longest] + [longest[0]["tokens"] / longest[0]["bound_s"]]
+        series = [{"name": "tokens/s", "values": rates}]
+        data = {"rows": [*(row["contender"] for row in longest), "bound"], "unit": "", "series": series}
+        yield heading(f"{scope}, speeds {ratio}")
+        yield made.chart("bars", f"Tokens per second at {longest[0]['tokens']} tokens", data, 80 + 34 * len(rates))
+        yield table(
             ("contender", "tokens", "tokens/s", "over best uniform", "of the bound", "rounds", "spread"),
             (
                 (
@@ -159,22 +132,21 @@ def _mesh(result: dict[str, Any]) -> Iterable[str]:
         )
 
 
-def _growth(result: dict[str, Any]) -> Iterable[str]:
+def _growth(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(f"{len(emulation['speeds'])} ranks: {emulation['text']}" for emulation in result["emulation"])
     rows = result["rows"]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
-    for contender, ranks in dict.fromkeys((row["contender"], row["ranks"]) for row in rows):
-        mine = [row for row in rows if (row["contender"], row["ranks"]) == (contender, ranks)]
-        tokens = [row["tokens"] for row in mine]
-        axes[0].plot(tokens, [row["seconds"] for row in mine], marker="o", label=f"{contender}, {ranks} ranks")
-        axes[1].plot(tokens, [row["between_nodes_bytes_per_token"] for row in mine], marker="o")
-    for axis, label in zip(axes, ("s per layer, both passes", "bytes between nodes per token"), strict=True):
-        axis.set_xlabel("tokens")
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-    axes[0].legend(fontsize=7)
-    yield _plot(figure, "time and traffic by tokens")
-    yield _table(
+    lengths = sorted({row["tokens"] for row in rows})
+    for key, label in (
+        ("seconds", "Seconds per layer, both passes, by tokens"),
+        ("between_nodes_bytes_per_token", "Bytes between nodes per token, by tokens"),
+    ):
+        of = {(row["contender"], row["ranks"], row["tokens"]): row[key] for row in rows}
+        series = {
+            f"{contender}, {ranks} ranks": [of.get((contender, ranks, tokens)) for tokens in lengths]
+            for contender, ranks in dict.fromkeys((row["contender"], row["ranks"]) for row in rows)
+        }
+        yield _lines_chart(made, label, lengths, "tokens", series)
+    yield table(
         ("contender", "ranks", "tokens", "s", "tokens/s", "bytes sent per token", "between nodes"),
         (
             (
@@ -187,27 +159,21 @@ def _growth(result: dict[str, Any]) -> Iterable[str]:
     )
 
 
-def _replan(result: dict[str, Any]) -> Iterable[str]:
+def _replan(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines([result["found"]["text"]])
     rows, summary = result["rows"], result["summary"]
-    figure, axis = plt.subplots(figsize=(8, 2.8))
-    axis.plot([row["step"] for row in rows], [row["tokens_per_s"] for row in rows], marker=".")
-    axis.axvline(0, color="r", linestyle=":", label="slowed down")
-    for number, step in enumerate(summary["switched_at"]):
-        axis.axvline(step, color="g", linestyle="--", label=None if number else "new schedule")
-    axis.set_xlabel("step")
-    axis.set_ylabel("tokens/s")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    yield _plot(figure, "tokens per second by step")
-    yield _table(("", ""), summary.items())
+    rates = {"tokens/s": [row["tokens_per_s"] for row in rows]}
+    switched = ", ".join(map(str, summary["switched_at"])) or "none"
+    label = f"Tokens per second by step; slowed down at step 0, new schedules at: {switched}"
+    yield _lines_chart(made, label, [row["step"] for row in rows], "step", rates)
+    yield table(("", ""), summary.items())
 
 
 # --- the others -------------------------------------------------------------------------------------
 
 
-def _versus_stock(result: dict[str, Any]) -> Iterable[str]:
-    yield _table(
+def _versus_stock(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    yield table(
         ("peer", "scope", "ranks", "tokens", "link", "peer / ours", "95 % interval"),
         (
             (
@@ -219,10 +185,10 @@ def _versus_stock(result: dict[str, Any]) -> Iterable[str]:
     )
 
 
-def _prediction(result: dict[str, Any]) -> Iterable[str]:
+def _prediction(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines([f"Emulated: ranks of {', '.join(map(str, result['cores']))} cores; {result['link']}"])
     rows = [(row["name"], row["predicted_s"], row["measured_s"]) for row in result["rows"]]
-    yield _table(
+    yield table(
         ("schedule", "predicted, s", "measured, s", "error"),
         (
             (name, f"{predicted_s:.2f}", f"{measured_s:.2f}", f"{predicted_s / measured_s - 1:+.1%}")
@@ -231,17 +197,17 @@ def _prediction(result: dict[str, Any]) -> Iterable[str]:
     )
 
 
-def _zero(result: dict[str, Any]) -> Iterable[str]:
+def _zero(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines([f"{result['ranks']} ranks, {result['tokens']} tokens; peer: stock ZeRO"])
-    yield _table(
+    yield table(
         ("stage", "ours", "peer, s", "ours, s", "peer / ours", "95 % interval"),
         ((row["stage"], row["ours"], *_paired(row)) for row in result["rows"]),
     )
 
 
-def _gradient_sync(result: dict[str, Any]) -> Iterable[str]:
+def _gradient_sync(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(dict.fromkeys(job["link"] for job in result["jobs"]))
-    yield _table(
+    yield table(
         ("degrees", "without overlap, s", "with, s", "ratio", "95 % interval"),
         ((job["degrees"], *_paired(job["overlap"])) for job in result["jobs"] if job["overlap"]),
     )
@@ -252,14 +218,14 @@ def _paired(row: dict[str, Any]) -> tuple[str, ...]:
     return f"{row['peer_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['ratio']:.3f}", interval
 
 
-def _memory(result: dict[str, Any]) -> Iterable[str]:
+def _memory(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     rows = result["rows"]
-    yield _table(rows[0], (row.values() for row in rows))
+    yield table(list(rows[0]), (list(row.values()) for row in rows))
 
 
-def _hexiseq(result: dict[str, Any]) -> Iterable[str]:
-    yield "<p>Nothing is measured here: all of it follows from the cost model and the search.</p>"
-    yield _table(
+def _hexiseq(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
+    yield paragraph("Nothing is measured here: all of it follows from the cost model and the search.")
+    yield table(
         ("simulation", "model", "context", "strongest baseline", "gain", "possible", "of the bound"),
         (
             (
@@ -271,23 +237,24 @@ def _hexiseq(result: dict[str, Any]) -> Iterable[str]:
     )
 
 
-def _planner(result: dict[str, Any]) -> Iterable[str]:
+def _planner(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(["Gap of the predicted time to the exact optimum, over random clusters."])
     rows = result["summary"]
-    yield _table(rows[0], (map(_short, row.values()) for row in rows))
+    yield table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
 
 
-def _gpu(result: dict[str, Any]) -> Iterable[str]:
+def _gpu(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     for name, rows in result["tables"].items():
         if rows:
-            yield f"<h3>{html.escape(name)}</h3>" + _table(rows[0], (map(_short, row.values()) for row in rows))
+            yield heading(name)
+            yield table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
 
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-_Section = Callable[[dict[str, Any]], Iterable[str]]
+_Section = Callable[[Page, dict[str, Any]], Iterable[Markup]]
 _SECTIONS: tuple[tuple[str, str, _Section], ...] = (
     ("lab_ring", "Two ranks, the second slowed down", _ring),
     ("lab_mesh", "Four ranks in two unequal nodes", _mesh),

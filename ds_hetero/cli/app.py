@@ -22,8 +22,10 @@ from ds_hetero.cli.options import (
     ModelOption,
     NetworkOption,
     ParallelOption,
+    PlanArgument,
     PlanOption,
     RequiredClusterOption,
+    RunOption,
     SaveClusterOption,
     SeedOption,
     SeqLenOption,
@@ -34,7 +36,21 @@ from ds_hetero.cli.options import (
 )
 from ds_hetero.common.extras import require
 
-__all__ = ["app", "compare", "doctor", "fit", "plan", "profile", "replan", "replicas", "selftest", "show", "simulate"]
+__all__ = [
+    "app",
+    "compare",
+    "doctor",
+    "fit",
+    "plan",
+    "profile",
+    "replan",
+    "replicas",
+    "report",
+    "selftest",
+    "show",
+    "simulate",
+    "trace",
+]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -324,6 +340,32 @@ def replan(
     workload = workload_of(seq_len, 1, 1, causal, 3, True, tiled_loss)
     task = commands.Task.read(cluster, model, cost_model, workload)
     commands.replan(task, plan, lost or [], lost_node or [], added, out, as_json)
+
+
+@app.command()
+def report(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Page to write, .html.")],
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make one HTML page of a plan, and of what a job measured that ran it."""
+    from ds_hetero.cli import report as command
+
+    command.run(plan, run, out, as_json)
+
+
+@app.command()
+def trace(
+    plan: PlanArgument,
+    out: Annotated[Path, typer.Option(help="Trace to write, .json.")],
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the predicted step as a trace for Perfetto; with --run the measured one beside it."""
+    from ds_hetero.cli import trace as command
+
+    command.run(plan, run, out, as_json)
 
 
 @app.command()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.cli.lengths import draw_batches, read_distribution, read_lengths
 from ds_hetero.cli.plan import ranks_text
+from ds_hetero.cli.plan_files import scenario_dict, write_plan
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cli.scenario import Scenario, read_schedule
 from ds_hetero.common.text import time_text
@@ -95,7 +95,10 @@ def plan(scenario: Scenario, source: str, seed: int, out: Path | None, as_json: 
     planned = plan_for_lengths(_calibrated(scenario), batches)
     schedule = planned.best.schedule
     if out is not None:
-        out.write_text(json.dumps(schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
+        described = scenario_dict(
+            scenario.cost_model, scenario.model, scenario.workload, [scenario.cluster], batches[0]
+        )
+        write_plan(out, schedule.to_dict(), described)
     if as_json:
         predicted = {**planned.best.to_dict(), "tokens_per_s": _tokens_per_s(scenario, planned)}
         candidates = [each.to_dict() for each in planned.candidates]

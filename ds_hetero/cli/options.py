@@ -57,6 +57,8 @@ GlobalBatchOption = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences per optimizer step, for --parallel full.")
 ]
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="Plan file of pipelines, instead of --schedule.")]
+PlanArgument = Annotated[Path, typer.Argument(help="Plan file, as plan --out or plan --json wrote it.")]
+RunOption = Annotated[Path | None, typer.Option("--run", help="run.json of a job that ran the plan.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the batches that are drawn from a distribution.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
 

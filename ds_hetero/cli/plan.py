@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_hetero.cli.plan_files import scenario_dict, write_plan
 from ds_hetero.cli.printing import check_out, print_json, terms_text
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.planner import PlannedSchedule, plan
+from ds_hetero.plans.reading import SCENARIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,10 +31,11 @@ def run(scenario: Scenario, layout: str | None, token_unit: int, out: Path | Non
         layout=layout,
         token_unit=token_unit,
     )
+    described = scenario_dict(scenario.cost_model, scenario.model, scenario.workload, [scenario.cluster])
     if out is not None:
-        out.write_text(json.dumps(planned.schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_plan(out, planned.schedule.to_dict(), described)
     if as_json:
-        print_json(planned.to_dict())
+        print_json({**planned.to_dict(), SCENARIO: described})
         return
     from rich.console import Console
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_hetero.cli.plan_files import scenario_dict, write_plan
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.plans import Plan
+from ds_hetero.plans.reading import SCENARIO
 
 __all__ = ["run"]
 
@@ -29,11 +30,15 @@ def run(scenarios: Sequence[Scenario], global_batch: int, layout: str | None, ou
         layout=layout,
     )
     schedule = Plan.of_replicas(planned.schedules, planned.split).to_replicas_dict()
+    clusters = [scenario.cluster for scenario in scenarios]
+    described = scenario_dict(first.cost_model, first.model, first.workload, clusters)
     if out is not None:
-        out.write_text(json.dumps(schedule, indent=1) + "\n", encoding="utf-8")
+        write_plan(out, schedule, described)
     if as_json:
         predicted = {"step_s": planned.step_s, "busy_s": planned.busy_s, "even_step_s": planned.even_s}
-        print_json({"schedule": schedule, "global_batch": planned.split.samples, "predicted": predicted})
+        print_json(
+            {"schedule": schedule, "global_batch": planned.split.samples, "predicted": predicted, SCENARIO: described}
+        )
         return
     _print(scenarios, planned)
     if out is not None:

@@ -111,13 +111,12 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path):
 
 
 def test_the_report_has_every_result(tmp_path):
-    pytest.importorskip("matplotlib")
     from benchmarks.report import page
 
     written = page(FOLDER)
     assert all(path.name in written for path in FOLDER.glob("*.json"))
     assert "Four ranks in two unequal nodes" in written
-    assert "<h2>" not in page(tmp_path)
+    assert "<h2" not in page(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

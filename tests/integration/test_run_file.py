@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,26 @@ def test_a_slow_rank_is_named_and_nothing_changes(schedule):
     named = [line for line in said if "straggler" in line]
     assert len(named) == 1 and "rank 1 is a straggler" in named[0] and "predicted to save" in named[0]
     assert not any("straggler" in line for line in other)
+
+
+def test_looking_for_stragglers_costs_half_a_percent_of_a_step_at_most():
+    """Computing time of the monitor, over steps of 20 ms and more."""
+    config = _config(None, replan={"report_only": True}, schedule="ulysses")
+    for share in run_deepspeed(_share_of_monitor, 2, config):
+        assert share <= 0.005
+
+
+def _share_of_monitor(rank: int, config: dict[str, Any]) -> float:
+    from ds_hetero.job.monitor import StepMonitor
+
+    stock, spent_s = StepMonitor.record_step, []
+
+    def timed(monitor: StepMonitor, samples: int) -> None:
+        began_s = time.thread_time()
+        stock(monitor, samples)
+        spent_s.append(time.thread_time() - began_s)
+
+    StepMonitor.record_step = timed  # type: ignore[method-assign]
+    began_s = time.perf_counter()
+    _train(rank, config, 25, None, (1.0, 1.0))
+    return sum(spent_s) / (time.perf_counter() - began_s)

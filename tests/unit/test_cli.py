@@ -180,7 +180,8 @@ def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     plan = read_plan(json.loads(out.read_text()))
-    assert told["schedule"] == json.loads(out.read_text())
+    written = json.loads(out.read_text())
+    assert told["scenario"] == written.pop("scenario") and told["schedule"] == written
     assert [schedule.sp_size for schedule in plan.schedules] == [8, 12]
     assert told["global_batch"] == plan.batch_split.samples == 24
     predicted = told["predicted"]

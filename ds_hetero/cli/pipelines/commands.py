@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.cli.plan_files import scenario_dict, write_plan
 from ds_hetero.cli.printing import check_out, print_json
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.topology import Cluster
@@ -27,6 +28,7 @@ from ds_hetero.planner.outer.planned import PlannedPipelines
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.search.evaluate import Candidate
 from ds_hetero.plans import Plan, read_plan
+from ds_hetero.plans.reading import SCENARIO
 
 __all__ = ["Task", "costs_for", "plan", "read_plan_file", "replan", "simulate"]
 
@@ -89,10 +91,11 @@ def plan(
         progress=progress,
     )
     progress.end()
+    described = scenario_dict(task.cost_model, task.model, task.workload, [task.cluster])
     if out is not None:
-        out.write_text(json.dumps(planned.plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_plan(out, planned.plan.to_dict(), described)
     if as_json:
-        print_json(planned.to_dict())
+        print_json({**planned.to_dict(), SCENARIO: described})
         return
     _print_plan(task, planned)
     if out is not None:

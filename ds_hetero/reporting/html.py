@@ -1,0 +1,176 @@
+"""One HTML file that needs nothing else: text and tables as HTML, charts as data for the library that is in the file.
+
+    page = Page("title")
+    page.section("Memory", table(("rank", "GiB"), rows), page.chart("bars", "Memory by rank", {...}))
+    out.write_text(page.render())
+
+Everything is escaped here; what callers pass is text, or `Markup` made by this module. A page makes no request: its
+policy forbids it. What a chart shows is in a table too, for readers without a mouse, a screen or scripts.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ECHARTS", "Markup", "Page", "definitions", "details", "heading", "paragraph", "preformatted", "table"]
+
+ECHARTS = "echarts-6.1.0.min.js"
+"""The chart library: Apache ECharts 6.1.0, only the parts that the page uses; ``assets/echarts/README.md`` says how."""
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"  # nothing is loaded
+_LONGEST_NUMBER = 28  # characters of a cell that holds a number or a name
+_ASSETS = Path(__file__).with_name("assets")
+
+
+class Markup(str):
+    """HTML that is ready; any other text is escaped."""
+
+    __slots__ = ()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, Markup) else html.escape(str(value))
+
+
+def paragraph(*lines: Any) -> Markup:
+    """Lines of text."""
+    return Markup(f"<p>{'<br>'.join(map(_text, lines))}</p>")
+
+
+def heading(text: str) -> Markup:
+    """The title of a part of a section."""
+    return Markup(f"<h3>{html.escape(text)}</h3>")
+
+
+def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
+    """A table whose first column names the row."""
+    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
+    body = "".join(f'<tr><th scope="row">{_text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
+    title = f"<caption>{_text(caption)}</caption>" if caption else ""
+    return Markup(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption or "table")}"><table>{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    """Sentences are set from the left and may wrap."""
+    text = str(value)
+    is_sentence = len(text) > _LONGEST_NUMBER
+    return f"<td{' class=text' if is_sentence else ''}>{_text(value)}</td>"
+
+
+def details(summary: str, *parts: Any) -> Markup:
+    """Parts that are folded away."""
+    return Markup(f"<details><summary>{_text(summary)}</summary>{''.join(map(_text, parts))}</details>")
+
+
+def preformatted(text: str) -> Markup:
+    """Text as it is, to copy."""
+    return Markup(f"<pre>{html.escape(text)}</pre>")
+
+
+def definitions(values: Mapping[str, Any]) -> Markup:
+    """Names with their values, the most important ones of the page."""
+    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in values.items())
+    return Markup(f'<dl class="cards">{items}</dl>')
+
+
+class Page:
+    """A page that is being made.
+
+    Args:
+        title: of the page.
+        lead: what it is about, in a sentence or two.
+    """
+
+    def __init__(self, title: str, lead: str = "") -> None:
+        self._title, self._lead = title, lead
+        self._sections: list[tuple[str, str, str]] = []
+        self._charts: list[dict[str, Any]] = []
+        self._grid: Mapping[str, Any] | None = None
+
+    def section(self, title: str, *parts: Any) -> None:
+        """Add a section; parts that are no `Markup` are paragraphs."""
+        number = len(self._sections) + 1
+        body = "".join(part if isinstance(part, Markup) else paragraph(part) for part in parts)
+        self._sections.append((f"section-{number}", title, body))
+
+    def chart(self, kind: str, label: str, data: Mapping[str, Any], height: int = 260) -> Markup:
+        """Add a chart and return its place.
+
+        Args:
+            kind: one of the functions of ``page.js``: ``bars``, ``lines``, ``timeline`` or ``links``.
+            label: what it shows, in words.
+            data: what that function takes.
+            height: in pixels.
+        """
+        number = len(self._charts)
+        self._charts.append({"kind": kind, "data": data})
+        return Markup(
+            f'<figure><div class="chart" id="chart-{number}" role="img" aria-label="{html.escape(label)}" '
+            f'style="height:{height}px"></div><figcaption>{html.escape(label)}</figcaption></figure>'
+        )
+
+    def sliders(self, grid: Mapping[str, Any]) -> Markup:
+        """Sliders over a grid of `ds_hetero.reporting.grid`, and the place of what they show."""
+        self._grid = grid
+        rows = (
+            ("length", "Sequence length", len(grid["lengths"])),
+            ("link", "Speed of the links", len(grid["links"])),
+            ("removal", "Take away", len(grid["removals"])),
+        )
+        inputs = "".join(
+            f'<label for="slide-{name}">{title}: <output id="slide-{name}-text"></output></label>'
+            f'<input type="range" id="slide-{name}" min="0" max="{count - 1}" step="1">'
+            for name, title, count in rows
+        )
+        return Markup(f'<div id="sliders">{inputs}</div><div id="slid" aria-live="polite"></div>')
+
+    def render(self) -> str:
+        """Return the file's content."""
+        data = {"charts": self._charts, "grid": self._grid}
+        contents = "".join(f'<li><a href="#{name}">{_text(title)}</a></li>' for name, title, _ in self._sections)
+        sections = "".join(
+            f'<section id="{name}" aria-labelledby="{name}-title">'
+            f'<h2 id="{name}-title">{_text(title)}</h2>{body}</section>'
+            for name, title, body in self._sections
+        )
+        licence = details("Licence of the chart library in this file", preformatted(_asset("echarts/LICENSE")))
+        return "".join(
+            (
+                '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                '<meta name="color-scheme" content="light dark">',
+                f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+                f"<title>{_text(self._title)}</title><style>{_asset('page.css')}</style></head><body>",
+                f"<header><h1>{_text(self._title)}</h1>{paragraph(self._lead) if self._lead else ''}</header>",
+                f'<nav aria-label="Contents"><ul>{contents}</ul></nav><main>{sections}</main>',
+                f"<footer>{licence}</footer>",
+                f'<script type="application/json" id="data">{_embedded(data)}</script>',
+                f"<script>{_script('echarts/' + ECHARTS)}</script><script>{_script('page.js')}</script>",
+                "</body></html>\n",
+            )
+        )
+
+
+def _embedded(data: Any) -> str:
+    """JSON that no text in it can end: without the characters that begin a tag or a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    source = _asset(name)
+    assert "</script" not in source.lower(), name
+    return source

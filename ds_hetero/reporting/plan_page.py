@@ -1,0 +1,160 @@
+"""``plan.html``: a plan as one page, from what the plan's file says and, after a run, from what the run measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ds_hetero.common.text import time_text
+from ds_hetero.cost import CostModel, Prediction
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.explain import describe
+from ds_hetero.plans import Plan, read_plan
+from ds_hetero.reporting.baselines_section import baselines
+from ds_hetero.reporting.described_plan import DescribedPlan
+from ds_hetero.reporting.documents_section import add_documents
+from ds_hetero.reporting.grid import grid_of
+from ds_hetero.reporting.html import Page, definitions, details, preformatted
+from ds_hetero.reporting.links_picture import links_picture, links_table
+from ds_hetero.reporting.pipelines_section import add_pipelines
+from ds_hetero.reporting.run_file import RunFile, plan_digest
+from ds_hetero.reporting.run_section import add_run
+from ds_hetero.reporting.shares_section import shares
+from ds_hetero.reporting.time_sections import MeasuredReplica, block, step
+
+__all__ = ["describe_with_run", "plan_page"]
+
+
+def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> DescribedPlan:
+    """Return the plan with what it was made for: from the run, which knows best, else from its own file.
+
+    Raises:
+        PlanError: the run is of another plan, or neither file says what the plan was made for.
+    """
+    bare, own = (plan.plan, plan.scenario) if isinstance(plan, DescribedPlan) else (plan, None)
+    if run is not None:
+        if bare.is_replicas and len(bare.pipelines) == 1 and len(run.plan.pipelines) > 1:
+            bare = read_plan(bare.schedules[0].to_dict(), len(run.plan.ranks))  # as the job repeated it
+        if plan_digest(bare) != plan_digest(run.plan):
+            raise PlanError(
+                f"the run file is of another plan: its digest is {plan_digest(run.plan)}, that of the plan "
+                f"{plan_digest(bare)}. Give the plan that the job ran, or the run.json of a job that ran this plan."
+            )
+        if run.scenario is not None:
+            own = replace(run.scenario, lengths=None if own is None else own.lengths)
+    if own is None:
+        raise PlanError(
+            'the plan file does not say what it was made for (it has no "scenario"). Write it with "ds-hetero plan ... '
+            '--out FILE", or give --run with the run.json of a job that ran it.'
+        )
+    return DescribedPlan(plan=bare, scenario=own)
+
+
+def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
+    """Return the page.
+
+    Args:
+        described: the plan with what it was made for.
+        run: what a job that ran it measured.
+
+    Raises:
+        PlanError: the plan does not fit its scenario.
+    """
+    scenario = described.scenario
+    measured = "measured is what a job wrote into its run file" if run else "nothing here was measured"
+    page = Page(
+        f"Plan for {scenario.model.name}, {scenario.workload.seq_len:,} tokens, {len(described.plan.ranks)} ranks",
+        f"Predictions are those of the {scenario.cost_model} cost model of ds_hetero; {measured}.",
+    )
+    if described.num_replicas:
+        _add_replicas(page, described, run)
+    else:
+        add_pipelines(page, described)
+    if run is not None:
+        add_run(page, run)
+    text = json.dumps(described.to_dict())
+    page.section("The plan file", details("As JSON, to copy", preformatted(text)))
+    return page.render()
+
+
+def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> None:
+    costs = [described.cost_of(replica) for replica in range(described.num_replicas)]
+    predictions = [cost.predict(described.schedule_of(replica)) for replica, cost in enumerate(costs)]
+    _add_summary(page, costs, predictions, run)
+    for replica in _unlike(described):
+        schedule, prediction, cost = described.schedule_of(replica), predictions[replica], costs[replica]
+        measured = _measured(run, described.plan.schedules[replica].ranks)
+        of = f" of replica {replica}" if len(costs) > 1 else ""
+        label = f"Ranks{of} by machine, the links between machines, and the ring"
+        page.section(
+            f"Ranks and links{of}",
+            f"{describe(schedule, cost.cluster)}; layout {schedule.layout}.",
+            page.chart("links", label, links_picture(cost.cluster, schedule), 320),
+            links_table(cost.cluster),
+        )
+        page.section(f"Who does what{of}", *shares(page, cost, schedule, prediction, measured.ranks))
+        page.section(f"A block{of}", *block(page, cost, schedule, prediction, measured))
+        page.section(f"A step{of}", *step(page, cost, schedule, prediction, measured))
+        page.section(f"Other plans, and why they lose{of}", *baselines(page, cost, schedule, prediction))
+        if described.scenario.lengths is not None:
+            add_documents(page, cost, schedule, described.scenario.lengths, of)
+    grid = grid_of(described)
+    if grid is None:
+        page.section("What if?", "Sliders are for plans of one replica; give the plan of one replica to see them.")
+        return
+    page.section(
+        "What if?",
+        "Move a slider with the arrow keys or a finger. Every answer was computed by the same cost model when this "
+        "page was made; nothing is predicted in the browser. Plans are made anew where at most one slider has moved.",
+        page.sliders({**grid, "today": costs[0].workload.seq_len}),
+    )
+
+
+def _unlike(described: DescribedPlan) -> list[int]:
+    """The first replica of every kind."""
+    seen: dict[Any, int] = {}
+    for replica, pipeline in enumerate(described.plan.pipelines):
+        batches = pipeline.micro_batch_size, pipeline.micro_batches
+        does = described.schedule_of(replica), described.cluster_of(replica).devices, batches
+        seen.setdefault(does, replica)
+    return list(seen.values())
+
+
+def _add_summary(
+    page: Page, costs: Sequence[CostModel], predictions: Sequence[Prediction], run: RunFile | None
+) -> None:
+    work = costs[0].workload
+    slowest = max(predictions, key=lambda prediction: prediction.iteration_s)
+    step_s = slowest.iteration_s
+    tokens = sum(cost.workload.seq_len * cost.workload.micro_batch * cost.workload.micro_batches for cost in costs)
+    too_much = next((prediction.reason for prediction in predictions if prediction.reason), None)
+    cards: dict[str, Any] = {
+        "Predicted step": time_text(step_s),
+        "Tokens per second": f"{tokens / step_s:,.0f}",
+        "Of the speed at perfect balance": f"{slowest.bound_s / slowest.block_s:.1%}",
+        "Memory": "does not fit" if too_much else "every rank fits",
+    }
+    if run is not None:
+        cards["Measured step"] = f"{time_text(run.step_s)} (prediction {step_s / run.step_s - 1:+.1%})"
+    replicas = f"{len(costs)} replicas, each " if len(costs) > 1 else ""
+    batches = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''}"
+    attention = "causal" if work.causal else "full"
+    recomputing = ", activation checkpointing" if work.activation_checkpointing else ""
+    page.section(
+        "In short",
+        definitions(cards),
+        f"{replicas}{batches} of {work.micro_batch} x {work.seq_len:,} tokens per step, ZeRO-{work.zero_stage}, "
+        f"{attention} attention{recomputing}.",
+        f"What decides: {slowest.bottleneck.text}.",
+        *([f"Memory: {too_much}."] if too_much else []),
+    )
+
+
+def _measured(run: RunFile | None, ranks: Sequence[int]) -> MeasuredReplica:
+    if run is None:
+        return MeasuredReplica()
+    return MeasuredReplica(
+        [run.ranks[rank] for rank in ranks], [run.trace[rank] for rank in ranks] if run.trace else []
+    )

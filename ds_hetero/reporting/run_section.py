@@ -1,0 +1,49 @@
+"""What a run measured, on the page."""
+
+from __future__ import annotations
+
+from ds_hetero.common.text import time_text
+from ds_hetero.reporting.html import Markup, Page, definitions, table
+from ds_hetero.reporting.rank_rows import MAX_ROWS
+from ds_hetero.reporting.run_file import RunFile
+
+__all__ = ["add_run"]
+
+
+def add_run(page: Page, run: RunFile) -> None:
+    """Add the section."""
+    cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": run.written}
+    rows = [
+        (
+            number,
+            rank.device,
+            *(time_text(getattr(rank, f"{name}_s")) for name in ("step", "own_min", "own_median", "own_max")),
+            f"{min(_typical(run) / rank.own_median_s, 1.0):.2f}" if rank.own_median_s else "-",
+        )
+        for number, rank in enumerate(run.ranks[:MAX_ROWS])
+    ]
+    steps = [one["step"] for one in run.observations]
+    parts: list[Markup] = [
+        definitions(cards),
+        table(
+            ("rank", "device", "a step", "computes, least", "median", "most", "score"),
+            rows,
+            "Computing time of the latest steps; a score below 0.90 is a straggler's",
+        ),
+    ]
+    if len(steps) > 1:
+        values = {"tokens/s": [one["tokens_per_s"] for one in run.observations]}
+        series = [{"name": name, "values": of_name} for name, of_name in values.items()]
+        parts.append(
+            page.chart("lines", "Tokens per second while the job ran", {"x": steps, "xName": "step", "series": series})
+        )
+    if run.changes:
+        changes = [(one["step"], one["replica"], f"{one['gain']:.1%}") for one in run.changes]
+        parts.append(table(("step", "replica", "predicted gain"), changes, "Changes of schedule by re-planning"))
+    versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
+    page.section("The run", *parts, f"Versions: {versions}.")
+
+
+def _typical(run: RunFile) -> float:
+    working = sorted(rank.own_median_s for rank in run.ranks if rank.own_median_s > 0)
+    return working[(len(working) - 1) // 2]
