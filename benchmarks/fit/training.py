@@ -78,7 +78,7 @@ class Case:
             element_bytes=element,
             gradient_bytes=element,
             optimizer_bytes=8 if self.zero_stage == 0 and not self.bf16 else 12,
-            buffers=Buffers(reduce_bucket=BUCKET_ELEMENTS),
+            buffers=Buffers(reduce_bucket=BUCKET_ELEMENTS, optimizer_bytes=8),
         )
 
 

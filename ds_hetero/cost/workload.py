@@ -20,11 +20,16 @@ class Buffers:
         reduce_bucket: ``reduce_bucket_size``, gradients under way, which ZeRO 1 to 3 allocate whole.
         prefetch_bucket: ``stage3_prefetch_bucket_size``, parameters that arrive while others are used.
         live_parameters: ``stage3_max_live_parameters``, which stay gathered after they were used.
+        sub_group: ``sub_group_size``, parameters that ZeRO-3 steps at once.
+        optimizer_bytes: that the optimizer's step makes per parameter; 0 for a fused one, as DeepSpeed's and the
+            Trainer's are on GPUs, 8 for torch's AdamW one tensor at a time, its default on CPUs.
     """
 
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     live_parameters: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    optimizer_bytes: float = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,11 @@
 """Memory of one rank at its peak, moment by moment, with DeepSpeed's buffers: what `ds-hetero fit` shows.
 
 `ds_hetero.cost.terms.memory` adds up everything that a schedule needs and knows no buffers; searches go by that. Here
-two moments of a step are told apart, and the larger one counts:
+three moments are told apart, and the largest counts:
 
     loss    the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
     layer   the backward of a layer: its own working set, visiting keys and values, packed exchanges
+    step    the optimizer's: gradients of the rank's own part in fp32, and what the optimizer makes beside them
 
 Below ZeRO-3 gradients of a layer come as its activations go, so of the two sets the larger one counts. With gradient
 accumulation both do, since gradients of earlier micro-batches are there; ZeRO-3 has one buffer for them from the start.
@@ -14,7 +15,7 @@ Dimension key: D ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +47,8 @@ def peak_parts(
     activations      per layer its input if checkpointed, else all that its backward needs
     layer            what one layer's backward needs, if checkpointed, and what it makes
     ring_buffers, exchange_buffers, logits    see `ds_hetero.cost.terms.memory`
-    bucket           DeepSpeed's buffer for gradients under way
+    bucket           DeepSpeed's buffer for gradients under way; below ZeRO-3 only during the backward
+    step             fp32 gradients of the rank's own part, and the optimizer's temporaries
     """
     buffers = workload.buffers
     assert buffers is not None, "peaks are those of DeepSpeed, with its buffers"
@@ -65,23 +67,58 @@ def peak_parts(
         arriving = element * min(buffers.prefetch_bucket, count)
     tokens = workload.micro_batch * tokens_D
     tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
-    logits = tile * model.vocab_size * (element + 2 * WIDE)
-    ring, exchange = plain["ring_buffers"], plain["exchange_buffers"]
-    at_loss = logits + arriving >= layer + ring + exchange
-    gradients = states["gradients"]
-    if workload.micro_batches == 1 and stage < 3:
-        gradients = np.maximum(gradients - activations, 0.0)
-    return {
-        "model_states": np.broadcast_to(states["weights"] + states["optimizer_state"], tokens_D.shape),
-        "gradients": np.broadcast_to(gradients, tokens_D.shape),
-        "gathered": live + np.where(at_loss, arriving, 0.0),
+    bucket = float(buffers.reduce_bucket * element if stage else 0)
+    replaced = 0.0 if workload.micro_batches > 1 or stage == 3 else activations
+    working = {
+        "gradients": np.maximum(states["gradients"] - replaced, 0.0),
         "activations": activations,
-        "layer": np.where(at_loss, 0.0, layer),
-        "ring_buffers": np.where(at_loss, 0.0, ring),
-        "exchange_buffers": np.where(at_loss, 0.0, exchange),
-        "logits": np.where(at_loss, logits, 0.0),
-        "bucket": np.full(tokens_D.shape, float(buffers.reduce_bucket * element if stage else 0)),
+        "bucket": np.full(tokens_D.shape, bucket),
     }
+    moments: dict[str, dict[str, Any]] = {
+        "loss": {**working, "logits": tile * model.vocab_size * (element + 2 * WIDE), "gathered": live + arriving},
+        "layer": {
+            **working,
+            "layer": layer,
+            "ring_buffers": plain["ring_buffers"],
+            "exchange_buffers": plain["exchange_buffers"],
+            "gathered": live,
+        },
+        "step": {
+            "gradients": states["gradients"] if stage in (0, 3) else 0.0,
+            "bucket": bucket if stage == 3 else 0.0,
+            "step": _step_bytes(model, workload, tokens_D.shape[-1]),
+        },
+    }
+    model_states = np.broadcast_to(states["weights"] + states["optimizer_state"], tokens_D.shape)
+    return {"model_states": model_states, **_largest(moments, tokens_D.shape)}
+
+
+def _largest(moments: dict[str, dict[str, Any]], shape: tuple[int, ...]) -> dict[str, Floats]:
+    """The parts of the moment that needs the most, rank by rank; parts of other moments are 0."""
+    totals = np.stack([np.broadcast_to(sum(parts.values()), shape) for parts in moments.values()])
+    chosen = totals.argmax(axis=0)
+    names = {name: None for parts in moments.values() for name in parts}
+    return {
+        name: np.asarray(
+            sum(np.where(chosen == i, parts.get(name, 0.0), 0.0) for i, parts in enumerate(moments.values()))
+        )
+        for name in names
+    }
+
+
+def _step_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
+    """What the optimizer's step makes on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors."""
+    buffers = workload.buffers
+    assert buffers is not None
+    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    own_D = model.num_parameters * weights_D / weights_D.sum() / workload.data_parallel
+    if workload.zero_stage == 3:
+        own_D = np.minimum(own_D, buffers.sub_group)
+    if workload.zero_stage == 0:
+        largest = model.hidden_size * max(model.vocab_size, model.mlp_size)
+        return np.full(num_ranks, float(largest * buffers.optimizer_bytes))
+    on_device = 0 if workload.offload_optimizer else 1
+    return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))
 
 
 def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> _Layer:

@@ -24,9 +24,10 @@ class Stack:
         weights: parameters that stay on the rank.
         gradients: what they take beyond the activations that they replace; all of them with accumulation.
         optimizer_state: master weights and moments.
-        activations: kept for the backward, and what the backward of one layer needs beside them.
-        logits: of the head, and what the loss makes of them; 0 where the peak is in a layer.
-        buffers: gathered parameters, visiting keys and values, packed exchanges, gradients under way.
+        activations: kept for the backward, and what the backward of one layer needs beside them; 0 where the peak is in
+            the optimizer's step.
+        logits: of the head, and what the loss makes of them; 0 where the peak is not at the loss.
+        buffers: gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32.
         reserve: what no tensor gets: the driver's context and communication buffers.
         card: memory of the card.
     """
@@ -86,7 +87,7 @@ def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
             optimizer_state=float(states["optimizer_state"][rank]),
             activations=of(rank, "activations", "layer"),
             logits=of(rank, "logits"),
-            buffers=of(rank, "gathered", "ring_buffers", "exchange_buffers", "bucket"),
+            buffers=of(rank, "gathered", "ring_buffers", "exchange_buffers", "bucket", "step"),
             reserve=float(device.reserved_bytes),
             card=float(device.memory_bytes),
         )
