@@ -29,6 +29,7 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["DescribedPlan", "PlanScenario", "read_described_plan", "read_scenario"]
 
+_WORKLOAD = tuple(field.name for field in fields(Workload) if field.name not in ("zero_cluster", "buffers"))
 _KEYS = ("cost_model", "model", "workload", "clusters", "lengths")
 _REMEDY = (
     'Write the file with "ds-hetero plan ... --out FILE", or give a run.json of a job that had "report" in its section.'
@@ -55,8 +56,7 @@ class PlanScenario:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of "scenario"."""
-        workload = {field.name: getattr(self.workload, field.name) for field in fields(Workload)}
-        workload.pop("zero_cluster")
+        workload = {name: getattr(self.workload, name) for name in _WORKLOAD}
         return {
             "cost_model": self.cost_model,
             "model": {"name": self.model.name, "config": _config_of(self.model)},
@@ -178,10 +178,9 @@ def read_scenario(data: Any) -> PlanScenario:
 
 
 def _read_workload(data: Any) -> Workload:
-    names = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
-    _expect_keys(f"{SCENARIO}.workload", data, names)
+    _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     usual = asdict(Workload(seq_len=1))
-    for name in names:
+    for name in _WORKLOAD:
         value = data[name]
         if isinstance(usual[name], bool):
             is_right = isinstance(value, bool)
