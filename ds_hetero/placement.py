@@ -16,16 +16,18 @@ Plain integers; nothing here imports torch.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from math import inf
 from typing import NamedTuple, Protocol
 
 from ds_hetero.errors import ScheduleError
-from ds_hetero.schedule import Schedule, cut_span
+from ds_hetero.schedule import Group, Schedule, cut_span
 
-__all__ = ["Lane", "Placement", "Placer", "Range", "Rows", "stream_placement"]
+__all__ = ["Lane", "Placement", "PlacementPart", "Placer", "Range", "Rows", "stream_placement"]
 
 Range = tuple[int, int]
 
@@ -49,6 +51,9 @@ class Lane:
         layout: how a span is cut, one of `ds_hetero.schedule.LAYOUTS`.
         nodes: node of every member, if KV goes from node to node and round inside them; empty: one ring over all.
         proxies: members of nodes that do not pair up send for one another; see `ds_hetero.routes`.
+        by_heads: heads of every node, in the order of ``nodes``; the i-th members of all nodes exchange heads, and KV
+            stays inside nodes. Empty: KV goes from node to node. Members are then all units, each a rank, as many in
+            every node; a rank holds the same number of tokens of the lanes by heads, but others than ``tokens`` says.
     """
 
     members: tuple[int, ...]
@@ -57,6 +62,7 @@ class Lane:
     layout: str
     nodes: tuple[int, ...] = ()
     proxies: bool = False
+    by_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.nodes) in (0, len(self.members)), (self.nodes, self.members)
@@ -150,7 +156,18 @@ class Placement:
         return dict(zip(self.schedule.ranks, self.rank_tokens, strict=True))
 
     @cached_property
+    def parts(self) -> tuple[PlacementPart, ...]:
+        """Runs of lanes that exchange heads over the same groups; the whole where all do it over the schedule's."""
+        if not any(lane.by_heads for lane in self.lanes):
+            return (PlacementPart(self, ((0, 0),)),)
+        runs = groupby(self.lanes, key=lambda lane: (lane.by_heads, lane.nodes if lane.by_heads else ()))
+        return tuple(_part_of(self, tuple(run)) for _, run in runs)
+
+    @cached_property
     def _intervals(self) -> dict[int, tuple[Range, ...]]:
+        if any(lane.by_heads for lane in self.lanes):
+            parts = [(part, part.placement.intervals) for part in self.parts]
+            return {rank: tuple(part.outer(i) for part, of in parts for i in of(rank)) for rank in self.schedule.ranks}
         units: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
         for lane in self.lanes:
             for position, held in zip(lane.members, lane.intervals, strict=True):
@@ -161,6 +178,81 @@ class Placement:
             cuts = accumulate(map(self.tokens, ranks), initial=0)
             intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, pairwise(cuts), strict=True)}
         return intervals
+
+
+class PlacementPart(NamedTuple):
+    """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other.
+
+    Args:
+        placement: of these lanes; its schedule has the groups that exchange heads.
+        shifts: where spans begin in ``placement``, ascending, with what is to be added to get their own positions.
+    """
+
+    placement: Placement
+    shifts: tuple[Range, ...]
+
+    def outer(self, interval: Range) -> Range:
+        """The positions of an interval of ``placement`` that lies in one span."""
+        shift = self.shifts[bisect_right(self.shifts, (interval[0], inf)) - 1][1]
+        return interval[0] + shift, interval[1] + shift
+
+
+def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
+    spans = sorted(span for lane in lanes for span in lane.spans)
+    begins = list(accumulate((stop - start for start, stop in spans), initial=0))
+    moved = {span: (at, at + span[1] - span[0]) for span, at in zip(spans, begins, strict=False)}
+    rows = []
+    for row in whole.rows:
+        documents = []
+        for start, stop in row.documents:
+            span = bisect_right(spans, (start, inf)) - 1
+            if span >= 0 and stop <= spans[span][1]:
+                shift = begins[span] - spans[span][0]
+                documents.append((start + shift, stop + shift))
+        rows.append(row._replace(documents=tuple(documents)))
+    moved_lanes = [replace(lane, spans=tuple(moved[span] for span in lane.spans)) for lane in lanes]
+    held = [0] * whole.schedule.ring_size
+    for lane in lanes:
+        for unit, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
+            held[unit] += sum(of_spans)
+    schedule = whole.schedule
+    by_rank = {group.ranks[0]: count for group, count in zip(schedule.ring_groups, held, strict=True)}
+    if lanes[0].by_heads:
+        schedule = _schedule_by_heads(schedule, lanes[0])
+        moved_lanes = [_lane_by_heads(lane) for lane in moved_lanes]
+    placement = Placement(
+        schedule=schedule,
+        length=begins[-1],
+        rank_tokens=tuple(by_rank[rank] for rank in schedule.ranks),
+        lanes=tuple(moved_lanes),
+        rows=tuple(rows),
+    )
+    return PlacementPart(placement, tuple((at, span[0] - at) for span, at in zip(spans, begins, strict=False)))
+
+
+def _slots(lane: Lane) -> list[list[int]]:
+    """Indices of the members of a lane by heads: the i-th of every node, in the order of ``by_heads``."""
+    by_node: dict[int, list[int]] = {}
+    for index, node in enumerate(lane.nodes):
+        by_node.setdefault(node, []).append(index)
+    return [list(slot) for slot in zip(*by_node.values(), strict=True)]
+
+
+def _schedule_by_heads(schedule: Schedule, lane: Lane) -> Schedule:
+    """The i-th ranks of all nodes are a group; all groups cut the heads alike, so that rings stay inside nodes."""
+    groups = []
+    for slot in _slots(lane):
+        ranks = tuple(schedule.ring_groups[lane.members[index]].ranks[0] for index in slot)
+        groups.append(Group(ranks=ranks, tokens=(1,) * len(ranks), heads=lane.by_heads))
+    ring = tuple(range(len(groups)))
+    return replace(schedule, groups=tuple(groups), ring=ring)
+
+
+def _lane_by_heads(lane: Lane) -> Lane:
+    """The lane over the groups of `_schedule_by_heads`."""
+    slots = _slots(lane)
+    tokens = tuple(tuple(sum(of_span[index] for index in slot) for slot in slots) for of_span in lane.tokens)
+    return Lane(members=tuple(range(len(slots))), spans=lane.spans, tokens=tokens, layout=lane.layout)
 
 
 class Placer(Protocol):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,7 +14,7 @@ from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.collectives import on_all_ranks, pairs_by_order, timeout_of_job
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["ProcessGroups", "Replica", "make_replica"]
+__all__ = ["ProcessGroups", "Replica", "make_replica", "part_of_replica"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +145,19 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
             replica = Replica(plan=plan, rank=rank, sp_group=sp_group, a2a_group=a2a_group, far_group=far_group)
     assert replica is not None
     return replica
+
+
+@lru_cache(maxsize=64)
+def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
+    """The replica as lanes by heads see it: the groups of ``schedule`` exchange heads over the process group of all.
+
+    Args:
+        replica: this rank's replica.
+        schedule: of the same ranks.
+    """
+    if schedule == replica.schedule:
+        return replica
+    return replace(replica, plan=Plan.of_replicas([schedule]), a2a_group=replica.sp_group)
 
 
 def _expect_same_plan(plan: Plan) -> None:

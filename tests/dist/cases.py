@@ -148,6 +148,30 @@ def routed_case(seed: int, world_size: int) -> Case:
     return case
 
 
+def case_by_heads(seed: int, nodes: int, per_node: int) -> Case:
+    """A case some of whose lanes exchange heads between nodes of as many ranks, among others that do not."""
+    rng = random.Random(seed)
+    world_size = nodes * per_node
+    case = random_case(seed, world_size, by_documents=True)
+    case.sinks = False
+    ranks, heads = rng.sample(range(world_size), world_size), case.schedule.num_heads
+    groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in ranks)
+    case.schedule = replace(case.schedule, groups=groups, ring=tuple(range(world_size)))
+    placement = random_placement(rng, case.schedule, case.documents, widest=True)
+    node = [unit // per_node for unit in range(world_size)]
+    weights = [rng.choice([0, 1, 1, 2]) for _ in range(nodes)]
+    of_nodes = share(heads, weights if any(weights) else [1] * nodes)
+    lanes = []
+    for lane in placement.lanes:
+        if len(lane.members) == world_size and rng.random() < 0.8:
+            order = sorted(range(world_size), key=lambda index: lane.members[index])
+            tokens = tuple(tuple(of_span[index] for index in order) for of_span in lane.tokens)
+            lane = replace(lane, members=tuple(range(world_size)), tokens=tokens, nodes=tuple(node), by_heads=of_nodes)
+        lanes.append(lane)
+    case.placement = replace(placement, lanes=tuple(lanes))
+    return case
+
+
 def _spans(documents: Tensor) -> Sequence[Range]:
     """Intervals of positions between which no token sees another one in any row."""
     together = ((documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)).any(0)

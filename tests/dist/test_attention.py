@@ -29,7 +29,7 @@ from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Group, Schedule
-from tests.dist.cases import Case, random_case, routed_case
+from tests.dist.cases import Case, case_by_heads, random_case, routed_case
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")
@@ -63,6 +63,23 @@ def _check_routes(rank, num_cases):
         replica = replace(make_replica(Plan.of_replicas([case.schedule])), far_group=far_group)
         for dtype in (torch.float64, torch.float32):
             _check_case(case, seed, replica, dtype, 1e-6)
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "num_cases"), [(2, 1, 30), (2, 2, 50), (2, 3, 30), (3, 1, 30)])
+def test_lanes_that_exchange_heads_between_nodes_equal_one_process(nodes, per_node, num_cases):
+    counts = run_ranks(_check_by_heads, nodes * per_node, nodes, per_node, num_cases)
+    assert counts[0] > num_cases // 3
+
+
+def _check_by_heads(rank, nodes, per_node, num_cases):
+    count = 0
+    for seed in range(num_cases):
+        case = case_by_heads(10_000 * nodes + 1000 * per_node + seed, nodes, per_node)
+        replica = make_replica(Plan.of_replicas([case.schedule]))
+        for dtype in (torch.float64, torch.float32):
+            _check_case(case, seed, replica, dtype, 1e-6)
+        count += any(lane.by_heads for lane in case.placement.lanes)
+    return count
 
 
 def test_half_precision_equals_one_process():

@@ -13,7 +13,7 @@ from ds_hetero.models import load_model
 from ds_hetero.placement import Lane, Placement, Rows
 from ds_hetero.planner import strategy
 from ds_hetero.planner.documents import UnitCosts, crossing, unit_costs
-from ds_hetero.planner.documents.crossing import by_heads_s, crossing_of, routed_s_per_byte
+from ds_hetero.planner.documents.crossing import crossing_of, routed_s_per_byte
 from ds_hetero.ring_table import RingTable
 
 
@@ -82,32 +82,3 @@ def test_proxies_are_used_where_links_are_slow_and_nodes_do_not_pair_up():
     entering, proxies = crossing_of(over_all, replace(costs, receive_s=(1.0, 1.0)))
     assert not proxies
     assert entering == {0: 100, 1: 100, 2: 100, 3: 0, 4: 200, 5: 100, 6: 100}
-
-
-def four_units():
-    return UnitCosts(
-        token_s=(1.0,) * 4,
-        square_s=(0.01,) * 4,
-        most_tokens=(10**6,) * 4,
-        node=(0, 0, 1, 1),
-        receive_s=(0.5, 0.5),
-        cross_s=(2.0, 2.0),
-        exchange_per_receive=1.5,
-    )
-
-
-def test_a_document_by_heads_pays_its_exchange_and_half_a_ring():
-    # 400 tokens, 100 on each unit: linear 100, attention 100 x 400 x 0.01 = 400, and 128 x 400 x 0.01 = 512 for tiles;
-    # half of the heads for 200 tokens arrive from the other unit of the node, which hides; each node exchanges
-    # 200 x 1/2 x 1.5 x 2 = 300.
-    pieces = [[(0, 100), (1, 100), (2, 100), (3, 100)]]
-    assert by_heads_s([400], pieces, four_units()) == pytest.approx(300 + 100 + 400 + 512)
-
-
-def test_units_that_do_not_pair_up_cannot_exchange_heads():
-    assert by_heads_s([300], [[(0, 100), (1, 100), (2, 100)]], four_units()) is None
-
-
-def test_documents_inside_nodes_exchange_nothing():
-    pieces = [[(0, 60), (1, 40)], [(2, 50)]]
-    assert by_heads_s([100, 50], pieces, four_units()) == pytest.approx(60 + 60 + 128)

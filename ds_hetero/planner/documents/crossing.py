@@ -4,8 +4,7 @@ Rank i of a node sends to rank i of the next one, so that all links work. Where 
 without a partner enters the next node over the link of its first rank, or over proxies in three hops, whichever is
 predicted to be faster (Zeppelin, EuroSys 2026, section 3.3 and Eq. 1).
 
-`by_heads_s` is another way, HexiSeq's: groups "rank i of every node" exchange heads, and rings stay inside nodes
-(arXiv:2605.07569). The engine does not run it; its cost says what it would bring.
+`ds_hetero.planner.documents.by_heads` is another way.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 
-__all__ = ["Crossing", "by_heads_s", "crossing_of", "routed_s_per_byte"]
+__all__ = ["Crossing", "crossing_of", "routed_s_per_byte"]
 
 WORTH_PROXIES = 0.9  # three hops are more messages than one
 
@@ -98,36 +97,3 @@ def _proxied(of_nodes: Sequence[Pieces]) -> dict[int, float]:
         for number, (unit, _) in enumerate(pieces):
             entering[unit] = (length - own) / proxies if number < proxies else 0.0
     return entering
-
-
-def by_heads_s(lengths: Sequence[int], pieces: Sequence[Pieces], costs: UnitCosts) -> float | None:
-    """Predicted time of a placement whose documents over several nodes exchange heads between these.
-
-    Of a document on N nodes every unit then computes 1/N of the heads for N times its tokens, and receives the rest of
-    them from its own node. The exchange hides behind nothing. It sends less than a ring where H + G < 2 G N, with
-    H query and G key-value heads.
-
-    Args:
-        lengths: of the documents.
-        pieces: units of every document, with their tokens.
-        costs: of the units, of which ``cross_s`` is that of all interfaces of a node.
-
-    Returns:
-        None where a document lies on nodes with different numbers of its units, which do not pair up.
-    """
-    work_s, attention_s, inside_s = [0.0] * len(costs.node), [0.0] * len(costs.node), [0.0] * len(costs.node)
-    exchange_s = [0.0] * costs.num_nodes
-    for length, ring in zip(lengths, pieces, strict=True):
-        nodes = [costs.node[unit] for unit, _ in ring]
-        split = len(set(nodes))
-        if len({nodes.count(node) for node in nodes}) > 1:
-            return None
-        for (unit, tokens), node in zip(ring, nodes, strict=True):
-            work_s[unit] += tokens * costs.token_s[unit]
-            attention_s[unit] += tokens * length * costs.square_s[unit]
-            if len(ring) > 1:
-                attention_s[unit] += costs.fragment_rows * length * costs.square_s[unit]
-                inside_s[unit] += max(length - split * tokens, 0) / split * costs.receive_s[node]
-            exchange_s[node] += tokens * (split - 1) / split * costs.exchange_per_receive * costs.cross_s[node]
-    units = zip(work_s, attention_s, inside_s, strict=True)
-    return max(exchange_s) + max(work + max(attention, inside) for work, attention, inside in units)

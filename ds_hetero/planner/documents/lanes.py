@@ -20,7 +20,12 @@ __all__ = ["make_placement"]
 
 
 def make_placement(
-    schedule: Schedule, documents: Sequence[Range], length: int, placed: PlacedLengths, costs: UnitCosts
+    schedule: Schedule,
+    documents: Sequence[Range],
+    length: int,
+    placed: PlacedLengths,
+    costs: UnitCosts,
+    heads: tuple[int, ...] = (),
 ) -> Placement:
     """The placement of one batch row.
 
@@ -30,6 +35,7 @@ def make_placement(
         length: tokens of the row.
         placed: units of every document with their tokens.
         costs: of the units.
+        heads: of every node, where documents over all units exchange heads between nodes.
     """
     cut: dict[tuple[tuple[int, ...], bool], list[tuple[Range, tuple[int, ...]]]] = {}
     local: list[list[Range]] = [[] for _ in costs.token_s]
@@ -39,7 +45,11 @@ def make_placement(
         else:
             ring = sorted(ring, key=lambda piece: (costs.node[piece[0]], piece[0]))
             members = tuple(unit for unit, _ in ring)
-            proxies = costs.node[members[0]] != costs.node[members[-1]] and crossing_of(ring, costs).proxies
+            proxies = (
+                not (heads and len(members) == len(costs.node))
+                and costs.node[members[0]] != costs.node[members[-1]]
+                and crossing_of(ring, costs).proxies
+            )
             cut.setdefault((members, proxies), []).append((document, tuple(tokens for _, tokens in ring)))
     for spans, gaps in zip(local, _padding(documents, length, placed.padding), strict=True):
         if gaps:
@@ -53,10 +63,19 @@ def make_placement(
             layout="zigzag",
             nodes=tuple(costs.node[unit] for unit in members),
             proxies=proxies,
+            by_heads=heads if len(members) == len(costs.node) else (),
         )
         for (members, proxies), spans in cut.items()
     ]
-    lanes.sort(key=lambda lane: (lane.zone(costs.node) != "cluster", -_longest(lane), lane.members, lane.proxies))
+    lanes.sort(
+        key=lambda lane: (
+            lane.zone(costs.node) != "cluster",
+            not lane.by_heads,
+            -_longest(lane),
+            lane.members,
+            lane.proxies,
+        )
+    )
     lanes += [
         Lane(
             members=(unit,),

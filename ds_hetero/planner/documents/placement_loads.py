@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.bins import Pieces
+from ds_hetero.planner.documents.by_heads import loads_by_heads
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.crossing import crossing_of
 from ds_hetero.planner.documents.score import Loads, crossing_s, loads_of
@@ -28,8 +29,9 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
         documents: intervals of the row, ascending and disjoint.
         costs: of the units.
     """
-    if [lane.spans for lane in placement.lanes] == [((0, placement.length),)] and len(placement.lanes[0].members) > 1:
-        return stream_loads(placement.lanes[0], documents, costs)
+    first, *more = placement.lanes
+    if not more and first.spans == ((0, placement.length),) and len(first.members) > 1 and not first.by_heads:
+        return stream_loads(first, documents, costs)
     pieces: dict[Range, Pieces] = {}
     for lane in placement.lanes:
         for span, tokens in zip(lane.spans, lane.tokens, strict=True):
@@ -40,7 +42,10 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
         if span not in known:
             padding[unit] += count
     lengths = [stop - start for start, stop in documents]
-    return loads_of(lengths, [pieces[document] for document in documents], costs).with_padding(padding, costs)
+    rings = [pieces[document] for document in documents]
+    heads = next((lane.by_heads for lane in placement.lanes if lane.by_heads), ())
+    loads = loads_by_heads(lengths, rings, costs, heads) if heads else loads_of(lengths, rings, costs)
+    return loads.with_padding(padding, costs)
 
 
 def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Loads:

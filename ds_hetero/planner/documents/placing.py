@@ -9,6 +9,7 @@ from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.documents.by_heads import WORTH_EXCHANGING, place_by_heads
 from ds_hetero.planner.documents.candidates import place_everywhere, place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.lanes import make_placement
@@ -86,10 +87,15 @@ def place_documents(
     check_memory(length, costs)
     lengths = [stop - start for start, stop in documents]
     best = place_lengths(lengths, costs, padding=length - sum(lengths), min_cut_tokens=min_cut_tokens)
+    heads: tuple[int, ...] = ()
+    if all(len(group.ranks) == 1 for group in schedule.groups):
+        by_heads = place_by_heads(lengths, best, costs, schedule.num_heads, length - sum(lengths))
+        if by_heads is not None and by_heads.placed.predicted_s < WORTH_EXCHANGING * best.predicted_s:
+            best, heads = by_heads
     stream = _stream(schedule, documents, length, costs)
     if stream is not None and stream[0] < best.predicted_s:
         return stream[1]
-    return make_placement(schedule, documents, length, best, costs)
+    return make_placement(schedule, documents, length, best, costs, heads)
 
 
 def _stream(

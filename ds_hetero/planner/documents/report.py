@@ -10,9 +10,9 @@ from typing import Any
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.placement import Placement, Range, Rows, stream_placement
+from ds_hetero.planner.documents.by_heads import place_by_heads
 from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.crossing import by_heads_s
 from ds_hetero.planner.documents.from_model import kv_bytes, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
@@ -146,14 +146,14 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
         ideal_s=ideal_s(lengths, costs, length - sum(lengths)),
         others_s={
             **_others_s(schedule, lengths, documents, length, costs),
-            **_crossing_s(lengths, costs),
+            **_crossing_s(lengths, costs, schedule.num_heads),
             "remapped": remapped_s(loads, costs),
         },
         bytes_by_link=ring_bytes(placement, nodes, kv_bytes(cost)),
     )
 
 
-def _crossing_s(lengths: Sequence[int], costs: UnitCosts) -> dict[str, float | None]:
+def _crossing_s(lengths: Sequence[int], costs: UnitCosts, num_heads: int) -> dict[str, float | None]:
     """Predicted times, without padding, if documents over several nodes travelled otherwise; see `crossing`.
 
     In one ring over all units everything enters a node over the link of one of its units.
@@ -161,8 +161,8 @@ def _crossing_s(lengths: Sequence[int], costs: UnitCosts) -> dict[str, float | N
     if costs.num_nodes == 1:
         return {}
     one_ring = place_lengths(lengths, costs.through_one_link())
-    by_heads = by_heads_s(lengths, place_lengths(lengths, costs).pieces, costs)
-    return {"one ring": one_ring.predicted_s, "by heads": by_heads}
+    by_heads = place_by_heads(lengths, place_lengths(lengths, costs), costs, num_heads, 0)
+    return {"one ring": one_ring.predicted_s, "by heads": None if by_heads is None else by_heads.placed.predicted_s}
 
 
 def _others_s(

@@ -30,6 +30,7 @@ class Loads:
         attention_s: of every unit.
         fragments_s: what cutting adds to that.
         received_s: receiving keys and values and their gradients, of every unit.
+        exchange_s: exchanging heads between nodes, for which all wait.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +38,7 @@ class Loads:
     attention_s: tuple[float, ...]
     fragments_s: tuple[float, ...]
     received_s: tuple[float, ...]
+    exchange_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -46,7 +48,7 @@ class Loads:
     @property
     def predicted_s(self) -> float:
         """Time of the block."""
-        return max(self.units_s)
+        return self.exchange_s + max(self.units_s)
 
     @property
     def units_s(self) -> list[float]:

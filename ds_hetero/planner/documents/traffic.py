@@ -46,12 +46,13 @@ def ring_bytes(
         causal: as in `RingTable`.
         window: as in `RingTable`.
     """
-    schedule, batch_size = placement.schedule, placement.rows[-1].stop
+    batch_size = placement.rows[-1].stop
     total: Counter[str] = Counter()
-    for lane in placement.lanes:
+    lanes = ((part.placement, lane) for part in placement.parts for lane in part.placement.lanes)
+    for of_part, lane in lanes:
         if len(lane.members) == 1:
             continue
-        hops = _hop_bytes(RingTable(placement, lane, causal, window), kv_bytes)
+        schedule, hops = of_part.schedule, _hop_bytes(RingTable(of_part, lane, causal, window), kv_bytes)
         for piece in schedule.sub_ring_tasks(lane.members):
             first, last = schedule.kv_heads(piece.start, piece.stop)
             for (sender, receiver), count in hops.items():

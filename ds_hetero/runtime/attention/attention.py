@@ -91,6 +91,19 @@ def attention(
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
     _check_shapes(q, k, v, replica, batch)
+    out, begin = [], 0
+    for of_part, part in batch.parts(replica):
+        end = begin + part.placement.tokens(replica.rank)
+        q_part, k_part, v_part = (x[:, :, begin:end] if x.shape[2] > end - begin else x for x in (q, k, v))
+        out.append(_attention_of_part(q_part, k_part, v_part, of_part, part, spec, clock))
+        begin = end
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+
+def _attention_of_part(
+    q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout, spec: AttentionSpec, clock: Clock
+) -> Tensor:
+    """Attention of the tokens of one part; see `attention`."""
     window = None if spec.window is not None and spec.window >= batch.placement.length else spec.window
     exchange = _exchange(replica, batch)
     rings = batch.rings(replica.rank, spec.causal, window)

@@ -41,7 +41,7 @@ from ds_hetero.runtime.documents import (
     documents_from_positions,
     rows_of,
 )
-from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.replica import Replica, part_of_replica
 from ds_hetero.schedule import Schedule
 
 __all__ = ["BatchLayout", "agree_on_batch", "batch_layout"]
@@ -56,12 +56,26 @@ class BatchLayout:
     """
 
     placement: Placement
+    _parts: dict[Replica, tuple[tuple[Replica, BatchLayout], ...]] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[int, bool, int | None], tuple[Ring, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch."""
         return self.placement.rows[-1].stop
+
+    def parts(self, replica: Replica) -> tuple[tuple[Replica, BatchLayout], ...]:
+        """The parts of the placement with the groups that exchange heads in them; made once and kept."""
+        parts = self.placement.parts
+        if len(parts) == 1 and parts[0].placement is self.placement:
+            return ((replica, self),)
+        if replica not in self._parts:
+            placements = [part.placement for part in parts]
+            self._parts[replica] = tuple(
+                (part_of_replica(replica, placement.schedule), BatchLayout(placement=placement))
+                for placement in placements
+            )
+        return self._parts[replica]
 
     def rings(self, rank: int, causal: bool, window: int | None) -> tuple[Ring, ...]:
         """The part of ``rank`` in the ring of each of its lanes, for one kind of mask; made once and kept."""

@@ -94,15 +94,22 @@ class Exchange:
 
 
 def make_exchange(replica: Replica, placement: Placement) -> Exchange:
-    """Tables of this rank's group for a batch."""
+    """Tables of this rank's group for a batch.
+
+    Where the process group has other ranks too, as for lanes by heads, these trade nothing with the group.
+    """
     schedule, group = replica.schedule, replica.group
+    ranks = replica.ranks if replica.a2a_group is replica.sp_group else sorted(group.ranks)
     members = []
-    for rank in sorted(group.ranks):
-        q = group.head_range(rank)
-        members.append(Member(placement.tokens(rank), q, schedule.kv_heads(*q)))
+    for rank in ranks:
+        if rank in group.ranks:
+            q = group.head_range(rank)
+            members.append(Member(placement.tokens(rank), q, schedule.kv_heads(*q)))
+        else:
+            members.append(Member(0, (0, 0), (0, 0)))
     return Exchange(
         members=tuple(members),
-        index=sorted(group.ranks).index(replica.rank),
+        index=ranks.index(replica.rank),
         num_heads=schedule.num_heads,
         num_kv_heads=schedule.num_kv_heads,
         process_group=replica.a2a_group,
