@@ -1,17 +1,21 @@
 """The bytes that the planner says a layer puts on every kind of link are those that the ranks send."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.documents.wire import counted_bytes
 from ds_hetero.baselines import proportional
 from ds_hetero.placement import Placement, Rows, stream_placement
 from ds_hetero.planner.documents import UnitCosts, place_documents
-from ds_hetero.planner.documents.traffic import KVBytes, ring_bytes
+from ds_hetero.planner.documents.traffic import LINK_KINDS, KVBytes, exchange_bytes, ring_bytes
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.head_exchange import Exchange
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule
@@ -49,8 +53,10 @@ def _grouped() -> Schedule:
     return Schedule(num_heads=4, num_kv_heads=2, groups=groups, ring=(0, 1), layout="zigzag")
 
 
-def _placements(schedule: Schedule, lengths: list[int], rng: random.Random) -> list[Placement]:
-    """The planner's, on links of random speed, and the stream."""
+def _placements(
+    schedule: Schedule, lengths: list[int], rng: random.Random, links: tuple[float, ...] = ()
+) -> list[Placement]:
+    """The planner's, on links of random speed or on these, and the stream."""
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     documents = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True))
     rows = (Rows(0, 1, documents),)
@@ -65,8 +71,51 @@ def _placements(schedule: Schedule, lengths: list[int], rng: random.Random) -> l
         cross_s=(rng.choice((0.0, 0.1, 1.0)),) * 2,
         link_s=rng.choice(((), (2.0, 2.0))),
     )
+    if links:
+        receive_s, cross_s, exchange = links
+        costs = replace(
+            costs, receive_s=(receive_s,) * 2, cross_s=(cross_s,) * 2, link_s=(), exchange_per_receive=exchange
+        )
     placed = place_documents(schedule, documents, ends[-1], costs, min_cut_tokens=64).with_rows(rows)
     return [placed] if ends[-1] < schedule.sp_size else [placed, stream_placement(schedule, ends[-1], rows)]
+
+
+def test_planned_bytes_of_exchanged_heads_equal_those_on_the_wire_by_link():
+    run_ranks(_check_exchanged_bytes, 4, 24)
+
+
+def _check_exchanged_bytes(rank, num_cases):
+    rng = random.Random(6)
+    schedules = [proportional((4, 3, 2, 1), 8, 4), proportional((1, 1, 1, 1), 4, 2), _grouped()]
+    replicas = [make_replica(Plan.of_replicas([schedule])) for schedule in schedules]
+    exchanged: Counter[str] = Counter()
+    run = Exchange.run
+
+    def counting(self, recv, send, recv_sizes, send_sizes):
+        if self.process_group is not None:
+            ranks = dist.get_process_group_ranks(self.process_group)
+            for other, elements in zip(ranks, send_sizes, strict=True):
+                if other != rank:
+                    exchanged[LINK_KINDS[NODES[rank] != NODES[other]]] += 4 * elements
+        run(self, recv, send, recv_sizes, send_sizes)
+
+    Exchange.run = counting
+    by_heads = 0
+    for number in range(num_cases):
+        schedule, replica = schedules[number % 3], replicas[number % 3]
+        lengths = [rng.choice((90, 600, 1200)) + rng.randrange(40) for _ in range(rng.randint(1, 4))]
+        (placement, *_) = _placements(schedule, lengths, rng, links=(0.1, 50.0, 1e-4))
+        by_heads += any(lane.by_heads for lane in placement.lanes)
+        exchanged.clear()
+        in_rings = _sent(rank, replica, placement, None)
+        totals = torch.tensor([exchanged[kind] for kind in LINK_KINDS])
+        dist.all_reduce(totals)
+        once = 2 * HEAD_DIM * 4
+        assert ring_bytes(placement, NODES, KVBytes(once, once, once)) == in_rings
+        assert exchange_bytes(placement, NODES, KVBytes(once, once, once)) == dict(
+            zip(LINK_KINDS, totals.tolist(), strict=True)
+        )
+    assert by_heads > num_cases // 4
 
 
 def _sent(rank: int, replica, placement: Placement, window: int | None) -> dict[str, int]:

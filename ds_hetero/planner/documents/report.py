@@ -19,7 +19,7 @@ from ds_hetero.planner.documents.placing import place_documents
 from ds_hetero.planner.documents.remap import remapped_s
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.strategies import PLACEMENT_STRATEGIES
-from ds_hetero.planner.documents.traffic import ring_bytes
+from ds_hetero.planner.documents.traffic import exchange_bytes, ring_bytes
 from ds_hetero.schedule import Schedule
 
 __all__ = ["DocumentsReport", "documents_of", "report_documents"]
@@ -138,6 +138,8 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
     placement = place_documents(schedule, documents, length, costs).with_rows(rows)
     nodes = [int(node) for node in cost.cluster.node_of_rank]
     loads = placement_loads(placement, documents, costs)
+    in_rings = ring_bytes(placement, nodes, kv_bytes(cost))
+    exchanged = exchange_bytes(placement, nodes, kv_bytes(cost))
     return DocumentsReport(
         placement=placement,
         documents=documents,
@@ -149,7 +151,7 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
             **_crossing_s(lengths, costs, schedule.num_heads),
             "remapped": remapped_s(loads, costs),
         },
-        bytes_by_link=ring_bytes(placement, nodes, kv_bytes(cost)),
+        bytes_by_link={kind: in_rings[kind] + exchanged[kind] for kind in in_rings},
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ds_hetero.placement import Placement
 from ds_hetero.ring_table import RingTable
 
-__all__ = ["LINK_KINDS", "KVBytes", "ring_bytes"]
+__all__ = ["LINK_KINDS", "KVBytes", "exchange_bytes", "ring_bytes"]
 
 LINK_KINDS = ("inside_nodes", "between_nodes")
 
@@ -59,6 +59,33 @@ def ring_bytes(
                 is_between = node_of_rank[piece.owners[sender]] != node_of_rank[piece.owners[receiver]]
                 total[LINK_KINDS[is_between]] += batch_size * (last - first) * count
     return {kind: float(total[kind]) for kind in LINK_KINDS}
+
+
+def exchange_bytes(placement: Placement, node_of_rank: Sequence[int], kv_bytes: KVBytes) -> dict[str, float]:
+    """Bytes of the all-to-alls of one layer, forward and backward, by `LINK_KINDS`; over all ranks.
+
+    For each of its tokens a rank sends q, k and v of another rank's heads and gets these heads of the output back; the
+    backward does the same with gradients, of the same size.
+
+    Args:
+        placement: of a batch, with its rows.
+        node_of_rank: by the ranks of the placement's schedule.
+        kv_bytes: of one token and one KV head.
+    """
+    of_head = (kv_bytes.forward + kv_bytes.backward) / 2  # of one query or key or value head, in all passes
+    total: Counter[str] = Counter()
+    for part in placement.parts:
+        schedule = part.placement.schedule
+        for group in schedule.groups:
+            for other in group.ranks:
+                start, stop = group.head_range(other)
+                first, last = schedule.kv_heads(start, stop)
+                heads = 2 * (stop - start) + 2 * (last - first)
+                for rank in group.ranks:
+                    if rank != other:
+                        is_between = node_of_rank[rank] != node_of_rank[other]
+                        total[LINK_KINDS[is_between]] += part.placement.tokens(rank) * heads * of_head  # type: ignore[assignment]
+    return {kind: placement.rows[-1].stop * float(total[kind]) for kind in LINK_KINDS}
 
 
 def _hop_bytes(table: RingTable, kv_bytes: KVBytes) -> Counter[tuple[int, int]]:
