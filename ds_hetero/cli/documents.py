@@ -165,7 +165,8 @@ def _lanes_table(report: DocumentsReport) -> Table:
         tokens = [sum(column) for column in zip(*lane.tokens, strict=True)]
         by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
         ranks = ranks_text([rank for unit in lane.members for rank in groups[unit].ranks])
-        table.add_row(lane.zone(report.costs.node), ranks, shown, f"{sum(tokens):,}", by_unit)
+        way = ", by heads" if lane.by_heads else ", proxies" if lane.proxies else ""
+        table.add_row(lane.zone(report.costs.node) + way, ranks, shown, f"{sum(tokens):,}", by_unit)
     if len(report.placement.lanes) > MAX_ROWS:
         table.add_row("...", f"{len(report.placement.lanes) - MAX_ROWS} more lanes", "", "", "")
     return table

@@ -72,6 +72,8 @@ class DocumentsReport:
             "lanes": [
                 {
                     "zone": lane.zone(self.costs.node),
+                    "proxies": lane.proxies,
+                    "heads_of_nodes": list(lane.by_heads),
                     "ranks": [list(schedule.ring_groups[unit].ranks) for unit in lane.members],
                     "documents": [index.get(span) for span in lane.spans],
                     "spans": [list(span) for span in lane.spans],
