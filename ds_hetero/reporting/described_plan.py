@@ -21,6 +21,7 @@ from ds_hetero.cluster.writing import cluster_to_dict
 from ds_hetero.common.limits import MAX_SEQ_LEN, is_whole
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import CostModel, Workload, make_cost_model
+from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, model_from_config
 from ds_hetero.plans import Plan, read_plan
@@ -60,7 +61,11 @@ class PlanScenario:
         return {
             "cost_model": self.cost_model,
             "model": {"name": self.model.name, "config": _config_of(self.model)},
-            "workload": {**workload, "zero_weights": _list_or_none(self.workload.zero_weights)},
+            "workload": {
+                **workload,
+                "zero_weights": _list_or_none(self.workload.zero_weights),
+                "buffers": None if self.workload.buffers is None else asdict(self.workload.buffers),
+            },
             "clusters": [cluster_to_dict(cluster) for cluster in self.clusters],
             "lengths": _list_or_none(self.lengths),
         }
@@ -186,13 +191,24 @@ def _read_workload(data: Any) -> Workload:
             is_right = isinstance(value, bool)
         elif name == "zero_weights":
             is_right = value is None or _is_list(value)
+        elif name == "buffers":
+            is_right = value is None or (isinstance(value, Mapping) and all(map(_is_number, value.values())))
         else:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_right = is_number and isfinite(value) and value >= 0
+            is_right = _is_number(value)
         if not is_right:
             raise PlanError(f"{SCENARIO}.workload.{name}: {shortened(value)} is not what a workload takes. {_REMEDY}")
-    weights = data["zero_weights"]
-    return Workload(**{**data, "zero_weights": None if weights is None else tuple(weights)})
+    weights, buffers = data["zero_weights"], data["buffers"]
+    if buffers is not None:
+        _expect_keys(f"{SCENARIO}.workload.buffers", buffers, tuple(field.name for field in fields(Buffers)))
+    parts = {
+        "zero_weights": None if weights is None else tuple(weights),
+        "buffers": None if buffers is None else Buffers(**buffers),
+    }
+    return Workload(**{**data, **parts})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 
 def _config_of(model: ModelSpec) -> dict[str, Any]:
