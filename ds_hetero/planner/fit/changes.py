@@ -21,7 +21,7 @@ from ds_hetero.planner.fit.best import Fitted, best_schedule, with_workload
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["CHANGES", "HOST_BYTES_PER_S", "Change", "Changed"]
+__all__ = ["CHANGES", "HOST_BYTES_PER_S", "Change", "Changed", "apply"]
 
 HOST_BYTES_PER_S = 20e9  # of one rank's share of the host's memory, read and written by Adam
 SMALL_BUCKET = 50_000_000  # elements; a tenth of DeepSpeed's, and still long enough for a link
