@@ -17,7 +17,8 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean, median
 
 from ds_hetero.cluster.files import cluster_from_dict
@@ -25,7 +26,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import load_model
+from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
@@ -67,13 +68,27 @@ class Case:
     search_s: float
 
 
-def exact(clusters: int, seconds: float) -> dict[str, object]:
-    """The search against the exact optimum and against HexiScale and Tangram, under the calibrated model."""
+def exact(clusters: int, seconds: float, kept: Path | None) -> dict[str, object]:
+    """The search against the exact optimum and against HexiScale and Tangram, under the calibrated model.
+
+    Args:
+        clusters: random ones on which some plan fits.
+        seconds: of CPU, after which no further one is begun.
+        kept: file of one line per cluster; those that it has are not run again.
+    """
     rng, cases, tried = random.Random(0), list[Case](), 0
+    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept is not None and kept.exists() else []
     started = time.process_time()
     while len(cases) < clusters and time.process_time() - started < seconds:
+        task = draw(rng)
+        if tried < len(known):
+            case = None if known[tried] is None else Case(**known[tried])
+        else:
+            case = small_case(*task)
+            if kept is not None:
+                with kept.open("a") as lines:
+                    lines.write(json.dumps(None if case is None else asdict(case)) + "\n")
         tried += 1
-        case = small_case(rng)
         if case is not None:
             cases.append(case)
     return {
@@ -100,10 +115,14 @@ def ratios(over_ours: Sequence[float | None]) -> dict[str, object]:
     }
 
 
-def small_case(rng: random.Random) -> Case | None:
-    """A random cluster and task; None if no plan fits, which the search must find as well."""
+def draw(rng: random.Random) -> tuple[Cluster, ModelSpec, int]:
+    """A random cluster, model and global batch."""
     cluster, model = random_cluster(rng), load_model(rng.choice(("llama-3.2-3b", "llama-2-7b", "llama-2-13b")))
-    samples = rng.choice((8, 16, 32, 64))
+    return cluster, model, rng.choice((8, 16, 32, 64))
+
+
+def small_case(cluster: Cluster, model: ModelSpec, samples: int) -> Case | None:
+    """All searches of one task; None if no plan fits, which ours must find as well."""
     costs = CalibratedStageCosts(cluster, model, WORK)
     goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * WORK.seq_len)
     optimum = solve_exact(Evaluator(costs, samples, goal))
@@ -172,10 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("exact", "growth"))
     parser.add_argument("--clusters", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=3600, help="of CPU, for exact")
+    parser.add_argument("--kept", type=Path, help="file that exact continues after it was stopped")
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 320, 1024])
     options = parser.parse_args(arguments)
     if options.what == "exact":
-        print(json.dumps(exact(options.clusters, options.seconds)))
+        print(json.dumps(exact(options.clusters, options.seconds, options.kept)))
         return
     for devices in options.devices:
         print(json.dumps(growth(devices)), flush=True)

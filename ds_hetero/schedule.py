@@ -176,6 +176,20 @@ class Schedule:
         groups = tuple(replace(g, ranks=tuple(r + offset for r in g.ranks)) for g in self.groups)
         return replace(self, groups=groups)
 
+    def on_ranks(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with ``ranks[r]`` in the place of rank r.
+
+        Args:
+            ranks: distinct, one for every rank from 0.
+        """
+        groups = tuple(replace(g, ranks=tuple(ranks[r] for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
+    def with_places(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with a rank's place in ``ranks`` instead of the rank."""
+        groups = tuple(replace(g, ranks=tuple(ranks.index(r) for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
     def to_dict(self) -> dict[str, Any]:
         """The schedule file format, version 1; see docs/schedules.md."""
         return {

@@ -1,9 +1,10 @@
 """Public planners beside ours on the same clusters and models, judged by our cost model with all samples counted.
 
-    python -m benchmarks.peers --flashflex DIR --metis DIR [--python PY] [--only CASE ...] [--json]
+    python -m benchmarks.peers --flashflex DIR --metis DIR --sailor DIR [--python PY] [--only CASE ...] [--json]
 
 DIR is a checkout of the planner; nothing is fetched. ``--python`` is an interpreter that has what they need: numpy for
-all, pymetis for FlashFlex. The exit code is 1 if a peer's plan is faster than ours.
+FlashFlex and Metis, pymetis for FlashFlex, Sailor's own library. The exit code is 1 if a peer's plan is faster than
+ours. With ``--only``, rows of other cases stay in the result file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import FOLDER, header, write
-from benchmarks.peers import flashflex, metis
+from benchmarks.peers import flashflex, metis, sailor
 from benchmarks.peers.judge import Case, NoPlan, best_that_fits, our_s, row_text
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
@@ -31,6 +32,7 @@ from ds_hetero.plans import Plan
 PEERS: dict[str, Callable[[Path, str, Case, float], Iterable[Plan]]] = {
     "flashflex": flashflex.plans,
     "metis": metis.plans,
+    "sailor": sailor.plans,
 }
 """By name: planners that yield plans for a case, best first by their own cost."""
 
@@ -129,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
+    named = {case.name for case in chosen}
+    kept = json.loads(options.output.read_text())["rows"] if options.only and options.output.exists() else []
+    rows = [row for row in kept if row["case"] not in named] + rows
     outcome = {**header(" ".join(["python -m benchmarks.peers", *(arguments or sys.argv[1:])])), "rows": rows}
     write(outcome, options.output)
     if options.json:

@@ -100,7 +100,7 @@ def _unlike(described: DescribedPlan, finished: Finished) -> dict[int, int]:
     seen: dict[Any, int] = {}
     count: dict[int, int] = {}
     for number, placed in enumerate(finished.candidate.placed):
-        kinds = tuple((block.kind, block.size, block.inner) for block in placed.blocks)
+        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in placed.blocks)
         first = seen.setdefault((kinds, *placed[1:]), number)
         count[first] = count.get(first, 0) + 1
     return dict(list(count.items())[:MAX_PIPELINES])
@@ -136,13 +136,14 @@ def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: F
     need: list[float] = []
     has: list[float] = []
     for number in _unlike(described, finished):
-        for j, stage in enumerate(described.plan.pipelines[number].stages):
-            device = costs.cluster.devices[stage.ranks[0]]
-            capacity = device.memory_bytes - device.reserved_bytes
-            names.append(f"pipeline {number}, stage {j}")
-            need.append(round(memory[number][j] / GIB, 3))
-            has.append(round(capacity / GIB, 3))
-            rows.append((names[-1], device.name, bytes_text(memory[number][j]), bytes_text(capacity)))
+        for j, block in enumerate(finished.candidate.placed[number].blocks):
+            for part, needed in zip(block.parts, memory[number][j], strict=True):
+                device = costs.pools.kinds[part.kind].device
+                capacity = device.memory_bytes - device.reserved_bytes
+                names.append(f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else ""))
+                need.append(round(needed / GIB, 3))
+                has.append(round(capacity / GIB, 3))
+                rows.append((names[-1], device.name, bytes_text(needed), bytes_text(capacity)))
     series = [
         {"name": "the card", "values": has, "behind": True, "colour": "wait"},
         {"name": "needed", "values": need, "colour": "model"},

@@ -41,6 +41,20 @@ def random_cluster(rng, most=6):
     return cluster_from_dict({"nodes": nodes, "network": network})
 
 
+def owned_parameters(plan, model, stage, rank):
+    """Parameters whose optimizer state a rank owns: its weight among those who hold the same elements."""
+    weights = dict(plan.zero.owner_weights) or dict.fromkeys(plan.ranks, 1.0)
+    owned = 0.0
+    for layer in range(*stage.layers):
+        holders = []
+        for pipeline in plan.pipelines:
+            other = next(each for each in pipeline.stages if each.layers[0] <= layer < each.layers[1])
+            holders += other.ranks if other.inner == "sequence" else other.ranks[:1]
+        share = weights[rank] / sum(weights[holder] for holder in holders)
+        owned += ModelSlice.of(model, layer, layer + 1).num_parameters * share
+    return owned / (len(stage.ranks) if stage.inner == "tensor" else 1)
+
+
 def assert_sound(found, cluster, model, samples):
     """Layers once, ranks once, samples exact, and memory by a sum of its own."""
     plan, costs = found.plan, found.costs
@@ -48,18 +62,17 @@ def assert_sound(found, cluster, model, samples):
     assert set(plan.ranks) | set(found.idle_ranks) == set(range(cluster.num_ranks))
     if found.finished is None:
         return
-    work, copies = costs.workload, len(plan.pipelines)
+    work = costs.workload
     for pipeline in plan.pipelines:
         for j, stage in enumerate(pipeline.stages):
             part, cut = ModelSlice.of(model, *stage.layers), len(stage.ranks) if stage.inner == "tensor" else 1
-            owners = copies - 1 + (len(stage.ranks) if stage.inner == "sequence" else 1)
-            states = part.num_parameters / cut * (2 + 4 + 12 / owners)
-            if work.activation_checkpointing:
-                tokens = pipeline.micro_batch_size * costs.seq_len
-                tokens /= len(stage.ranks) if stage.inner == "sequence" else 1
-                states += pipeline.in_flight(j) * part.layers * tokens * model.hidden_size * 2
+            tokens_of = stage.schedule.tokens(costs.seq_len) if stage.schedule else {}
             for rank in stage.ranks:
                 device = cluster.devices[rank]
+                states = part.num_parameters / cut * (2 + 4) + 12 * owned_parameters(plan, model, stage, rank)
+                if work.activation_checkpointing:
+                    tokens = pipeline.micro_batch_size * tokens_of.get(rank, costs.seq_len)
+                    states += pipeline.in_flight(j) * part.layers * tokens * model.hidden_size * 2
                 assert states < device.memory_bytes - device.reserved_bytes
                 assert plan.predicted["memory_bytes"][str(rank)] >= states * 0.99
                 assert plan.predicted["memory_bytes"][str(rank)] <= device.memory_bytes - device.reserved_bytes

@@ -16,17 +16,19 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.models import make_stage_costs
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.outer.explain import reasons_of, shape_text
-from ds_hetero.planner.outer.finish import Finished, memory_bytes
-from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.finish import Finished, memory_by_rank, memory_bytes
+from ds_hetero.planner.outer.given import check_plan_fits, judge_plan, owners_of
 from ds_hetero.planner.outer.planned import PlannedPipelines
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.search.evaluate import Candidate
+from ds_hetero.planner.outer.uneven import ScheduleFinder
 from ds_hetero.plans import Plan, read_plan
 from ds_hetero.plans.reading import SCENARIO
 
@@ -59,7 +61,8 @@ class Task:
 
     def costs(self, cluster: Cluster | None = None) -> StageCosts:
         """The cost model, for the task's cluster or another one."""
-        return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload)
+        find = ScheduleFinder()
+        return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload, find)
 
 
 def read_plan_file(path: Path) -> Plan:
@@ -109,9 +112,8 @@ def simulate(task: Task, path: Path, as_json: bool) -> None:
     finished = judge_plan(costs, given, objective)
     reasons = reasons_of(costs, finished)
     if as_json:
-        memory = memory_bytes(costs, finished)
         ranks = [[stage.ranks for stage in pipeline.stages] for pipeline in given.pipelines]
-        by_rank = {str(r): memory[i][j] for i, of_i in enumerate(ranks) for j, of_j in enumerate(of_i) for r in of_j}
+        by_rank = {str(rank): need for rank, need in memory_by_rank(costs, finished, ranks).items()}
         predicted = {
             "cost_model": costs.name,
             "step_s": finished.step_s,
@@ -179,6 +181,9 @@ def costs_for(task: Task, given: Plan) -> tuple[StageCosts, Objective]:
     if given.activation_checkpointing is not None:
         task = _with_checkpointing(task, given.activation_checkpointing)
     costs = task.costs()
+    check_plan_fits(given, costs.cluster, costs.model)
+    if isinstance(costs, CalibratedStageCosts):
+        costs = costs.with_owners(owners_of(given, costs.pools))
     return costs, Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
 
 
@@ -246,7 +251,7 @@ def _print_pipelines(costs: StageCosts, finished: Finished, given: Plan) -> None
     placed = finished.candidate.placed
     alike: dict[Any, list[int]] = {}
     for i, pipeline in enumerate(placed):
-        kinds = tuple((block.kind, block.size, block.inner) for block in pipeline.blocks)
+        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
         alike.setdefault((kinds, *pipeline[1:]), []).append(i)
     for members in alike.values():
         i = members[0]
@@ -257,17 +262,17 @@ def _print_pipelines(costs: StageCosts, finished: Finished, given: Plan) -> None
                 if j == 0
                 else ("", "")
             )
-            kind = costs.pools.kinds[block.kind].device
+            devices = [costs.pools.kinds[part.kind].device for part in block.parts]
             inner = "" if block.inner == "one" else f" {block.inner}"
-            capacity = kind.memory_bytes - kind.reserved_bytes
+            names = [f"{part.size} {device.name}" for part, device in zip(block.parts, devices, strict=True)]
             table.add_row(
                 *head,
                 str(j),
-                f"{block.size} {kind.name}{inner}",
+                f"{' + '.join(names)}{inner}",
                 f"{sum(cut.layers[:j])}-{sum(cut.layers[: j + 1])}",
                 time_text(cut.forward_s[j] + cut.backward_s[j]),
-                bytes_text(memory[i][j]),
-                bytes_text(capacity),
+                " + ".join(map(bytes_text, memory[i][j])),
+                " + ".join(bytes_text(device.memory_bytes - device.reserved_bytes) for device in devices),
                 end_section=j + 1 == len(pipeline.blocks),
             )
     Console().print(table)

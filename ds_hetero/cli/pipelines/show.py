@@ -72,7 +72,7 @@ def _makeups(finished: Finished) -> list[list[int]]:
     """Pipelines that are alike in kinds, layers and batches, by row."""
     alike: dict[Any, list[int]] = {}
     for i, pipeline in enumerate(finished.candidate.placed):
-        kinds = tuple((block.kind, block.size, block.inner) for block in pipeline.blocks)
+        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
         alike.setdefault((kinds, *pipeline[1:]), []).append(i)
     return list(alike.values())[:MAX_ROWS]
 

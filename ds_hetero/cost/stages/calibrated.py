@@ -2,36 +2,36 @@
 
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
                  two all-reduces of b S H elements in the forward and two in the backward of a layer
-    sequence     a block of `CalibratedCostModel` on the devices, Ulysses, ring or mesh, whichever is fastest
+    sequence     see `ds_hetero.cost.stages.sequence`
     hop          every receiver takes its part of the activations once, receivers take from the senders by turns
-    gradients    what `AsymmetricGradientSync` sends: each element once per holder to its owner, and back from it
+    gradients    see `ds_hetero.cost.stages.gradients`
     memory       parameters, fp32 gradient sums and owned optimizer state of the slice; what micro-batches in flight
                  keep; the working set of one layer; buffers of hops; logits on the last stage
 
-Dimension key: N nodes, Q places of nodes in the network, J stages of all pipelines, L layers with the embedding before
-and the head after them.
+Dimension key: J parts of stages of all pipelines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.cost.stages.gradients import GRADIENT_SUM_BYTES, GradientTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
-from ds_hetero.cost.stages.stage import Block, DeviceKind, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
+from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
 from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
-from ds_hetero.schedule import Schedule
 
 __all__ = ["INNERS", "CalibratedStageCosts"]
 
@@ -39,7 +39,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of a stage
-GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
 
 
 class _Pass(NamedTuple):
@@ -63,27 +62,39 @@ class CalibratedStageCosts:
         workload: length, attention, checkpointing, loss and bytes; its batches and ZeRO stage take no part, since
             `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
         inners: those of `INNERS` that the model can run.
+        find: schedules for stages on devices of several pools, see `SequenceStages`.
+        owners: of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns them.
     """
 
     name = "calibrated"
     hop_in_step = False
 
-    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, inners: Sequence[str] = INNERS) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        workload: Workload,
+        inners: Sequence[str] = INNERS,
+        find: FindSchedule | None = None,
+        owners: str | tuple[float, ...] = "even",
+    ) -> None:
         self._inners = (*inners, "one")
         self.cluster = cluster
         self.model = model
         self.workload = workload
+        self.owners = owners
+        self._find = find
         self.seq_len = workload.seq_len
         self.pools = Pools(cluster)
         self.stage = cache(self._stage)
-        self.sequence_schedule = cache(self._sequence_schedule)
+        self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
         self._hop = cache(self._hop_uncached)
-        self._held = cache(self._held_uncached)
-        self._inner_s_per_byte_N = cluster.node_p2p_s_per_byte.diagonal()
-        self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s
-        table = model.vocab_size * model.hidden_size
-        layers = [model.layer_parameters] * model.num_layers
-        self._parameters_L = np.array([table, *layers, table + model.hidden_size], dtype=np.float64)
+        memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
+        self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
+
+    def with_owners(self, owners: str | tuple[float, ...]) -> CalibratedStageCosts:
+        """Return the same cost model with other owners of optimizer state."""
+        return CalibratedStageCosts(self.cluster, self.model, self.workload, self._inners[:-1], self._find, owners)
 
     # --- stages
 
@@ -91,7 +102,7 @@ class CalibratedStageCosts:
         if inner not in self._inners:
             return None
         if inner == "sequence":
-            return self._sequence_stage(kind, size, micro_batch_size, pipelines)
+            return self.mixed_stage((Part(kind, self.pools.largest[kind].node, size),), micro_batch_size, pipelines)
         if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
@@ -140,51 +151,32 @@ class CalibratedStageCosts:
         attention_s = causal * key_s * (rows + share.attention_half_rows) * (seq_len + share.attention_half_kv)
         return each.products * linear_s + attention_s + share.attention_overhead_s + rows * key_s * edge
 
-    def _sequence_stage(self, kind: int, size: int, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        if size < 2 or self.seq_len < size:
+    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """See `StageCosts.mixed_stage`: every device holds the parameters of its stage whole."""
+        shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self._inners else None
+        if shared is None:
             return None
-        model, device = self.model, self.pools.kinds[kind].device
-        schedule = self.sequence_schedule(kind, size, micro_batch_size)
-        again, once = (self._sequence_cost(kind, size, micro_batch_size, repeat) for repeat in (True, False))
-        flat = again.arrays(schedule)
-        forward_s = again.block_s(*flat) - once.block_s(*flat)
-        chosen = again if self.workload.activation_checkpointing else once
-        parts = {name: float(part.max()) for name, part in chosen.memory_parts(*flat).items()}
-        state = self._state_bytes(1, pipelines, copies=size)
-        tokens = micro_batch_size * self.seq_len / size
-        return StageOption(
-            forward_s=forward_s,
-            backward_s=chosen.block_s(*flat) - forward_s,
-            last_s=chosen.outside_blocks_s(flat[1])["loss_s"],
-            capacity_bytes=device.memory_bytes - device.reserved_bytes,
-            layer_bytes=model.layer_parameters * state,
-            kept_bytes=parts["activations"] / model.num_layers,
-            fixed_bytes=parts["layer"]
-            + parts["ring_buffers"]
-            + parts["exchange_buffers"]
-            + self._hop_buffer_bytes(tokens),
-            first_bytes=model.vocab_size * model.hidden_size * state,
-            last_bytes=self._head_bytes(tokens, 1, state),
-        )
-
-    def _sequence_schedule(self, kind: int, size: int, micro_batch_size: int) -> Schedule:
-        """The fastest mesh of equal groups on ``size`` devices of a kind, ranks from 0."""
-        cost = self._sequence_cost(kind, size, micro_batch_size, True)
-        meshes = usp_meshes(size, self.model.num_heads, self.model.num_kv_heads)
-        return min(meshes, key=lambda schedule: cost.block_s(*cost.arrays(schedule)))
-
-    def _sequence_cost(self, kind: int, size: int, micro_batch_size: int, checkpointing: bool) -> CalibratedCostModel:
-        work = self.workload
-        own = Workload(
-            seq_len=self.seq_len,
-            micro_batch=micro_batch_size,
-            causal=work.causal,
-            zero_stage=1,
-            activation_checkpointing=checkpointing,
-            tiled_logits=work.tiled_logits,
-            element_bytes=work.element_bytes,
-        )
-        return CalibratedCostModel(self._devices(kind, size), self.model, own)
+        size = sum(part.size for part in parts)
+        state, model = self._state_bytes(1, pipelines, copies=size), self.model
+        memory = []
+        for part, tokens, kept, working in zip(
+            parts, shared.tokens, shared.kept_bytes, shared.working_bytes, strict=True
+        ):
+            device = self.pools.kinds[part.kind].device
+            memory.append(
+                StageOption(
+                    forward_s=shared.forward_s,
+                    backward_s=shared.backward_s,
+                    last_s=shared.loss_s,
+                    capacity_bytes=device.memory_bytes - device.reserved_bytes,
+                    layer_bytes=model.layer_parameters * state,
+                    kept_bytes=kept,
+                    fixed_bytes=working + self._hop_buffer_bytes(tokens),
+                    first_bytes=model.vocab_size * model.hidden_size * state,
+                    last_bytes=self._head_bytes(tokens, 1, state),
+                )
+            )
+        return replace(memory[0], beside=tuple(memory[1:]))
 
     def _devices(self, kind: int, size: int) -> Cluster:
         return self.cluster.subset(self.pools.largest[kind].ranks[:size])
@@ -196,8 +188,12 @@ class CalibratedStageCosts:
     # --- memory
 
     def _state_bytes(self, size: int, pipelines: int, copies: int = 1) -> float:
-        """Model states per parameter that a rank holds: owners of an element are those who add to its gradient."""
-        owned = self.workload.optimizer_bytes / (copies + pipelines - 1)
+        """Model states per parameter that a rank holds: owners of an element are those who add to its gradient.
+
+        Where owners differ, what they own is on top.
+        """
+        holders = copies + pipelines - 1
+        owned = self.workload.optimizer_bytes / holders if self.owners == "even" or holders == 1 else 0.0
         return self.workload.element_bytes + GRADIENT_SUM_BYTES + owned
 
     def _activation_bytes(self, tokens: int, size: int) -> tuple[float, float]:
@@ -229,18 +225,27 @@ class CalibratedStageCosts:
 
     def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
         """One direction: latency and the busiest port, of a sender, a receiver or the node."""
-        return self._hop(link, source.kind, source.size, source.inner, *target[:1], *target[2:], micro_batch_size)
+        ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
+        return self._hop(link, *ends, micro_batch_size)
 
-    def _hop_uncached(
-        self, link: int, kind: int, size: int, inner: str, to_kind: int, to_size: int, to_inner: str, samples: int
-    ) -> float:
+    def _end(self, block: Block, micro_batch_size: int) -> _End:
+        kinds = (block.kind, *(part.kind for part in block.others))
+        if block.inner != "sequence":
+            return _End(kinds, block.size, None)
+        if not block.others:
+            return _End(kinds, block.size, 1 / block.size)
+        shared = self.sequence.passes(block.parts, micro_batch_size)
+        assert shared is not None, "a stage that cannot run has no hops"
+        return _End(kinds, block.size, max(shared.tokens) / (micro_batch_size * self.seq_len))
+
+    def _hop_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
         wire = self.cluster.link_classes[link]
         volume = samples * self.seq_len * self.model.hidden_size * self.workload.element_bytes
-        received = volume / to_size if to_inner == "sequence" else volume
-        total = received * to_size
-        sent = total / size if inner == "sequence" else -(-to_size // size) * received
+        received = volume if target.share is None else volume * target.share
+        total = volume * target.size if target.share is None else volume
+        sent = -(-target.size // source.size) * received if source.share is None else total * source.share
         busiest_s = max(received, sent) / (wire.bytes_per_s * wire.p2p_efficiency)
-        kinds: tuple[DeviceKind, ...] = (self.pools.kinds[kind], self.pools.kinds[to_kind])
+        kinds = [self.pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
         inside = any(wire == each.link for each in kinds)
         shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
         return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
@@ -256,77 +261,62 @@ class CalibratedStageCosts:
     # --- gradients
 
     def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
-        """Reduce gradients to their owners, step the optimizer, gather the parameters from them.
+        """See `ds_hetero.cost.stages.gradients`; infinite where owners of optimizer state do not fit into memory."""
+        if self.owners == "even":
+            return self._gradients.seconds(pipelines)
+        weights_J = self._owner_weights(pipelines)
+        return inf if weights_J is None else self._gradients.seconds(pipelines, weights_J)
 
-        An element of a layer is held, summed and wanted by C ranks: one of a ``tensor`` stage, every rank of a
-        ``sequence`` stage. A rank sends all but 1 / C of what it holds, an equal part to every other one, and as much
-        again when the values come back. Bytes add up at a rank's port in its node, at its port towards other nodes and
-        at the node's NIC. Embedding and head are layers of their own.
-        """
-        held = [self._held(pipeline.blocks, pipeline.layers) for pipeline in pipelines]
-        node_J, start_J, stop_J = np.concatenate([each.place_3J for each in held], axis=1)
-        cut_J, copies_J, ranks_J, memory_s_J = np.concatenate([each.numbers_4J for each in held], axis=1)
-        num_nodes, num_layers = len(self.cluster.nodes), self.model.num_layers + 2
-        change_NL = np.zeros((num_nodes, num_layers + 1))
-        np.add.at(change_NL, (node_J, start_J), copies_J)
-        np.add.at(change_NL, (node_J, stop_J), -copies_J)
-        count_NL = change_NL.cumsum(axis=1)[:, :num_layers]
-        total_L = count_NL.sum(axis=0)
-        part_L = 2 * self._parameters_L * self.workload.element_bytes / total_L
+    def owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
+        """Weight as an owner of optimizer state, by part of every stage of every pipeline; None if all own alike."""
+        weights_J = None if self.owners == "even" else self._owner_weights(pipelines)
+        return None if weights_J is None else weights_J.tolist()
 
-        def of_stages(per_layer_NL: Floats) -> Floats:
-            """Sum of ``part_L * per_layer_NL`` over the layers of every stage, for what one of its ranks holds."""
-            sums_NL = np.zeros((len(per_layer_NL), num_layers + 1))
-            (part_L * per_layer_NL).cumsum(axis=1, out=sums_NL[:, 1:])
-            node = node_J if len(per_layer_NL) > 1 else np.zeros_like(node_J)
-            return np.asarray((sums_NL[node, stop_J] - sums_NL[node, start_J]) / cut_J)
+    def owned_bytes(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
+        """Optimizer state of a device that `stage` does not count, by part likewise; None if it counts all."""
+        weights = self.owner_weights(pipelines)
+        if weights is None:
+            return None
+        owned_J = self._gradients.owned_parameters(pipelines, np.array(weights))
+        counted_J = self._counts_owned(pipelines)
+        return list(map(float, np.where(counted_J, 0.0, owned_J * self.workload.optimizer_bytes)))
 
-        inner_NL = (count_NL - 1) * self._inner_s_per_byte_N[:, None]
-        worst = max(of_stages(inner_NL).max(), of_stages(self._outer_s_per_byte(count_NL)).max())
-        if np.isfinite(self.cluster.nic_bytes_per_s).any():
-            leaving_N = np.zeros(num_nodes)
-            np.add.at(leaving_N, node_J, ranks_J * of_stages(total_L - count_NL))
-            worst = max(worst, (leaving_N * self._nic_s_per_byte_N).max())
-        work = self.workload
-        per_parameter = 2 * work.optimizer_bytes + GRADIENT_SUM_BYTES + work.element_bytes
-        owned_J = of_stages(np.ones((1, num_layers))) / (2 * work.element_bytes)
-        return float(worst) + float((owned_J * per_parameter * memory_s_J).max())
+    def _owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> Floats | None:
+        """The given ones where they fit, or fitted ones."""
+        free = []
+        for pipeline in pipelines:
+            last = len(pipeline.blocks) - 1
+            for j, (block, layers) in enumerate(zip(pipeline.blocks, pipeline.layers, strict=True)):
+                option = self._option(block, pipeline.micro_batch_size, len(pipelines))
+                for part in () if option is None else option.parts:
+                    need = part.memory_bytes(layers, j == 0, j == last, self.kept_in_flight(j, last + 1))
+                    free.append((part.capacity_bytes - need) / self.workload.optimizer_bytes)
+        most_J = np.where(self._counts_owned(pipelines), inf, np.array(free))
+        if isinstance(self.owners, str):
+            return self._gradients.fit(pipelines, most_J)
+        weights_J = np.array(self.owners)
+        fits = self._gradients.owned_parameters(pipelines, weights_J) <= most_J
+        return weights_J if fits.all() else None
 
-    def _outer_s_per_byte(self, count_NL: Floats) -> Floats:
-        """Seconds that a rank of every node takes for one byte to all holders on other nodes, ``[N, L]``."""
-        place_N = self.cluster.place
-        s_per_byte_QQ = self.cluster.node_p2p_s_per_byte[self.cluster.place_nodes]
-        count_QL = np.zeros((len(s_per_byte_QQ), count_NL.shape[1]))
-        np.add.at(count_QL, place_N, count_NL)
-        everywhere_QL = np.einsum("pq,ql->pl", s_per_byte_QQ, count_QL)  # too small for a BLAS with threads
-        return np.asarray(everywhere_QL[place_N] - s_per_byte_QQ.diagonal()[place_N][:, None] * count_NL)
+    def _option(self, block: Block, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        if block.others:
+            return self.mixed_stage(block.parts, micro_batch_size, pipelines)
+        return self.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
 
-    def _held_uncached(self, blocks: tuple[Block, ...], layers: tuple[int, ...]) -> _Held:
-        """Stages as intervals of layers, the embedding before the first layer and the head after the last."""
-        stops = np.cumsum(layers) + 1
-        starts = np.concatenate([[0], stops[:-1]])
-        stops[-1] += 1
-        sequence = [block.inner == "sequence" for block in blocks]
-        return _Held(
-            place_3J=np.array([[block.node for block in blocks], starts, stops]),
-            numbers_4J=np.array(
-                [
-                    [1 if whole else block.size for whole, block in zip(sequence, blocks, strict=True)],
-                    [block.size if whole else 1 for whole, block in zip(sequence, blocks, strict=True)],
-                    [block.size for block in blocks],
-                    [self._memory_s_per_byte(block.kind) for block in blocks],
-                ],
-                dtype=np.float64,
-            ),
-        )
+    def _counts_owned(self, pipelines: Sequence[PlacedPipeline]) -> npt.NDArray[np.bool_]:
+        """Whether the memory of a stage counts its optimizer state: where nobody else can own it, by part."""
+        alone = len(pipelines) == 1
+        blocks = [block for pipeline in pipelines for block in pipeline.blocks]
+        return np.array([alone and (b.inner != "sequence" or b.size == 1) for b in blocks for _ in b.parts])
 
     def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
         """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
         return pipelines_s + max(0.0, gradients_s - overlap_s)
 
 
-class _Held(NamedTuple):
-    """What the stages of a pipeline hold."""
+class _End(NamedTuple):
+    """One side of a hop."""
 
-    place_3J: Ints  # node, first layer, layer after the last
-    numbers_4J: Floats  # ranks that cut a layer, ranks that add to one gradient, all ranks, seconds per byte of memory
+    kinds: tuple[int, ...]
+    size: int
+    share: float | None  # of the tokens that the device with most of them has; None if every device has all

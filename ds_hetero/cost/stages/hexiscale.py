@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption
 from ds_hetero.models import ModelSpec
 
 __all__ = ["HexiScaleStageCosts"]
@@ -111,6 +111,10 @@ class HexiScaleStageCosts:
             first_bytes=hidden * (vocab + self.seq_len) * self._parameter_bytes,
             last_bytes=hidden * (vocab + 1) * self._parameter_bytes,
         )
+
+    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """None: its stages are devices of one machine."""
+        return None
 
     def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
         """Both directions of a hop: leader to leader, then a broadcast among the target's devices."""

@@ -6,6 +6,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
+from ds_hetero.cost.stages.sequence import FindSchedule
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -16,7 +17,9 @@ __all__ = ["STAGE_COSTS", "make_stage_costs"]
 STAGE_COSTS = ("calibrated", "hexiscale")
 
 
-def make_stage_costs(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> StageCosts:
+def make_stage_costs(
+    name: str, cluster: Cluster, model: ModelSpec, workload: Workload, find: FindSchedule | None = None
+) -> StageCosts:
     """Return the cost model ``name`` for one cluster, model and workload.
 
     Args:
@@ -24,12 +27,13 @@ def make_stage_costs(name: str, cluster: Cluster, model: ModelSpec, workload: Wo
         cluster: all devices.
         model: what is trained.
         workload: ``hexiscale`` takes its length and whether activations are computed again.
+        find: schedules for stages of unlike devices, for ``calibrated``.
 
     Raises:
         PlanError: the name is unknown.
     """
     if name == "calibrated":
-        return CalibratedStageCosts(cluster, model, workload)
+        return CalibratedStageCosts(cluster, model, workload, find=find)
     if name == "hexiscale":
         recomputation = workload.activation_checkpointing
         return HexiScaleStageCosts(cluster, model, workload.seq_len, recomputation=recomputation)

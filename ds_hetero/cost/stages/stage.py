@@ -1,8 +1,9 @@
 """Stages of pipelines as the search of plans sees them: blocks of devices, and what a cost model says of one.
 
-A *block* is devices of one kind on one node that work on one stage. What a stage takes is linear in its layers, which
-are all alike, so one `StageOption` of a block serves every number of layers: its time per layer, what comes on top
-where it holds the embedding or the head, and the terms of its memory.
+A *block* is devices that work on one stage: of one kind on one node, or, with sequence parallelism, of several kinds
+and nodes with tokens and heads by their speed. What a stage takes is linear in its layers, which are all alike, so one
+`StageOption` of a block serves every number of layers: its time per layer, what comes on top where it holds the
+embedding or the head, and the terms of its memory.
 
 A cost model of stages has the methods of `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter
 of HexiScale (arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
@@ -25,7 +26,7 @@ from ds_hetero.cluster.topology import Cluster, Link
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.models import ModelSpec
 
-__all__ = ["Block", "DeviceKind", "PlacedPipeline", "Pool", "Pools", "StageCosts", "StageOption"]
+__all__ = ["Block", "DeviceKind", "Part", "PlacedPipeline", "Pool", "Pools", "StageCosts", "StageOption"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -92,20 +93,54 @@ class Pools:
         return tuple(max(pools, key=lambda pool: len(pool.ranks)) for pools in of_kind)
 
 
-class Block(NamedTuple):
-    """Devices of one pool that work on one stage.
+class Part(NamedTuple):
+    """Devices of one pool.
 
     Args:
-        kind: index into `StageCosts.kinds`.
+        kind: index into `Pools.kinds`.
         node: index into `Cluster.nodes`.
         size: devices.
+    """
+
+    kind: int
+    node: int
+    size: int
+
+
+class Block(NamedTuple):
+    """Devices that work on one stage.
+
+    Args:
+        kind: index into `Pools.kinds`, of the first part.
+        node: index into `Cluster.nodes`, of the first part.
+        size: devices of all parts.
         inner: how they share the work, one of `ds_hetero.plans.INNER`.
+        others: further parts, of other pools; only with ``"sequence"``.
     """
 
     kind: int
     node: int
     size: int
     inner: str
+    others: tuple[Part, ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Part]) -> Block:
+        """Devices of several pools, which share sequences."""
+        first, *others = sorted(parts)
+        return cls(first.kind, first.node, sum(part.size for part in parts), "sequence", tuple(others))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its devices by pool."""
+        own = self.size - sum(part.size for part in self.others)
+        return (Part(self.kind, self.node, own), *self.others)
+
+    def total(self, per_device: Sequence[float]) -> float:
+        """Sum over its devices of what each of a kind counts."""
+        if not self.others:
+            return self.size * per_device[self.kind]
+        return sum(part.size * per_device[part.kind] for part in self.parts)
 
 
 class PlacedPipeline(NamedTuple):
@@ -133,12 +168,13 @@ class StageOption:
         backward_s: per layer, recomputation included.
         first_s: forward and backward of what a stage with the embedding computes on top.
         last_s: forward and backward of what a stage with the head computes on top.
-        capacity_bytes: memory of its smallest device.
+        capacity_bytes: memory of a device.
         layer_bytes: model states per layer on one device.
         kept_bytes: activations per layer of one micro-batch in flight.
         fixed_bytes: working set, whatever the layers.
         first_bytes: what a device with the embedding holds on top.
         last_bytes: what a device with the head holds on top.
+        beside: memory of the devices of its other parts, whose times are not used.
     """
 
     forward_s: float
@@ -151,6 +187,12 @@ class StageOption:
     fixed_bytes: float = 0.0
     first_bytes: float = 0.0
     last_bytes: float = 0.0
+    beside: tuple[StageOption, ...] = ()
+
+    @property
+    def parts(self) -> tuple[StageOption, ...]:
+        """The memory of its devices by part."""
+        return (self, *self.beside)
 
     @property
     def layer_s(self) -> float:
@@ -162,7 +204,7 @@ class StageOption:
         return first * self.first_s + last * self.last_s
 
     def memory_bytes(self, layers: int, first: bool, last: bool, in_flight: int) -> float:
-        """Peak memory of one device of a stage.
+        """Peak memory of one device of the first part of a stage.
 
         Args:
             layers: of the stage.
@@ -176,7 +218,17 @@ class StageOption:
     def max_layers(self, first: bool, last: bool, in_flight: int) -> int:
         """Layers that fit into memory; 0 if none does. The arguments are those of `memory_bytes`."""
         free = self.capacity_bytes - self.memory_bytes(0, first, last, in_flight)
-        return max(0, int(free / (self.layer_bytes + in_flight * self.kept_bytes)))
+        own = max(0, int(free / (self.layer_bytes + in_flight * self.kept_bytes)))
+        return min([own, *(part.max_layers(first, last, in_flight) for part in self.beside)])
+
+    def most_in_flight(self, layers: int, first: bool, last: bool) -> int | None:
+        """Micro-batches whose activations fit beside all else; None for any number."""
+        numbers = [
+            int((part.capacity_bytes - part.memory_bytes(layers, first, last, 0)) / (layers * part.kept_bytes))
+            for part in self.parts
+            if part.kept_bytes
+        ]
+        return min(numbers, default=None)
 
 
 class StageCosts(Protocol):
@@ -202,6 +254,9 @@ class StageCosts(Protocol):
             micro_batch_size: samples.
             pipelines: of the plan, which share the optimizer state.
         """
+
+    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """What devices of several pools take that share sequences; None if they cannot. See `stage`."""
 
     def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
         """One hop of activations between neighbouring stages (published: both directions, as its Eq. 8 prints them).

@@ -37,7 +37,8 @@ def idle_devices(pools: Pools, pipelines: Iterable[Sequence[Block]]) -> list[int
     used: Counter[tuple[int, int]] = Counter()
     for blocks in pipelines:
         for block in blocks:
-            used[block.kind, block.node] += block.size
+            for part in block.parts:
+                used[part.kind, part.node] += part.size
     return [len(pool.ranks) - used[pool.kind, pool.node] for pool in pools.pools]
 
 
@@ -45,14 +46,14 @@ def ranks_of_blocks(pools: Pools, pipelines: Sequence[Sequence[Block]]) -> list[
     """Give every block ranks of its pool: large blocks first, neighbours together.
 
     Returns:
-        ranks of every block, by pipeline.
+        ranks of every block, part by part, by pipeline.
     """
     places = [(i, j) for i, blocks in enumerate(pipelines) for j in range(len(blocks))]
     free = {(pool.kind, pool.node): list(pool.ranks) for pool in pools.pools}
     ranks: list[list[tuple[int, ...]]] = [[()] * len(blocks) for blocks in pipelines]
     for i, j in sorted(places, key=lambda place: (-pipelines[place[0]][place[1]].size, place)):
-        block = pipelines[i][j]
-        pool = free[block.kind, block.node]
-        ranks[i][j] = tuple(pool[: block.size])
-        del pool[: block.size]
+        for part in pipelines[i][j].parts:
+            pool = free[part.kind, part.node]
+            ranks[i][j] += tuple(pool[: part.size])
+            del pool[: part.size]
     return ranks

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Block, StageCosts
 from ds_hetero.planner.outer.blocks import block_of
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
@@ -19,9 +20,11 @@ CLOSE = 0.02  # of the period: what is this near to it decides it
 
 
 def block_text(costs: StageCosts, block: Block) -> str:
-    """``2 RTX-4090 on b (tensor)``."""
+    """``2 RTX-4090 on b (tensor)``, ``1 A100 on a + 1 V100 on b (sequence)``."""
     inner = "" if block.inner == "one" else f" ({block.inner})"
-    return f"{block.size} {costs.pools.kinds[block.kind].device.name} on {costs.cluster.nodes[block.node].name}{inner}"
+    kinds, nodes = costs.pools.kinds, costs.cluster.nodes
+    parts = [f"{part.size} {kinds[part.kind].device.name} on {nodes[part.node].name}" for part in block.parts]
+    return f"{' + '.join(parts)}{inner}"
 
 
 def shape_text(candidate: Candidate) -> str:
@@ -60,6 +63,11 @@ def reasons_of(
             f"{time_text(shown)} ({100 * shown / finished.step_s:.0f} % of the step) show"
         )
     reasons.append(_memory_text(costs, finished))
+    weights = costs.owner_weights(candidate.placed) if isinstance(costs, CalibratedStageCosts) else None
+    if weights is not None and min(weights) < max(weights):
+        reasons.append(
+            f"optimizer state goes where memory is free: ranks own in proportions of {min(weights):.2g} to 1"
+        )
     idle = costs.cluster.num_ranks - candidate.num_devices
     if idle:
         reasons.append(f"{idle} devices stay idle: no place was found where they add more than they cost")
@@ -96,11 +104,12 @@ def _memory_text(costs: StageCosts, finished: Finished) -> str:
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.cuts))
         assert options is not None
         for j, (need, option) in enumerate(zip(needs, options, strict=True)):
-            left = 1 - need / option.capacity_bytes
-            if left < tightest[0]:
-                where = f"stage {j} of pipeline {i}, {block_text(costs, placed.blocks[j])}"
-                of = f"{bytes_text(need)} of {bytes_text(option.capacity_bytes)} GiB a device"
-                tightest = left, f"memory is tightest on {where}: {of}"
+            for of_part, part in zip(need, option.parts, strict=True):
+                left = 1 - of_part / part.capacity_bytes
+                if left < tightest[0]:
+                    where = f"stage {j} of pipeline {i}, {block_text(costs, placed.blocks[j])}"
+                    of = f"{bytes_text(of_part)} of {bytes_text(part.capacity_bytes)} GiB a device"
+                    tightest = left, f"memory is tightest on {where}: {of}"
     return tightest[1]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
-from ds_hetero.cost.stages.stage import Block, StageCosts
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
 from ds_hetero.planner.outer.blocks import ranks_of_blocks
 from ds_hetero.planner.outer.search.cuts import Cut, stage_options
 from ds_hetero.planner.outer.search.evaluate import Candidate, Shape
@@ -16,7 +17,7 @@ from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.plans.timetable import default_in_flight
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Finished", "finish", "memory_bytes", "most_in_flight", "to_plan"]
+__all__ = ["Finished", "finish", "is_tight", "memory_by_rank", "memory_bytes", "most_in_flight", "to_plan"]
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
@@ -55,7 +56,7 @@ def finish(costs: StageCosts, candidate: Candidate) -> Finished:
         (cut, number): (default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.arrays, number))
         for cut, number in dict.fromkeys(pairs)
     }
-    if isinstance(costs, CalibratedStageCosts):
+    if isinstance(costs, CalibratedStageCosts) and costs.owners == "even":
         late_s = ENDS_LAST * max(seconds for _, seconds in known.values())
         for (cut, number), shape in dict(zip(pairs, candidate.shapes, strict=True)).items():
             seconds = known[cut, number][1]
@@ -78,8 +79,7 @@ def most_in_flight(costs: StageCosts, shape: Shape, cut: Cut, pipelines: int) ->
     assert options is not None
     most = []
     for j, (option, layers) in enumerate(zip(options, cut.layers, strict=True)):
-        free = option.capacity_bytes - option.memory_bytes(layers, j == 0, j == last, 0)
-        most.append(max(last + 1 - j, int(free / (layers * option.kept_bytes))) if option.kept_bytes else last + 1 - j)
+        most.append(max(last + 1 - j, option.most_in_flight(layers, j == 0, j == last) or 0))
     return tuple(accumulate(most, min))
 
 
@@ -99,17 +99,35 @@ def _best_in_flight(
     return best
 
 
-def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[float]]:
-    """Peak memory of one device of every stage, by pipeline."""
+def is_tight(costs: StageCosts, plan: Candidate) -> bool:
+    """Whether some stage has all the layers that fit into its memory."""
+    for placed in plan.placed:
+        options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(plan.shapes))
+        assert options is not None
+        last = len(options) - 1
+        for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True)):
+            if option.max_layers(j == 0, j == last, costs.kept_in_flight(j, last + 1)) <= layers:
+                return True
+    return False
+
+
+def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float, ...]]]:
+    """Peak memory of one device of every part of every stage, by pipeline."""
     by_pipeline = []
+    owned = costs.owned_bytes(finished.candidate.placed) if isinstance(costs, CalibratedStageCosts) else None
+    on_top = itertools.repeat(0.0) if owned is None else iter(owned)
     for placed, in_flight in zip(finished.candidate.placed, finished.in_flight, strict=True):
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.shapes))
         assert options is not None
         last, published = len(placed.layers) - 1, not isinstance(costs, CalibratedStageCosts)
         by_pipeline.append(
             [
-                option.memory_bytes(
-                    layers, j == 0, j == last, costs.kept_in_flight(j, last + 1) if published else in_flight[j]
+                tuple(
+                    part.memory_bytes(
+                        layers, j == 0, j == last, costs.kept_in_flight(j, last + 1) if published else in_flight[j]
+                    )
+                    + next(on_top)
+                    for part in option.parts
                 )
                 for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True))
             ]
@@ -117,19 +135,35 @@ def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[float]]:
     return by_pipeline
 
 
+def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, float]:
+    """Peak memory of every rank, ascending.
+
+    Args:
+        costs: the cost model.
+        finished: the plan.
+        ranks: of every stage, by pipeline.
+    """
+    pool_of = {rank: (pool.kind, pool.node) for pool in costs.pools.pools for rank in pool.ranks}
+    by_rank: dict[int, float] = {}
+    for pipeline, needs, of_stages in zip(finished.candidate.placed, memory_bytes(costs, finished), ranks, strict=True):
+        for block, of_parts, own in zip(pipeline.blocks, needs, of_stages, strict=True):
+            need = {(part.kind, part.node): most for part, most in zip(block.parts, of_parts, strict=True)}
+            by_rank |= {rank: need[pool_of[rank]] for rank in own}
+    return dict(sorted(by_rank.items()))
+
+
 def to_plan(costs: StageCosts, finished: Finished) -> Plan:
     """Return the value of the plan file, with what it predicts."""
     candidate, model = finished.candidate, costs.model
     placed = candidate.placed
     ranks = ranks_of_blocks(costs.pools, [pipeline.blocks for pipeline in placed])
-    memory = memory_bytes(costs, finished)
     pipelines = []
     for i, pipeline in enumerate(placed):
         stops = list(accumulate(pipeline.layers))
         default = default_in_flight(len(stops))
         stages = [
             Stage(
-                ranks=ranks[i][j],
+                ranks=tuple(sorted(ranks[i][j])),
                 layers=(stops[j] - pipeline.layers[j], stops[j]),
                 inner=block.inner,
                 schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[i][j]),
@@ -144,13 +178,12 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
                 micro_batches=pipeline.micro_batches,
             )
         )
-    by_rank = {rank: memory[i][j] for i, of_i in enumerate(ranks) for j, of_j in enumerate(of_i) for rank in of_j}
     samples = sum(pipeline.micro_batch_size * pipeline.micro_batches for pipeline in placed)
     return Plan(
         pipelines=tuple(pipelines),
         model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),
         seq_len=costs.seq_len,
-        zero=ZeroOwners(stage=1 if len(pipelines) > 1 else 0),
+        zero=ZeroOwners(stage=1 if len(pipelines) > 1 else 0, owner_weights=_owner_weights(costs, placed, ranks)),
         activation_checkpointing=(
             costs.workload.activation_checkpointing if isinstance(costs, CalibratedStageCosts) else True
         ),
@@ -160,7 +193,7 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
             "pipeline_s": list(finished.pipeline_s),
             "gradients_s": candidate.gradients_s,
             "tokens_per_s": samples * costs.seq_len / finished.step_s,
-            "memory_bytes": {str(rank): int(by_rank[rank]) for rank in sorted(by_rank)},
+            "memory_bytes": {str(rank): int(need) for rank, need in memory_by_rank(costs, finished, ranks).items()},
         },
     )
 
@@ -169,4 +202,19 @@ def _schedule(costs: StageCosts, micro_batch_size: int, block: Block, ranks: tup
     if block.inner != "sequence":
         return None
     assert isinstance(costs, CalibratedStageCosts)
-    return costs.sequence_schedule(block.kind, block.size, micro_batch_size).shifted(ranks[0])
+    schedule = costs.sequence.schedule(block.parts, micro_batch_size)
+    assert schedule is not None
+    return schedule.on_ranks(ranks)
+
+
+def _owner_weights(
+    costs: StageCosts, placed: Sequence[PlacedPipeline], ranks: Sequence[Sequence[Sequence[int]]]
+) -> tuple[tuple[int, float], ...]:
+    """Of every rank, ascending; none where all own alike."""
+    weights = costs.owner_weights(placed) if isinstance(costs, CalibratedStageCosts) else None
+    if weights is None or len(set(weights)) == 1:
+        return ()
+    parts = [part for pipeline in placed for block in pipeline.blocks for part in block.parts]
+    of_parts = itertools.chain.from_iterable(itertools.chain.from_iterable(ranks))  # part by part
+    pairs = [(next(of_parts), weight) for part, weight in zip(parts, weights, strict=True) for _ in range(part.size)]
+    return tuple(sorted(pairs))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageCosts
+from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.finish import Finished
 from ds_hetero.planner.outer.search.evaluate import judge_layers
 from ds_hetero.plans import Plan, Stage
 
-__all__ = ["check_plan_fits", "judge_plan", "placed_of"]
+__all__ = ["check_plan_fits", "judge_plan", "owners_of", "placed_of"]
 
 
 def check_plan_fits(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
@@ -41,17 +45,20 @@ def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
     """Return the pipelines of a plan in blocks.
 
     Raises:
-        PlanError: a stage spans nodes or kinds of devices, or the plan says no layers or batches.
+        PlanError: a stage of tensor parallelism spans nodes or kinds of devices, or the plan says no layers or batches.
     """
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
 
     def block(where: str, stage: Stage) -> Block:
         pool = pool_of[stage.ranks[0]]
         if any(pool_of[rank] is not pool for rank in stage.ranks):
-            raise PlanError(
-                f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; stages are judged on "
-                "devices of one kind and node. Use simulate --schedule for one replica over unlike devices."
-            )
+            if stage.inner != "sequence":
+                raise PlanError(
+                    f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; only a sequence "
+                    "stage may. Tensor parallelism is judged on devices of one kind and node."
+                )
+            counts = Counter(pool_of[rank] for rank in stage.ranks)
+            return Block.of_parts([Part(pool.kind, pool.node, count) for pool, count in counts.items()])
         return Block(pool.kind, pool.node, len(stage.ranks), stage.inner if len(stage.ranks) > 1 else "one")
 
     placed = []
@@ -72,6 +79,8 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
     """
     check_plan_fits(plan, costs.cluster, costs.model)
     placed = placed_of(plan, costs.pools)
+    if isinstance(costs, CalibratedStageCosts):
+        _keep_schedules(costs, plan, placed)
     candidate = judge_layers(costs, objective, placed)
     if candidate is None:
         raise PlanError(
@@ -89,3 +98,40 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
     last = candidate.cuts[times.index(max(times))]
     step_s = costs.step_s(max(times), candidate.gradients_s, last.overlap_s)
     return Finished(candidate, tuple(in_flight), tuple(times), step_s)
+
+
+def _keep_schedules(costs: CalibratedStageCosts, plan: Plan, placed: Sequence[PlacedPipeline]) -> None:
+    """Judge sequence stages by the schedules of the plan."""
+    pool_of = {rank: (pool.kind, pool.node) for pool in costs.pools.pools for rank in pool.ranks}
+    for pipeline, blocks in zip(plan.pipelines, placed, strict=True):
+        for stage, block in zip(pipeline.stages, blocks.blocks, strict=True):
+            if stage.schedule is not None and block.size > 1:
+                order = sorted(stage.ranks, key=lambda rank: (pool_of[rank], rank))  # part by part
+                schedule = stage.schedule.with_places(order)
+                costs.sequence.keep(block.parts, blocks.micro_batch_size, schedule)
+
+
+def owners_of(plan: Plan, pools: Pools) -> str | tuple[float, ...]:
+    """Return the owners of optimizer state that a plan says, as `CalibratedStageCosts` takes them.
+
+    Raises:
+        PlanError: devices of one kind in one stage have different weights.
+    """
+    if plan.zero is None or not plan.zero.owner_weights:
+        return "even"
+    given, pool_of = dict(plan.zero.owner_weights), {rank: pool for pool in pools.pools for rank in pool.ranks}
+    weights: list[float] = []
+    for i, (pipeline, placed) in enumerate(zip(plan.pipelines, placed_of(plan, pools), strict=True)):
+        for j, (stage, block) in enumerate(zip(pipeline.stages, placed.blocks, strict=True)):
+            for part in block.parts:
+                own = [
+                    rank for rank in stage.ranks if (pool_of[rank].kind, pool_of[rank].node) == (part.kind, part.node)
+                ]
+                of_part = {given.get(rank, 0.0) for rank in own}
+                if len(of_part) > 1 or not min(of_part) > 0:
+                    raise PlanError(
+                        f"zero.owner_weights gives ranks {own} of pipelines[{i}].stages[{j}] the weights "
+                        f"{sorted(of_part)}; a plan is judged with one positive weight for equal devices of a stage."
+                    )
+                weights += of_part
+    return tuple(weights)

@@ -20,13 +20,14 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
-from ds_hetero.planner.outer.finish import Finished, finish, to_plan
+from ds_hetero.planner.outer.finish import Finished, finish, is_tight, to_plan
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
 from ds_hetero.planner.outer.search.search import FEW_RANKS, Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.outer.tangram import plan_tangram
+from ds_hetero.planner.outer.uneven import ScheduleFinder
 from ds_hetero.plans import Plan
 
 __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or_not"]
@@ -34,6 +35,7 @@ __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
+OWNERS_SHARE = 0.25  # of the effort, for the search with owners of optimizer state fitted to memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ def plan_pipelines(
     goal = Objective.of(objective, devices, global_batch * workload.seq_len, at_most_s)
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
-    results = _search(models, task, default_effort_s(cluster.num_ranks) if effort_s is None else effort_s)
+    effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
+    results = _search(models, task, effort_s)
+    if costs is None:
+        results += _with_fitted_owners(models, results, task, effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
     interrupted = any(result.interrupted for _, result in results)
     rivals: dict[str, Rival] = {}
@@ -163,7 +168,8 @@ def recomputing_or_not(
 ) -> list[StageCosts]:
     """Return the calibrated cost model with the workload's choice of recomputation, and with the other one."""
     other = replace(workload, activation_checkpointing=not workload.activation_checkpointing)
-    return [CalibratedStageCosts(cluster, model, work, inners) for work in (workload, other)]
+    find = ScheduleFinder()  # one for both, since schedules do not depend on recomputation
+    return [CalibratedStageCosts(cluster, model, work, inners, find=find) for work in (workload, other)]
 
 
 def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[tuple[StageCosts, SearchResult]]:
@@ -179,6 +185,30 @@ def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[
             if result.interrupted:
                 break
     return results
+
+
+def _with_fitted_owners(
+    models: Sequence[StageCosts], results: list[tuple[StageCosts, SearchResult]], task: _Task, effort_s: float
+) -> list[tuple[StageCosts, SearchResult]]:
+    """Search once more where memory limits the layers of the best plan, or nothing fits: large devices own more."""
+    if any(result.interrupted for _, result in results):
+        return []
+    chosen = list(models)
+    if results:
+        costs, best = min(((costs, result.best) for costs, result in results), key=lambda each: each[1].value)
+        if not is_tight(costs, best):
+            return []
+        chosen = [costs]
+    found: list[tuple[StageCosts, SearchResult]] = []
+    for costs in chosen:
+        assert isinstance(costs, CalibratedStageCosts)
+        fitted = costs.with_owners("fitted")
+        evaluate = Evaluator(fitted, task.global_batch, task.objective)
+        search = Search(evaluate, task.sizes, ("tensor", "sequence"), effort_s * OWNERS_SHARE, task.progress)
+        result = search.run([result.best.shapes for _, result in results])
+        if result is not None:
+            found.append((fitted, result))
+    return found
 
 
 def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:

@@ -134,7 +134,7 @@ class LayerCuts:
         )
         if min(room) < 1 or sum(room) < num_layers:
             return ()
-        kinds = tuple((block.kind, block.size, block.inner) for block in blocks)
+        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in blocks)
         key = kinds, links, micro_batch_size, room
         if key not in self._by_kinds:
             self.num_solved += 1
@@ -158,7 +158,10 @@ def stage_options(
     """What the stages of a pipeline take; None if some block cannot run one."""
     options = []
     for block in blocks:
-        option = costs.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
+        if block.others:
+            option = costs.mixed_stage(block.parts, micro_batch_size, pipelines)
+        else:
+            option = costs.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
         if option is None:
             return None
         options.append(option)
@@ -166,8 +169,16 @@ def stage_options(
 
 
 def links_between(costs: StageCosts, blocks: tuple[Block, ...]) -> tuple[int, ...]:
-    """Class of the link between neighbouring stages, ``[S - 1]``."""
-    return tuple(int(costs.cluster.link_class[a.node, b.node]) for a, b in pairwise(blocks))
+    """Class of the link between neighbouring stages, ``[S - 1]``; of several links the slowest."""
+    return tuple(_link_between(costs, a, b) for a, b in pairwise(blocks))
+
+
+def _link_between(costs: StageCosts, a: Block, b: Block) -> int:
+    cluster = costs.cluster
+    if not (a.others or b.others):
+        return int(cluster.link_class[a.node, b.node])
+    classes = {int(cluster.link_class[mine.node, theirs.node]) for mine in a.parts for theirs in b.parts}
+    return min(classes, key=lambda each: cluster.link_classes[each].bytes_per_s)
 
 
 def hops_s(costs: StageCosts, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int) -> Floats:

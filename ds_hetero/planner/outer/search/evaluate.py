@@ -119,7 +119,8 @@ class Evaluator:
         if self.objective.value(self.costs.step_s(bound_s, 0.0, 0.0), rate, 0.0) >= better_than:
             return None
         self.spent_s += FULL_S + FULL_PIPELINE_S * count
-        return self._judge(tuple(shapes), cuts, sizes, rate)
+        candidate = self._judge(tuple(shapes), cuts, sizes, rate)
+        return candidate if candidate is not None and candidate.value < inf else None
 
     def _judge(self, shapes: tuple[Shape, ...], cuts: list[Cut], sizes: list[int], rate: float) -> Candidate | None:
         counts = split_batch([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
@@ -173,7 +174,7 @@ class Evaluator:
 
     def _rate(self, blocks: tuple[Block, ...]) -> float:
         if blocks not in self._rates:
-            self._rates[blocks] = sum(block.size * self.objective.per_s[block.kind] for block in blocks)
+            self._rates[blocks] = sum(block.total(self.objective.per_s) for block in blocks)
         return self._rates[blocks]
 
 
@@ -204,7 +205,7 @@ def judge(
     last = max(times, key=lambda cut: times[cut])
     gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
     step_s = costs.step_s(times[last], gradients_s, last.overlap_s)
-    rate = sum(block.size * objective.per_s[block.kind] for shape in shapes for block in shape.blocks)
+    rate = sum(block.total(objective.per_s) for shape in shapes for block in shape.blocks)
     return Candidate(
         shapes=tuple(shapes),
         cuts=tuple(cuts),
@@ -225,7 +226,8 @@ def judge_layers(costs: StageCosts, objective: Objective, pipelines: Sequence[Pl
             return None
         cuts.append(cut)
     shapes = [Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in pipelines]
-    return judge(costs, objective, shapes, cuts, [pipeline.micro_batches for pipeline in pipelines])
+    candidate = judge(costs, objective, shapes, cuts, [pipeline.micro_batches for pipeline in pipelines])
+    return candidate if candidate.value < inf else None
 
 
 def place(shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[PlacedPipeline, ...]:
@@ -236,7 +238,7 @@ def place(shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -
 
 def value_of(objective: Objective, plan: Candidate, step_s: float) -> float:
     """What the objective says of a plan whose step takes ``step_s``."""
-    rate = sum(block.size * objective.per_s[block.kind] for shape in plan.shapes for block in shape.blocks)
+    rate = sum(block.total(objective.per_s) for shape in plan.shapes for block in shape.blocks)
     return objective.value(step_s, rate, busy_rate(objective, plan.shapes, plan.cuts, plan.micro_batches))
 
 
@@ -245,7 +247,7 @@ def busy_rate(objective: Objective, shapes: Sequence[Shape], cuts: Sequence[Cut]
     if not any(objective.per_busy_s):
         return 0.0
     return sum(
-        number * block.size * objective.per_busy_s[block.kind] * (forward + backward)
+        number * block.total(objective.per_busy_s) * (forward + backward)
         for shape, cut, number in zip(shapes, cuts, counts, strict=True)
         for block, forward, backward in zip(shape.blocks, cut.forward_s, cut.backward_s, strict=True)
     )

@@ -10,7 +10,7 @@ from ds_hetero.cost.stages.stage import Block, Pools
 from ds_hetero.planner.outer.blocks import MAX_SIZE, block_of, idle_devices
 from ds_hetero.planner.outer.search.evaluate import Shape
 
-__all__ = ["neighbours"]
+__all__ = ["Shapes", "neighbours", "separated"]
 
 ALL_PIPELINES = 12  # up to so many pipelines, all are changed in turn; of more, a sample
 PARTNERS = 6  # pipelines that one exchanges blocks with
@@ -59,13 +59,20 @@ def _at(shapes: Shapes) -> Iterator[tuple[int, Shape]]:
     return iter(enumerate(shapes))
 
 
-def _makeup(shape: Shape) -> tuple[tuple[int, int, str], ...]:
-    return tuple((block.kind, block.size, block.inner) for block in shape.blocks)
+Makeup = tuple[tuple[object, ...], ...]
 
 
-def _alike(shapes: Shapes) -> dict[tuple[tuple[int, int, str], ...], list[int]]:
+def _makeup(shape: Shape) -> Makeup:
+    return tuple((block.kind, block.size, block.inner, *_of_kinds(block)) for block in shape.blocks)
+
+
+def _of_kinds(block: Block) -> list[tuple[int, int]]:
+    return [(part.kind, part.size) for part in block.others]
+
+
+def _alike(shapes: Shapes) -> dict[Makeup, list[int]]:
     """Pipelines by makeup: kinds and sizes of their blocks in order."""
-    alike: dict[tuple[tuple[int, int, str], ...], list[int]] = {}
+    alike: dict[Makeup, list[int]] = {}
     for i, shape in enumerate(shapes):
         alike.setdefault(_makeup(shape), []).append(i)
     return alike
@@ -81,7 +88,9 @@ def _own_edits(blocks: Blocks, inners: Sequence[str]) -> Iterator[Blocks]:
     """Split, merge, drop or reorder blocks of one pipeline, or run one in another way."""
     for a, block in enumerate(blocks):
         before, after = blocks[:a], blocks[a + 1 :]
-        if block.size > 1:
+        if block.others:
+            yield before + separated(block) + after
+        elif block.size > 1:
             half = _resized(block, block.size // 2)
             yield before + (half, _resized(block, block.size - block.size // 2)) + after
             for inner in inners:
@@ -89,11 +98,16 @@ def _own_edits(blocks: Blocks, inners: Sequence[str]) -> Iterator[Blocks]:
                     yield before + (block._replace(inner=inner),) + after
         yield before + after
         twin = next((c for c in range(a + 1, len(blocks)) if blocks[c] == block), None)
-        if twin is not None and 2 * block.size <= MAX_SIZE:
+        if twin is not None and 2 * block.size <= MAX_SIZE and not block.others:
             yield before + (_resized(block, 2 * block.size),) + blocks[a + 1 : twin] + blocks[twin + 1 :]
         for c in range(a + 1, len(blocks)):
             if blocks[c] != block:
                 yield before + (blocks[c],) + blocks[a + 1 : c] + (block,) + blocks[c + 1 :]
+
+
+def separated(block: Block) -> Blocks:
+    """The parts of a block of several pools as blocks of their own."""
+    return tuple(Block(*part, "one" if part.size == 1 else block.inner) for part in block.parts)
 
 
 def _resized(block: Block, size: int) -> Block:

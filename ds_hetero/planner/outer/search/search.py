@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, Shape
+from ds_hetero.planner.outer.search.joins import joins, mixed_nodes
 from ds_hetero.planner.outer.search.last_word import refine
 from ds_hetero.planner.outer.search.moves import Shapes, neighbours
 from ds_hetero.planner.outer.search.starts import starts, uniform_grids
@@ -36,6 +37,8 @@ KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best pla
 LAST_WORD = 8
 LAST_WORD_SHARE = 0.1  # of the effort, on top of it
 LEAST_GAIN = 1e-9
+JOINS = 6  # stages of unlike devices that share sequences which are tried
+JOIN_S = 0.05  # what finding the schedule of one takes
 
 
 def default_effort_s(num_ranks: int) -> float:
@@ -111,6 +114,8 @@ class Search:
         try:
             kept = self._starts(warm)
             self._refine(kept)
+            if "sequence" in self._inners:
+                self._join()
         except KeyboardInterrupt:
             if self._best is None:
                 raise
@@ -141,7 +146,7 @@ class Search:
     def _starts(self, warm: Iterable[Shapes]) -> list[Candidate]:
         """The best few starts, each of another time or number of pipelines."""
         tops: list[Candidate] = []
-        sources = itertools.chain(warm, self._grids(), self._families())
+        sources = itertools.chain(warm, self._mixed(), self._grids(), self._families())
         many = self._evaluate.costs.cluster.num_ranks > MANY_RANKS
         limit_s = self._effort_s * (STARTS_SHARE_OF_MANY if many else STARTS_SHARE)
         for shapes in sources:
@@ -163,6 +168,27 @@ class Search:
             for pipelines in starts(self._pools, inner):
                 for size in self._sizes:
                     yield tuple(Shape(blocks, size) for blocks in pipelines)
+
+    def _mixed(self) -> Iterable[Shapes]:
+        """Nodes of several kinds of devices as stages that share sequences."""
+        for pipelines in mixed_nodes(self._evaluate.costs) if "sequence" in self._inners else ():
+            self._evaluate.spent_s += JOIN_S
+            for size in self._sizes:
+                yield tuple(Shape(blocks, size) for blocks in pipelines)
+
+    def _join(self) -> None:
+        """Let two stages of the best plan share sequences, while that helps."""
+        tried, better = 0, True
+        while better and tried < JOINS and self._best is not None:
+            better = False
+            for shapes in itertools.islice(joins(self._evaluate.costs, self._best), JOINS - tried):
+                tried += 1
+                self._evaluate.spent_s += JOIN_S
+                candidate = self._evaluate(shapes, self._best.value * (1 - LEAST_GAIN))
+                if candidate is not None and candidate.value < self._best.value * (1 - LEAST_GAIN):
+                    self._note(candidate)
+                    better = True
+                    break
 
     def _refine(self, tops: Sequence[Candidate]) -> None:
         for plan in tops:
