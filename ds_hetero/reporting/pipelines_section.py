@@ -16,7 +16,7 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner.outer.explain import reasons_of
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
-from ds_hetero.planner.outer.given import judge_plan
+from ds_hetero.planner.outer.given import judge_plan, with_owners_of
 from ds_hetero.planner.outer.planned import Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_hexiscale, best_sequence, best_tangram
 from ds_hetero.reporting.described_plan import DescribedPlan
@@ -47,6 +47,7 @@ def judged(described: DescribedPlan, cluster: Cluster | None = None, seq_len: in
         work = replace(work, activation_checkpointing=plan.activation_checkpointing)
     work = replace(work, seq_len=seq_len or work.seq_len)
     costs = make_stage_costs(scenario.cost_model, cluster or scenario.clusters[0], scenario.model, work)
+    costs = with_owners_of(costs, plan)
     objective = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
     return costs, judge_plan(costs, plan, objective)
 

@@ -86,7 +86,7 @@ def test_a_plan_that_fits_only_with_weighted_owners_is_judged_and_comes_back_fro
     plan = read_plan(json.loads(json.dumps(to_plan(fitted, finished).to_dict())))
     weights = dict(plan.zero.owner_weights)
     assert weights[0] == 1 > weights[1] > 0
-    again = judge_plan(even.with_owners(owners_of(plan, even.pools)), plan, goal)
+    again = judge_plan(even, plan, goal)
     assert again.step_s == pytest.approx(finished.step_s, rel=1e-12)
     with pytest.raises(PlanError, match="does not fit"):
         judge_plan(even, replace(plan, zero=replace(plan.zero, owner_weights=())), goal)

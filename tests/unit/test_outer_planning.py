@@ -237,7 +237,9 @@ def test_the_command_line_plans_predicts_draws_and_plans_again(tmp_path, capsys)
     path, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert run(["plan", *OPTIONS, "--parallel", "full", "--global-batch", "24", "--out", str(path), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["plan"] == json.loads(path.read_text())
+    written = json.loads(path.read_text())
+    assert written.pop("scenario")  # what it was made for
+    assert planned["plan"] == written
     assert planned["reasons"]
     assert set(planned["baselines"]) == {"grid", "sequence"}
     assert run(["simulate", *OPTIONS, "--plan", str(path), "--json"]) == 0

@@ -16,7 +16,6 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.models import make_stage_costs
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
@@ -24,7 +23,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.outer.explain import reasons_of, shape_text
 from ds_hetero.planner.outer.finish import Finished, memory_by_rank, memory_bytes
-from ds_hetero.planner.outer.given import check_plan_fits, judge_plan, owners_of
+from ds_hetero.planner.outer.given import judge_plan, with_owners_of
 from ds_hetero.planner.outer.planned import PlannedPipelines
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.search.evaluate import Candidate
@@ -180,10 +179,7 @@ def costs_for(task: Task, given: Plan) -> tuple[StageCosts, Objective]:
     """The cost model under which a given plan is judged, with its own choice of recomputation."""
     if given.activation_checkpointing is not None:
         task = _with_checkpointing(task, given.activation_checkpointing)
-    costs = task.costs()
-    check_plan_fits(given, costs.cluster, costs.model)
-    if isinstance(costs, CalibratedStageCosts):
-        costs = costs.with_owners(owners_of(given, costs.pools))
+    costs = with_owners_of(task.costs(), given)
     return costs, Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
 
 

@@ -16,7 +16,7 @@ from ds_hetero.planner.outer.finish import Finished
 from ds_hetero.planner.outer.search.evaluate import judge_layers
 from ds_hetero.plans import Plan, Stage
 
-__all__ = ["check_plan_fits", "judge_plan", "owners_of", "placed_of"]
+__all__ = ["check_plan_fits", "judge_plan", "owners_of", "placed_of", "with_owners_of"]
 
 
 def check_plan_fits(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
@@ -77,7 +77,7 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
     Raises:
         PlanError: it is for another model or cluster, or does not fit into memory.
     """
-    check_plan_fits(plan, costs.cluster, costs.model)
+    costs = with_owners_of(costs, plan)
     placed = placed_of(plan, costs.pools)
     if isinstance(costs, CalibratedStageCosts):
         _keep_schedules(costs, plan, placed)
@@ -109,6 +109,19 @@ def _keep_schedules(costs: CalibratedStageCosts, plan: Plan, placed: Sequence[Pl
                 order = sorted(stage.ranks, key=lambda rank: (pool_of[rank], rank))  # part by part
                 schedule = stage.schedule.with_places(order)
                 costs.sequence.keep(block.parts, blocks.micro_batch_size, schedule)
+
+
+def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
+    """Return the cost model with the owners of optimizer state that a plan says.
+
+    Raises:
+        PlanError: it is for another model or cluster, or see `owners_of`.
+    """
+    check_plan_fits(plan, costs.cluster, costs.model)
+    if not isinstance(costs, CalibratedStageCosts):
+        return costs
+    owners = owners_of(plan, costs.pools)
+    return costs if owners == costs.owners else costs.with_owners(owners)
 
 
 def owners_of(plan: Plan, pools: Pools) -> str | tuple[float, ...]:
