@@ -6,7 +6,7 @@ their process groups. Nothing is computed with, so values and optimizer state ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +100,15 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
         frozen_after={name: tuple(tensor.shape) for name, tensor in after.items()},
     )
     by_rank = on_all_ranks(lambda: holding)
+    old_boxes, new_boxes = [rank.old for rank in by_rank], [rank.new for rank in by_rank]
     states: dict[str, dict[str, Any]] = {}
     for name in new.shapes:
-        had = old.owned.pop(name, None)
-        state = {} if had is None else dict(optimizer.inner.state.pop(had, {}))
-        values = {} if had is None else {_VALUE: had.detach(), **state}
+        values = _taken(old.owned.pop(name, None), optimizer.inner.state)
         described = next(rank.state[name] for rank in by_rank if name in rank.old)
         by_element = {key: dtype for key, dtype in described.items() if isinstance(dtype, torch.dtype)}
         like = {key: torch.empty(0, dtype=dtype, device=device) for key, dtype in by_element.items()}
-        boxes = [[list(of.get(name, ())) for of in (rank.old, rank.new)] for rank in by_rank]
-        moved = move_owned(values, [had for had, _ in boxes], [has for _, has in boxes], like)
+        had, has = ([boxes.get(name, ()) for boxes in each] for each in (old_boxes, new_boxes))
+        moved = move_owned(values, had, has, like)
         if name in new.owned:
             new.owned[name].copy_(moved[_VALUE])
             states[name] = {key: moved.get(key, value) for key, value in described.items() if key != _VALUE}
@@ -122,6 +121,11 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
 
 def _frozen(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
+
+
+def _taken(owned: nn.Parameter | None, state: MutableMapping[Any, Any]) -> dict[str, Any]:
+    """The value of an owned parameter and the optimizer's state of it, which are taken away from the optimizer."""
+    return {} if owned is None else {_VALUE: owned.detach(), **state.pop(owned, {})}
 
 
 def _described(state: Mapping[str, Any], value: Tensor) -> dict[str, Any]:
