@@ -5,8 +5,11 @@ import time
 import pytest
 import torch
 
+from ds_hetero.errors import ConfigError
+from ds_hetero.plans import read_plan
 from tests.integration.test_pipelines import (
     LAYERS,
+    PLANS,
     adamw,
     batches,
     made_model,
@@ -130,3 +133,15 @@ def test_a_rank_that_slows_down_loses_layers_within_20_steps():
     assert at_first[SLOW_FROM - 1] == at_second[SLOW_FROM - 1] == 2
     assert at_first[SLOW_FROM + 19] == LAYERS - 1 and at_second[SLOW_FROM + 19] == 1
     assert len(told) == 1 and "layers move" in told[0] and "3+1" in told[0]
+
+
+def test_layers_that_cannot_move_are_refused():
+    from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable
+
+    model = made_model({}, False)
+    expect_movable(read_plan(ONE), model)
+    with pytest.raises(ConfigError, match="stages of tensor parallelism"):
+        expect_movable(read_plan(PLANS["tensor stage and single stages"]), model)
+    model.model.layers[1].register_buffer("scale", torch.ones(1))
+    with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
+        expect_movable(read_plan(ONE), model)
