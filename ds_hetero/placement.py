@@ -7,8 +7,7 @@ shards, the exchange of heads and the ring's tables follow from it, and nothing 
     span    an interval of the batch's positions that is cut over units
     lane    spans that are cut over the same units; KV travels round these and no others
 
-Today every placement is that of `stream_placement`: one lane, in which the whole sequence is one span, cut over all
-units by the schedule's token weights, whatever documents it holds.
+That of `stream_placement` has one lane, in which the whole sequence is one span, cut over all units.
 
 Plain integers; nothing here imports torch.
 """

@@ -21,7 +21,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range, Rows
-from ds_hetero.routes import Round, Routes, Transfer
+from ds_hetero.rounds import Round, Transfer
+from ds_hetero.routes import Routes
 
 __all__ = ["Block", "RingTable", "visible_blocks"]
 

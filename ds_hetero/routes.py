@@ -22,52 +22,12 @@ from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
+from ds_hetero.rounds import Part, Round, RoundsOf, Transfer
 from ds_hetero.splits import Split, refine, share
 
-__all__ = ["Part", "Round", "Routes", "Transfer"]
+__all__ = ["Routes"]
 
 _STEPS_OF_THREE_HOPS = 3
-
-
-class Part(NamedTuple):
-    """Some of the tokens that travel of one source, on their way over proxies.
-
-    Args:
-        start: index of the first one.
-        stop: index after the last one.
-        is_first_hop: the sender takes it from its block, and not from what it holds as a proxy.
-        is_last_hop: the receiver puts it into its block, and does not hold it as a proxy.
-    """
-
-    start: int
-    stop: int
-    is_first_hop: bool
-    is_last_hop: bool
-
-
-class Transfer(NamedTuple):
-    """One member's KV (or its gradient), or a part of it, moves from one member to another.
-
-    Args:
-        source: position whose tokens these are.
-        sender: position.
-        receiver: position.
-        due: the receiver needs it before this step.
-        part: None for the whole.
-    """
-
-    source: int
-    sender: int
-    receiver: int
-    due: int
-    part: Part | None = None
-
-
-class Round(NamedTuple):
-    """What one member posts while it computes one step; what it receives is there at the end of step ``due - 1``."""
-
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
 
 
 class _Crossing(NamedTuple):
@@ -132,7 +92,7 @@ class Routes:
 
     def forward(self, position: int) -> tuple[Round, ...]:
         """KV that ``position`` receives and sends in every round."""
-        rounds = _Rounds(self.steps, position)
+        rounds = RoundsOf(self.steps, position)
         for source in self._held(position):
             before, after = (self._neighbour(source, position, direction) for direction in (-1, 1))
             if before is not None:
@@ -157,7 +117,7 @@ class Routes:
         A block walks its way from the end; who has kept it since the forward is not sent it again. Of its own node the
         last one gets it from the source.
         """
-        rounds = _Rounds(self.steps, position)
+        rounds = RoundsOf(self.steps, position)
         for source in self._held(position):
             if position != source and self.kept(position) != source:
                 after = self._neighbour(source, position, 1)
@@ -199,7 +159,7 @@ class Routes:
 
         The receiver adds them to its own at the end of step ``due - 1``.
         """
-        rounds = _Rounds(self.steps, position)
+        rounds = RoundsOf(self.steps, position)
         for source in self._held(position):
             before, after = (self._neighbour(source, position, direction) for direction in (-1, 1))
             if before is not None:
@@ -291,32 +251,3 @@ class Routes:
                     begin = blocks.cuts[block]
                     parts[proxies][members[block]].append((piece.start - begin, piece.stop - begin, proxy))
         return parts
-
-
-class _Rounds:
-    """The rounds of one position as they are put together."""
-
-    def __init__(self, steps: int, position: int) -> None:
-        self._position = position
-        self._receives: list[list[Transfer]] = [[] for _ in range(steps)]
-        self._sends: list[list[Transfer]] = [[] for _ in range(steps)]
-
-    def add(self, number: int, transfer: Transfer) -> None:
-        if transfer.receiver == self._position:
-            self._receives[number].append(transfer)
-        else:
-            self._sends[number].append(transfer)
-
-    def cross(self, hops: Iterator[tuple[int, Transfer]]) -> None:
-        for number, transfer in hops:
-            if self._position in (transfer.sender, transfer.receiver):
-                self.add(number, transfer)
-
-    def made(self) -> tuple[Round, ...]:
-        """Sender and receiver have the transfers of a round in the same order, by which some backends pair them."""
-        pairs = zip(self._receives, self._sends, strict=True)
-        return tuple(Round(tuple(sorted(r, key=_order)), tuple(sorted(s, key=_order))) for r, s in pairs)
-
-
-def _order(transfer: Transfer) -> tuple[int, int]:
-    return transfer.source, transfer.part.start if transfer.part else 0

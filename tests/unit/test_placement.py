@@ -9,7 +9,7 @@ from ds_hetero.baselines import proportional, ring
 from ds_hetero.errors import ScheduleError
 from ds_hetero.placement import Lane, Placement, Rows, stream_placement
 from ds_hetero.ring_table import Block, RingTable
-from ds_hetero.routes import Round
+from ds_hetero.rounds import Round
 from ds_hetero.schedule import Group, Schedule
 from tests.unit.test_schedule import lengths, schedules
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_hetero.routes import Round, Transfer
+from ds_hetero.rounds import Round, Transfer
 from ds_hetero.runtime.attention.channel import NOTHING, Channel, Message, PendingReceives
 from ds_hetero.runtime.attention.kv_blocks import add_columns_, block_like, only
 from ds_hetero.runtime.attention.ring_steps import Ring

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
 from ds_hetero.ring_table import RingTable
-from ds_hetero.routes import Round
+from ds_hetero.rounds import Round
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.schedule import Schedule
 
