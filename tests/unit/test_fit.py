@@ -129,6 +129,14 @@ def test_of_what_does_not_fit_the_schedule_that_is_nearest_is_shown():
     assert worst <= max(np.subtract(even.prediction.memory_bytes, cost.capacity_bytes_D))
 
 
+def test_a_model_that_is_far_too_large_has_a_stack_all_the_same(capsys):
+    code, printed = _run(capsys, "--gpus", "3060", "--model", "llama-3.1-405b", "--seq-len", 1024, "--json")
+    report = json.loads(printed.out)
+    assert code == 1 and not report["fits"] and report["longest_sequence"] == 0
+    assert report["ranks"][0]["total"] > 100 * report["ranks"][0]["card"]
+    assert not any(each["fits"] for each in report["advice"])
+
+
 def test_advice_is_tried_alone_first_and_the_cheapest_comes_first():
     cost = cost_of(tiled_logits=False, model="llama-3.2-3b")
     advice = advise(best_schedule(cost), "plan")

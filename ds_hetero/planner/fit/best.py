@@ -19,7 +19,7 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["Fitted", "best_schedule", "longest_sequence", "with_workload"]
 
-MAX_GROWTH = 64  # of memory, when the nearest schedule is looked for
+MAX_GROWTH = 2**20  # of memory, when the nearest schedule is looked for
 STEP = 1.1  # between two sizes of memory that are tried
 LONGEST = 2**24  # tokens; beyond, nobody asks
 
@@ -121,18 +121,20 @@ def _with_memory(cost: CostModel, factor: float) -> CostModel:
 
 
 def _nearest(cost: CostModel) -> Candidate:
-    """The fastest schedule on cards that are all larger by the least factor with which there is one.
+    """The fastest schedule on cards that are all larger by about the least factor with which there is one.
 
     Raises:
         PlanError: no factor up to `MAX_GROWTH` is enough.
     """
     factor = 1.0
+    while factor < MAX_GROWTH and not fits_somehow(_with_memory(cost, 2 * factor)):
+        factor *= 2
     while factor < MAX_GROWTH:
         larger = _with_memory(cost, factor)
         if fits_somehow(larger) and (best := _fastest(larger)) is not None:
             return best
         factor *= STEP
     raise PlanError(
-        f"{cost.model.name} needs more than {MAX_GROWTH} times the memory of these cards. Give a smaller model, "
+        f"{cost.model.name} needs more than {MAX_GROWTH:,} times the memory of these cards. Give a smaller model, "
         "shorter sequences, or more cards."
     )
