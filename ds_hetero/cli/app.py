@@ -50,6 +50,7 @@ __all__ = [
     "show",
     "simulate",
     "trace",
+    "weights",
 ]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
@@ -400,6 +401,24 @@ def selftest(
 
     if not command.run(quick=quick, limit_s=timeout_s, out=out, as_json=as_json, host_names=host_names):
         raise typer.Exit(1)
+
+
+@app.command()
+def weights(
+    checkpoint: Annotated[Path, typer.Option(help="Folder given to engine.save_checkpoint, of a job of pipelines.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: config.json and safetensors, for from_pretrained.")],
+    tag: Annotated[str | None, typer.Option(help="Checkpoint in the folder; left out, the latest.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; left out, as the checkpoint has them.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a Hugging Face folder of a checkpoint of pipelines, without ranks."""
+    require("torch", purpose="ds-hetero weights")
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
+        from ds_hetero.cli import weights as command
+
+    command.run(checkpoint, tag, out, dtype, as_json)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from ds_hetero.baselines import FROM_DEVICES
+from ds_hetero.cli.doctor_pipelines import examine_pipelines
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.extras import TRAINING
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
@@ -172,12 +173,15 @@ def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.M
         if section is None:
             return {**report, "enabled": False}
         expect_supported(ds_config)
+        sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
+        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
+        pipelines = examine_pipelines(facts, ds_config, world_size, model)
+        if pipelines is not None:
+            return {**report, **pipelines}
         if model is not None:
             from ds_hetero.integrations.transformers.model_checks import check_model
 
             check_model(model)
-        sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
         return {**report, **_decision(facts, ds_config, world_size, model)}
     except HeteroError as error:
         return {**report, "problem": str(error)}

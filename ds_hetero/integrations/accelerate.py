@@ -150,6 +150,8 @@ def _preparing(registry: Registry, stock: Any) -> Any:
             prepared = stock(accelerator, *args)
         if batches is not None:
             accelerator.gradient_accumulation_steps = batches.split.micro_steps
+        if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
+            accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
         return prepared
 
     return prepare
@@ -196,6 +198,10 @@ def _sharding_over_replicas(stock: Any) -> Any:
 
 def _do_nothing() -> None:
     pass
+
+
+def _as_it_is(values: Any, *args: Any, **kwargs: Any) -> Any:
+    return values
 
 
 def _stepping_by_replicas(stock: Any) -> Any:

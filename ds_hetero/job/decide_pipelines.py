@@ -26,6 +26,7 @@ __all__ = [
     "check_pipeline_section",
     "check_pipelines_searchable",
     "global_batch_of",
+    "pipelines_workload",
     "search_pipelines",
     "wants_search",
 ]
@@ -162,7 +163,11 @@ def search_pipelines(
             '"parallel": "full" it describes every device of the job once, in rank order.'
         )
     planned = plan_pipelines(
-        cluster, _spec_of(job), _workload(job, on_host), global_batch_of(job.training), inners=facts.inners
+        cluster,
+        _spec_of(job),
+        pipelines_workload(job, on_host=on_host),
+        global_batch_of(job.training),
+        inners=facts.inners,
     )
     return SearchedPipelines(plan=replace(planned.plan.with_layers(), zero=None), planned=planned, facts=facts)
 
@@ -175,21 +180,34 @@ def _spec_of(facts: JobFacts) -> ModelSpec:
     return facts.model.spec
 
 
-def _workload(facts: JobFacts, on_host: bool) -> Workload:
-    """The workload of one pipeline; its batches are the search's to choose.
+def pipelines_workload(
+    facts: JobFacts, *, on_host: bool, seq_len: int | None = None, checkpointing: bool | None = None
+) -> Workload:
+    """Return the workload of one pipeline; its batches are the search's to choose.
 
     Owned elements have values and optimizer state in fp32, whatever the parameters are.
+
+    Args:
+        facts: of the job.
+        on_host: devices are CPUs.
+        seq_len: tokens of a sequence, where the job does not say.
+        checkpointing: of activations; None for what the model says.
+
+    Raises:
+        PlanError: neither the section nor the model says how long sequences are.
     """
-    work = workload_of(facts, 1, on_host=on_host)
-    trained = facts.model.trained_share
+    model = facts.model if facts.model.max_seq_len else replace(facts.model, max_seq_len=seq_len)
+    work = workload_of(replace(facts, model=model), 1, on_host=on_host)
     return replace(
         work,
+        seq_len=facts.section.seq_len or seq_len or work.seq_len,
         micro_batch=1,
         micro_batches=1,
         zero_stage=1,
         zero_weights=None,
-        optimizer_bytes=_ADAM_BYTES * trained,
-        gradient_bytes=FP32_BYTES * trained,
+        activation_checkpointing=work.activation_checkpointing if checkpointing is None else checkpointing,
+        optimizer_bytes=_ADAM_BYTES * model.trained_share,
+        gradient_bytes=FP32_BYTES * model.trained_share,
         offload_optimizer=False,
         offload_parameters=False,
     )

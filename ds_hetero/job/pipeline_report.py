@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.job.decide_pipelines import SearchedPipelines
+from ds_hetero.planner.outer.explain import reasons_of
+from ds_hetero.planner.outer.finish import Finished
 from ds_hetero.plans import Pipeline, Plan, Stage
 
-__all__ = ["pipelines_text", "searched_text"]
+__all__ = ["judged_text", "pipelines_text", "searched_text"]
 
 _SHOWN = 8  # pipelines, and ranks of a stage, that are named
 
@@ -50,6 +53,18 @@ def searched_text(searched: SearchedPipelines) -> str:
     ]
     lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.no_inners.items()]
     lines.append(f"searched:   {time_text(planned.search_s)}; {', '.join(against)}")
+    return "\n".join(lines)
+
+
+def judged_text(costs: StageCosts, finished: Finished) -> str:
+    """The prediction of a given plan, and what decides it.
+
+    Args:
+        costs: the cost model.
+        finished: from `ds_hetero.planner.outer.given.judge_plan`.
+    """
+    lines = [f"predicted:  {time_text(finished.step_s)} per step"]
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(reasons_of(costs, finished))]
     return "\n".join(lines)
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "expect_same_scalar",
     "has_unscaled_term",
     "is_scaled",
+    "measure_tokens",
     "rescaled_loss",
     "sequence_parallel_loss",
 ]
@@ -211,6 +212,21 @@ def count_items(num_tokens: Tensor | int, device: torch.device) -> Tensor:
     total = torch.as_tensor(num_tokens, device=device).to(torch.int64).clone()
     dist.all_reduce(total)
     return total
+
+
+@torch.no_grad()
+def measure_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return what people watch beside the loss, ``[3]``: labels that count, entropies and hits of the first guess.
+
+    Args:
+        logits: [B, s, V].
+        labels: [B, s], of the token at the same place; those that do not count are `IGNORE_INDEX`.
+    """
+    counts = labels != IGNORE_INDEX
+    log_p = logits[counts].float().log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum()
+    hits = (log_p.argmax(-1) == labels[counts]).sum()
+    return torch.stack([counts.sum(), entropy, hits]).to(logits.device, torch.float32)
 
 
 def cross_entropy_sum(logits: Tensor, shift_labels: Tensor, chunk_tokens: int = 1024) -> Tensor:

@@ -28,6 +28,22 @@ REPLICAS = {
 CLUSTER = {"nodes": [{"name": "n", "device": "L4", "count": 3, "link": {"bandwidth_gb_per_s": 8, "latency_us": 9}}]}
 UNEVEN = {"schedule": UNEVEN_2}
 
+
+def pipelines(*ranks: int) -> dict[str, Any]:
+    """A plan of version 2: one pipeline, the first of two layers on all ranks but the last one."""
+    first = {"ranks": list(ranks[:-1]), "layers": [0, 1], "inner": "tensor" if len(ranks) > 2 else "one"}
+    stages = [first, {"ranks": [ranks[-1]], "layers": [1, 2]}]
+    model = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return {"version": 2, "model": model, "pipelines": [{"micro_batch_size": 1, "micro_batches": 3, "stages": stages}]}
+
+
+SMALL = {
+    "nodes": [{"name": "n", "device": "s", "count": 2, "link": {"bandwidth_gb_per_s": 8, "latency_us": 9}}],
+    "devices": {"s": {"peak_tflops": 1, "memory_gib": 1e-4, "memory_bandwidth_gb_per_s": 10}},
+}
+FULL = {"parallel": "full", "seq_len": 32, "cluster": SMALL}
+THREE = {"train_micro_batch_size_per_gpu": 3}
+
 # The configuration beside that of `ds_config`, changes to the model, and a part of the message.
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "misspelled section": ({"heterogenity": {}}, {}, 'did you mean "heterogeneity"?'),
@@ -55,6 +71,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
         "depends on the length of the sequence",
     ),
+    "pipelines on more ranks": ({"heterogeneity": {"schedule": pipelines(0, 1, 2)}}, {}, "ranks up to 2"),
+    "batch of pipelines": ({"heterogeneity": {"schedule": pipelines(0, 1)}}, {}, "take 3 sequences per optimizer step"),
+    "heads of pipelines": (
+        {"heterogeneity": {"schedule": pipelines(0, 1)}, **THREE},
+        {"num_attention_heads": 8},
+        "the plan is for a model of 2 layers, 4 heads",
+    ),
+    "layout of pipelines": ({"heterogeneity": {"schedule": pipelines(0, 1), "layout": "zigzag"}}, {}, "stages have"),
+    "full parallelism by name": ({"heterogeneity": {**FULL, "schedule": "ring"}}, {}, "searches for pipelines"),
+    "full parallelism, batch": ({"heterogeneity": FULL, "gradient_accumulation_steps": 2}, {}, "whole optimizer step"),
     "batch of replicas": (
         {"heterogeneity": {"schedule": REPLICAS}, "train_batch_size": 7},
         {},

@@ -23,6 +23,9 @@ class ModelConfig(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json."""
 
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """The content of config.json as text, with all keys or with those that are not the model's defaults."""
+
     def save_pretrained(self, save_directory: str) -> None:
         """Write config.json."""
 

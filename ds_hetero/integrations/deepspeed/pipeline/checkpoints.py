@@ -27,10 +27,11 @@ from ds_hetero.integrations.deepspeed.saving import save_whole
 from ds_hetero.integrations.transformers.stages import whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["frozen_state", "load_any_plan", "read_parts", "save_pipelines", "whole_tensor"]
+__all__ = ["MODEL_CONFIG", "frozen_state", "load_any_plan", "read_parts", "save_pipelines", "whole_tensor"]
 
 _PARTS = "mp_rank_*_model_states.pt"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+MODEL_CONFIG = "ds_hetero_model_config"  # the content of config.json
 _CLIENT_STATE = "ds_hetero_client_state"  # what the user gave to be saved; DeepSpeed mixes it with its own keys
 
 
@@ -44,7 +45,7 @@ def save_pipelines(
     **kwargs: Any,
 ) -> Any:
     """Around ``save_checkpoint``: see `ds_hetero.integrations.deepspeed.saving.save_whole`."""
-    state = {_CLIENT_STATE: dict(client_state or {})}
+    state = {_CLIENT_STATE: dict(client_state or {}), MODEL_CONFIG: pipelined.stage.configuration}
     return save_whole(pipelined.engine, save, None, save_dir, tag, state, save_latest, **kwargs)
 
 

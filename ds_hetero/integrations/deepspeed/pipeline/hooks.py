@@ -21,7 +21,8 @@ from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, sample
 
 __all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "report_times", "run_passes", "time_step"]
 
-_NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict")
+_MEASURES = "fused_lm_head"  # by which TRL's trainers ask for outputs with what they log of tokens
+_NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict", _MEASURES)
 
 
 def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: Any, **batch: Any) -> Any:
@@ -37,7 +38,8 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
         An output of transformers' with ``loss``, the mean over the labels of the global batch, on every rank.
 
     Caller: every rank of the world.
-    Collectives: the hops of the pipelines, the buckets of gradients, and one all_reduce of the loss.
+    Collectives: the hops of the pipelines, the buckets of gradients, and one all_reduce of the loss; another one of
+    three numbers, where the batch asks for measures of its tokens as TRL does.
     """
     if args:
         raise BatchError("give the engine a batch by names: engine(**batch).")
@@ -48,12 +50,25 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
             "micro-batches of a step, and the plan says how many there are."
         )
     whole = read_batch({name: entry for name, entry in batch.items() if name not in _NOT_FOR_MODELS})
+    stage = pipelined.stage
+    measures = torch.zeros(3, device=default_device()) if batch.get(_MEASURES) else None
+    stage.measures = None if measures is None else measures.clone()
     loss = _loss_of_passes(pipelined, whole, is_training)
     dist.all_reduce(loss)
+    if measures is not None:
+        assert stage.measures is not None
+        measures = measures if _is_copy(pipelined) else stage.measures
+        dist.all_reduce(measures)
     if is_training:
         pipelined.monitor.clock.join()
         pipelined.loss = loss
-    return outputs_with(loss)
+    return outputs_with(loss, measures)
+
+
+def _is_copy(pipelined: PipelinedEngine) -> bool:
+    """Whether another rank computes the same loss as this one."""
+    stage = pipelined.plan.stage_of(dist.get_rank())
+    return stage is not None and stage.inner == "tensor" and dist.get_rank() != stage.ranks[0]
 
 
 def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: bool) -> Tensor:
@@ -73,8 +88,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: 
     batches = [StageBatch(whole=rows, scale=scale) for step in steps for rows in micro_batches(plan, place[0], step)]
     sync = pipelined.engine.optimizer.sync
     value = pipelined.runner.train(batches, sync.no_sync) if is_training else pipelined.runner.evaluate(batches)
-    is_copy = stage.inner == "tensor" and rank != stage.ranks[0]
-    return nothing if value is None or is_copy else value.to(dtype)
+    return nothing if value is None or _is_copy(pipelined) else value.to(dtype)
 
 
 def keep_books(pipelined: PipelinedEngine, backward: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Tensor:

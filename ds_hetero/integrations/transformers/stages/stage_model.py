@@ -10,6 +10,7 @@ Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of t
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_te
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
-from ds_hetero.runtime.loss import cross_entropy_sum
+from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens
 from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
 from ds_hetero.runtime.replica import Replica
 
@@ -78,6 +79,7 @@ class StageModel:
         width: H.
         dtype: of the parameters and of the activations between stages.
         is_last: it computes the loss.
+        measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
         is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
     """
 
@@ -100,6 +102,7 @@ class StageModel:
         self._clock = UNTIMED
         self._timers: list[RemovableHandle] = []
         self._is_running = False
+        self.measures: Tensor | None = None
         self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
         self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
         self._sharded: ShardedModel | None = None
@@ -159,6 +162,12 @@ class StageModel:
                 layers[i] = with_memory(self._absent.pop(i), device).train(self._decoder.training)
         self.time_layers(self._clock)
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The content of config.json of the whole model, as plain data."""
+        content: dict[str, Any] = json.loads(self._pretrained.config.to_json_string(use_diff=False))
+        return {**content, "architectures": [type(self._pretrained).__name__]}
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds, by the names of the whole model; a tied parameter under its first name."""
         held = self.model.named_parameters(remove_duplicate=False)
@@ -211,6 +220,8 @@ class StageModel:
                 logits = self._pretrained(**inputs, use_cache=False).logits  # type: ignore[operator]
                 if labels is None:
                     raise BatchError("a batch needs labels, of which the last stage computes the loss.")
+                if self.measures is not None:
+                    self.measures += measure_tokens(logits, labels)
                 return cross_entropy_sum(logits, labels) * batch.scale
             output: Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
         tokens = output.shape[1] if hidden is None else hidden.shape[1]
@@ -279,11 +290,19 @@ class StageModel:
             self._layers[i] = Absent()
 
 
-def outputs_with(loss: Tensor) -> Any:
-    """Return what a model of transformers returns, with the loss alone."""
+def outputs_with(loss: Tensor, measures: Tensor | None = None) -> Any:
+    """Return what a model of transformers returns, with the loss, and with the sums that TRL's trainers log.
+
+    Args:
+        loss: of the global batch.
+        measures: see `measure_tokens`; None where nobody asked for them.
+    """
     from transformers.modeling_outputs import CausalLMOutput
 
-    return CausalLMOutput(loss=loss)
+    outputs = CausalLMOutput(loss=loss)
+    if measures is not None:
+        outputs.label_mask, outputs.entropy, outputs.is_top1 = measures.unbind()
+    return outputs
 
 
 def _names_of_whole_model(model: nn.Module) -> Mapping[str, str]:
