@@ -148,16 +148,18 @@ def random_parts(rng, total, number):
     return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
 
 
-def errors_against_one_process(handle, plan, changes, packed=False, lora=False, steps=3, model=None):
+def errors_against_one_process(
+    handle, plan, changes, packed=False, lora=False, steps=3, model=None, dtype=torch.float64, make_optimizer=adamw
+):
     """The largest difference of a loss, a norm or a parameter, and how many elements this rank holds."""
     import deepspeed
 
-    whole = made_model(changes, lora)
-    model = made_model(changes, lora) if model is None else model
+    whole = made_model(changes, lora).to(dtype)
+    model = made_model(changes, lora).to(dtype) if model is None else model
     steps = batches(plan, steps, packed)
-    losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
+    losses, norms = train_alone(whole, steps, make_optimizer(trained(whole)), 0.5)
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(trained(model)), config=config)
     worst = 0.0
     loader = handle.for_engine(engine).dataloader(steps)
     for batch, loss, norm in zip(loader, losses, norms, strict=True):
