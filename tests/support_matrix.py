@@ -272,12 +272,15 @@ _LOOP_ROWS = (
         note="at the first forward",
     ),
     Row(
-        what="pipelines of unequal stages: own loop, HF Trainer, LoRA, tied embeddings, packing",
+        what="pipelines of unequal stages: own loop, HF Trainer, accelerate, TRL's SFTTrainer, LoRA, tied embeddings, packing",
         status="tested",
         tests=(
             "tests/integration/test_pipelines.py::test_unequal_stages_train_as_one_process",
             "tests/integration/test_pipelines.py::test_random_plans_train_as_one_process",
             "tests/integration/test_trainer.py::test_pipelines_train_log_and_save_as_one_process",
+            "tests/integration/test_pipeline_loops.py::test_accelerates_own_loop_trains_as_one_process",
+            "tests/integration/test_pipeline_loops.py::test_trl_trains_pipelines_as_one_process",
+            "tests/integration/test_pipeline_loops.py::test_the_trainer_resumes_pipelines",
         ),
     ),
     Row(
@@ -288,9 +291,22 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
+        what="models without weights (`ds_hetero.empty_model`, the meta device), read or drawn by stage",
+        status="tested",
+        tests=(
+            "tests/integration/test_pipeline_weights.py::test_weights_are_read_by_stage",
+            "tests/integration/test_pipeline_weights.py::test_values_are_drawn_alike_under_every_plan",
+        ),
+    ),
+    Row(
         what="checkpoints of pipelines under another plan",
         status="tested",
-        tests=("tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",),
+        tests=(
+            "tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",
+            "tests/integration/test_pipeline_checkpoints.py::test_every_plan_loads_what_every_other_one_saved",
+            "tests/integration/test_pipeline_checkpoints.py::test_adapters_and_what_they_adapt_load_under_another_plan",
+            "tests/integration/test_pipeline_checkpoints.py::test_a_checkpoint_becomes_a_folder_without_ranks",
+        ),
     ),
     Row(
         what="pipelines with `replan`: layers move between stages of one rank and of sequence parallelism",

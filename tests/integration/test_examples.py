@@ -81,6 +81,16 @@ def test_quickstart_under_the_launcher(tmp_path):
     assert "PASS: uneven ranks train as one process" in output
 
 
+@pytest.mark.slow  # as above
+def test_pipelines_under_the_launcher(tmp_path):
+    options = ["--steps", "2", "--tokens", "64", "--batch-size", "8", "--reference", str(tmp_path / "reference.json")]
+    for num_processes in (1, 4):
+        launcher = [Path(sys.executable).with_name("deepspeed"), "--quiet", "--num_gpus", str(num_processes)]
+        rendezvous = ["--no_local_rank", "--master_port", str(free_port())]
+        output = _launch([*launcher, *rendezvous, str(EXAMPLES / "pipelines.py"), *options])
+    assert "PASS: unequal pipelines train as one process" in output
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ready_configuration_is_valid(stage):
     config = json.loads((CONFIGS / f"zero{stage}.json").read_text())

@@ -20,6 +20,7 @@ def loop(rank: int, plan: Any) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     import ds_hetero
+    from ds_hetero.errors import BatchError
 
     options: dict[str, Any] = {"cpu": True}
     if plan is not None:
@@ -56,6 +57,8 @@ def loop(rank: int, plan: Any) -> dict[str, Any]:
         numbers += torch.cat(losses).tolist()
     if plan is None:
         return {"numbers": numbers, "parameters": parameters(model)}
+    with pytest.raises(BatchError, match="Generation and other uses"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
     unwrapped = accelerator.unwrap_model(model)
     unwrapped_stages = ds_hetero.register().registry.find_pipelined(unwrapped)
     unwrapped_stages.save_pretrained("weights")
