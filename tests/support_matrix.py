@@ -272,7 +272,7 @@ _LOOP_ROWS = (
         note="at the first forward",
     ),
     Row(
-        what="pipelines of unequal stages: own loop, HF Trainer, accelerate, TRL's SFTTrainer, LoRA, tied embeddings, packing",
+        what="pipelines of unequal stages: own loop, HF Trainer, accelerate, TRL, LoRA, tied embeddings, packing",
         status="tested",
         tests=(
             "tests/integration/test_pipelines.py::test_unequal_stages_train_as_one_process",
