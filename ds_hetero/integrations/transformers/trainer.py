@@ -61,7 +61,7 @@ def install(registry: Registry) -> None:
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
     replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
-    replace(Trainer, "_track_num_input_tokens", lambda stock: _counting_tokens_once(registry, stock))
+    replace(Trainer, "_track_num_input_tokens", _counting_tokens_once)
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
     replace(Trainer, "save_model", lambda stock: _saving_stages(registry, stock))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
@@ -218,13 +218,12 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     return compute_loss
 
 
-def _counting_tokens_once(registry: Registry, stock: Any) -> Any:
-    """Placeholders are no tokens, and of a batch that all ranks of pipelines are given, one rank counts them."""
+def _counting_tokens_once(stock: Any) -> Any:
+    """Placeholders are no tokens."""
 
     @functools.wraps(stock)
     def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
-        counts_elsewhere = registry.is_pipelined(trainer.model) and dist.get_rank() > 0
-        if is_placeholder(inputs) or counts_elsewhere:
+        if is_placeholder(inputs):
             inputs = {
                 name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
             }
