@@ -36,7 +36,7 @@ STEPS = 2
 
 
 def started(plan, lora=False, tied=True):
-    """An engine with a model of which every value is 0.5, so that all of it comes from a checkpoint."""
+    """An engine on a new model, the model, and its first values by name."""
     import deepspeed
 
     model = made_model({"tie_word_embeddings": tied}, lora)
