@@ -56,7 +56,7 @@ def loop(rank: int, plan: Any) -> dict[str, Any]:
             losses = [accelerator.gather_for_metrics(model(**batch).loss.reshape(1)) for batch in evaluation]
         numbers += torch.cat(losses).tolist()
     if plan is None:
-        return {"numbers": numbers, "parameters": parameters(model)}
+        return {"numbers": numbers, "parameters": parameters(accelerator.unwrap_model(model))}
     with pytest.raises(BatchError, match="Generation and other uses"):
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
     unwrapped = accelerator.unwrap_model(model)
