@@ -1,6 +1,5 @@
 """Models without weights: every rank of the pipelines reads or draws what it holds, and nothing else."""
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from tests.integration.test_pipelines import (
     errors_against_one_process,
     made_model,
     of_eight_samples,
-    pipeline,
-    plan_of,
     trained,
 )
 from tests.integration.tiny import llama
@@ -142,56 +139,3 @@ def test_what_cannot_be_read_is_refused_by_name_on_every_rank(tmp_path):
     for texts in outcomes:
         assert len(texts) == len(expected)
         assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
-
-
-LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}  # 268 MB of values in fp32
-
-
-def peak_bytes():
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def trains_by_stage(rank, plan):
-    """Losses of three steps, and by how much this rank's peak grew at the start and until the end."""
-    import deepspeed
-
-    import ds_hetero
-
-    handle = ds_hetero.register()
-    deepspeed.init_distributed("gloo")
-    with torch.device("meta"):
-        model = llama(**LARGE)
-    before = peak_bytes()
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "heterogeneity": {"schedule": plan}}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    started, losses = peak_bytes() - before, []
-    for batch in handle.dataloader(batches(plan, 1, False) * 3):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses, started, peak_bytes() - before
-
-
-def trains_alone(rank):
-    """Bytes of the model's values, and by how much the peak of a process grows that trains all of it."""
-    before = peak_bytes()
-    model = llama(**LARGE)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
-    optimizer.step()
-    return sum(parameter.nbytes for parameter in model.parameters()), peak_bytes() - before
-
-
-@pytest.mark.slow
-def test_no_rank_ever_holds_what_is_not_its_own():
-    stages = [{"ranks": [i], "layers": [4 * i, 4 * i + 4]} for i in range(4)]
-    plan = {**plan_of(pipeline(1, 4, *stages)), "model": {"num_layers": 16, "num_heads": 4, "num_kv_heads": 2}}
-    ((whole, alone),) = run_deepspeed(trains_alone, 1)
-    assert alone > 3 * whole  # values, gradients and two moments
-    for losses, started, grown in run_deepspeed(trains_by_stage, 4, plan):
-        assert losses[2] < losses[1] < losses[0]
-        print(f"peak: {started / whole:.2f} of the values at the start, {grown / alone:.2f} of one process in all")
-        assert started < 0.8 * whole  # a quarter of the values, the copies that the rank owns, and what gloo takes
-        assert grown < 0.5 * alone
