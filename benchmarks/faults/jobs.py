@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 
 __all__ = [
     "ENDLESS",
@@ -26,7 +25,9 @@ PAUSE, STOP = "pause", "stop for good"
 NOT_REGISTERED = "no register()"
 FULL, READ_ONLY = "disk full", "read-only"
 
-START = ("model", "agreement", "describe", "cache", "profile", "links", "plan")
+_START_OF_SEQUENCES = ("model", "agreement", "describe", "cache", "profile", "links", "plan")
+_START_OF_PIPELINES = ("model", "agreement", "build")
+START = (*_START_OF_SEQUENCES, "build")
 TRAINING = ("data set", "collator", "forward", "backward", "step", "between steps", "look", "save")
 LOCAL = ("continue", "break", "caught exception", "stop of one rank")
 """What one rank decides alone and the others do not learn of."""
@@ -64,6 +65,7 @@ class Job:
         victim: the rank that the fault strikes.
         store: who hosts torch's key-value store: "rank 0", as under DeepSpeed's launcher, or "launcher", as torchrun.
         weighted: whether ZeRO's shares are unequal.
+        pipelines: whether the model is cut into stages of pipelines, and not over the sequence.
     """
 
     fault: str
@@ -74,6 +76,7 @@ class Job:
     victim: int
     store: str
     weighted: bool
+    pipelines: bool = False
 
     @property
     def takes_timeout(self) -> bool:
@@ -86,17 +89,20 @@ class Job:
     @property
     def name(self) -> str:
         """In one line, for ``--only`` and the progress bar."""
-        where = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}, {self.loop}, store on {self.store}"
-        return f"{self.fault} in {self.phase}, rank {self.victim} of {self.ranks}, {where}"
+        zero = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}"
+        loop = f"{self.loop}{' with pipelines' if self.pipelines else ''}"
+        rank = f"rank {self.victim} of {self.ranks}"
+        return f"{self.fault} in {self.phase}, {rank}, {zero}, {loop}, store on {self.store}"
 
 
 def all_jobs() -> list[Job]:
     """Every fault in every phase that it can strike, over all stages, turn by turn under the other circumstances."""
-    return [_job(number, *case) for number, case in zip(count(), _cases(), strict=False)]
+    jobs = [_job(number, *case) for number, case in enumerate(_cases())]
+    return jobs + [_job_of_pipelines(number, *case) for number, case in enumerate(_cases_of_pipelines())]
 
 
 def quick_jobs() -> list[Job]:
-    """One job per phase and per kind of fault, as few as that takes."""
+    """One job per phase and per kind of fault, as few as that takes, and one per phase of pipelines."""
     seen: set[str] = set()
     chosen = []
     for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
@@ -105,7 +111,8 @@ def quick_jobs() -> list[Job]:
             if len(news) == len(rounds(job)):
                 chosen.append(job)
                 seen |= news
-    return chosen
+    of_pipelines = {job.phase: job for job in reversed(all_jobs()) if job.pipelines and job.fault not in LOCAL}
+    return list(dict.fromkeys([*chosen, *of_pipelines.values()]))
 
 
 def _cases() -> Iterator[tuple[str, str, int]]:
@@ -119,7 +126,7 @@ def _cases() -> Iterator[tuple[str, str, int]]:
             yield TERMINATE, phase, stage
             yield PAUSE, phase, stage + 1 & 3
         yield STOP, phase, 2
-    for phase in START:
+    for phase in _START_OF_SEQUENCES:
         for fault, stage in ((KILL, 1), (EXCEPTION, 2), (KILL, 3), (TERMINATE, 0), (PAUSE, 1), (STOP, 3)):
             yield fault, phase, stage
     for stage in range(_STAGES):
@@ -131,6 +138,21 @@ def _cases() -> Iterator[tuple[str, str, int]]:
     for number, fault in enumerate(MISMATCHES):
         yield fault, "agreement", number % _STAGES
         yield fault, "agreement", (number + 1) % _STAGES
+
+
+def _cases_of_pipelines() -> Iterator[tuple[str, str, int]]:
+    """Fault, phase and stage."""
+    rarely = (TERMINATE, PAUSE, STOP)
+    for number, phase in enumerate((*_START_OF_PIPELINES, *TRAINING)):
+        if phase != "look":
+            yield KILL, phase, number % 3
+            yield EXCEPTION, phase, (number + 1) % 3
+            yield rarely[number % 3], phase, (number + 2) % 3
+    for stage, fault in ((1, FULL), (2, READ_ONLY)):
+        yield fault, "save", stage
+    for fault in LOCAL:
+        yield fault, "between steps", 1
+    yield "another schedule", "agreement", 1
 
 
 def _job(number: int, fault: str, phase: str, stage: int) -> Job:
@@ -152,4 +174,23 @@ def _job(number: int, fault: str, phase: str, stage: int) -> Job:
         victim=victim,
         store="launcher" if number % 4 < 2 else "rank 0",
         weighted=stage > 0 and number % 2 == 0,
+    )
+
+
+def _job_of_pipelines(number: int, fault: str, phase: str, stage: int) -> Job:
+    """A case under circumstances that change with its number."""
+    ranks = 2 if number % 3 == 2 else 4
+    loop = "Trainer" if number % 4 == 3 else "loop"
+    if fault in LOCAL:
+        loop = "Trainer" if fault == "stop of one rank" else "loop"
+    return Job(
+        fault=fault,
+        phase=phase,
+        stage=stage,
+        ranks=ranks,
+        loop=loop,
+        victim=ranks - 1 if fault in MISMATCHES else number % ranks,
+        store="launcher" if number % 4 < 2 else "rank 0",
+        weighted=False,
+        pipelines=True,
     )

@@ -11,7 +11,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ _FUNCTIONS = {
     "profile": "ds_hetero.profiler.measure:memory_probe",
     "links": "ds_hetero.profiler.measure:pair_round",
     "plan": "ds_hetero.job.start:decide",
+    "build": "ds_hetero.integrations.deepspeed.pipeline.engine:make_boundary_groups",
     "look": "ds_hetero.job.replanning:Replanning.observe",
 }
 """By phase, the function of the product in front of which the fault strikes."""
@@ -85,16 +86,17 @@ class Plant:
             owner = functools.reduce(getattr, owners, importlib.import_module(module))
             setattr(owner, name, self._before(self._job.phase, getattr(owner, name)))
 
-    def in_model(self, layer: torch.nn.Module) -> None:
-        """Plant faults in a layer's forward and backward, and in the step of any optimizer."""
-        layer.register_forward_pre_hook(lambda *_: self.strike("forward"))
+    def in_model(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Plant faults in forward and backward of layers, and in the step of any optimizer."""
 
         def hook_gradient(module: Any, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self.strike("backward"))
 
-        layer.register_forward_hook(hook_gradient)
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: self.strike("forward"))
+            layer.register_forward_hook(hook_gradient)
         register_optimizer_step_pre_hook(lambda *_: self.strike("step"))  # the Trainer makes one of its own
 
     def in_saving(self) -> None:

@@ -62,7 +62,7 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
     handle = None if difference == NOT_REGISTERED else ds_hetero.register()
     model = _llama(num_layers=3 if difference == "another model" else 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    plant.in_model(model.model.layers[1])
+    plant.in_model(model.model.layers[0 if job.pipelines else 1 :])
     config = _ds_config(job)
     if difference in _DIFFERENCES:
         config = _DIFFERENCES[difference](config)
@@ -244,8 +244,22 @@ def _schedule(ranks: int, stage: int) -> dict[str, Any]:
     return {"version": 1, "num_heads": 4, "num_kv_heads": 2, "layout": "contiguous", "groups": groups}
 
 
+def _pipelines(ranks: int) -> dict[str, Any]:
+    """A plan of two stages; on four ranks the first is split over the sequence, and another pipeline has one rank."""
+    sequence = {"groups": [{"ranks": [0, 1], "tokens": [3, 1], "heads": [4, 0]}]}
+    schedule = {"version": 1, "num_heads": 4, "num_kv_heads": 2, "layout": "contiguous", **sequence}
+    split = {"ranks": [0, 1], "layers": [0, 1], "inner": "sequence", "schedule": schedule}
+    first = split if ranks == 4 else {"ranks": [0], "layers": [0, 1]}
+    last = {"ranks": [ranks // 2], "layers": [1, 2]}
+    pipelines = [{"micro_batch_size": 1, "micro_batches": 4 // ranks, "stages": [first, last]}]
+    if ranks == 4:
+        pipelines.append({"micro_batch_size": 1, "micro_batches": 1, "stages": [{"ranks": [3], "layers": [0, 2]}]})
+    return {"version": 2, "model": {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}, "pipelines": pipelines}
+
+
 def _ds_config(job: Job) -> dict[str, Any]:
-    section: dict[str, Any] = {"schedule": _schedule(job.ranks, job.stage)}
+    plan = _pipelines(job.ranks) if job.pipelines else _schedule(job.ranks, job.stage)
+    section: dict[str, Any] = {"schedule": plan}
     node = {"name": "host", "device": "CPU", "count": job.ranks, "link": _LINK}
     if job.phase in ("cache", "profile", "links"):
         section = {"cluster": "measure"}

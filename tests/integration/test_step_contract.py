@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.test_features import start
 from tests.integration.tiny import batches, llama
@@ -80,6 +81,74 @@ def _leave_out_a_step(rank: int) -> str:
     return str(caught.value)
 
 
+PIPELINE = {
+    "version": 2,
+    "model": {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    "pipelines": [
+        {
+            "micro_batch_size": 1,
+            "micro_batches": 2,
+            "stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 2]}],
+        }
+    ],
+}
+
+
+def start_pipeline() -> tuple[Any, Any]:
+    """Handle and engine; two stages, one on each rank."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle, model = ds_hetero.register(), llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config={"heterogeneity": {"schedule": PIPELINE}}
+    )
+    return handle, engine
+
+
+def test_a_backward_left_out_by_one_stage_of_a_pipeline() -> None:
+    messages = run_deepspeed(_leave_out_a_backward_of_a_pipeline, 2)
+    assert messages[0] == messages[1]
+    assert "rank 1 ran 1 forward, 1 backward, 1 step" in messages[0]
+    assert "the other ranks ran 1 forward, 0 backwards, 1 step" in messages[0]
+
+
+def _leave_out_a_backward_of_a_pipeline(rank: int) -> str:
+    from ds_hetero import StepError
+
+    handle, engine = start_pipeline()
+    with pytest.raises(StepError) as caught:
+        for number, batch in enumerate(handle.dataloader(batches(4))):
+            loss = engine(**batch).loss
+            if rank == 1 or number != 2:
+                engine.backward(loss)
+            engine.step()
+    return str(caught.value)
+
+
+def test_a_loop_left_by_one_stage_of_a_pipeline_meets_the_other_in_a_checkpoint(tmp_path: Any) -> None:
+    messages = run_deepspeed(_leave_a_pipeline_and_save, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    left, waiting = "rank 0 has left the loop over its batches and is saving a checkpoint", "reading the next batch"
+    assert messages[0].startswith(f"{left}, while the other ranks are {waiting}. Every rank has to")
+
+
+def _leave_a_pipeline_and_save(rank: int, folder: str) -> str:
+    from ds_hetero import StepError
+
+    handle, engine = start_pipeline()
+    with pytest.raises(StepError) as caught:
+        for number, batch in enumerate(handle.dataloader(batches(4))):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            if rank == 0 and number == 1:
+                break
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
 def test_what_all_ranks_decide_together_stays_legal() -> None:
     run_deepspeed(_do_odd_things, 2)
 
@@ -87,8 +156,6 @@ def test_what_all_ranks_decide_together_stays_legal() -> None:
 def _do_odd_things(rank: int) -> None:
     import threading
     from queue import Queue
-
-    import torch
 
     handle, engine = start(llama(), stage=1)
     loader, other = (handle.dataloader(batches(3), batches="same") for _ in range(2))

@@ -39,6 +39,7 @@ __all__ = [
     "install_hooks",
     "load_checkpoint",
     "record_step",
+    "recording",
     "refuse_batch_sizes",
     "report_prediction",
     "report_times",
@@ -197,15 +198,10 @@ def waiting(phase: str) -> Hook:
     return name_lost_peers
 
 
-def _recording(call: str) -> Hook:
-    """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`.
+def recording(call: str) -> Hook:
+    """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`."""
 
-    A forward of a whole batch, or without gradients, is this rank's own affair.
-    """
-
-    def record_call(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if call == FORWARD and not (hooked.model.waits_in_forward and torch.is_grad_enabled()):
-            return method(*args, **kwargs)
+    def record_call(hooked: Hooked, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         own_calls.record(call)
         try:
             return method(*args, **kwargs)
@@ -214,6 +210,16 @@ def _recording(call: str) -> Hook:
             raise
 
     return record_call
+
+
+_record_forward = recording(FORWARD)
+
+
+def _record_common_forward(hooked: HookedEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record a forward unless it is of a whole batch, or without gradients, and so this rank's own affair."""
+    if hooked.model.waits_in_forward and torch.is_grad_enabled():
+        return _record_forward(hooked, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def save_checkpoint(hooked: HookedEngine, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -256,13 +262,13 @@ def _stage3(hook: Callable[..., Any]) -> Hook:
 
 
 HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (_recording(FORWARD), time_forward, waiting("running a forward")),
-    "backward": (_recording(BACKWARD), time_backward, waiting("running a backward"), scale_loss),
-    "step": (_recording(STEP), time_step, record_step, waiting("running the engine's step"), expect_scaled_loss),
+    "forward": (_record_common_forward, time_forward, waiting("running a forward")),
+    "backward": (recording(BACKWARD), time_backward, waiting("running a backward"), scale_loss),
+    "step": (recording(STEP), time_step, record_step, waiting("running the engine's step"), expect_scaled_loss),
     "destroy": (report_times, report_prediction),
     "set_train_batch_size": (refuse_batch_sizes,),
     "set_train_micro_batch_size": (refuse_batch_sizes,),
-    "save_checkpoint": (_recording(SAVE), waiting("saving a checkpoint"), save_checkpoint),
+    "save_checkpoint": (recording(SAVE), waiting("saving a checkpoint"), save_checkpoint),
     "_copy_recovery_script": (_checkpoint(copy_script_last),),
     "_load_checkpoint": (
         waiting("loading a checkpoint"),

@@ -141,7 +141,7 @@ class ShardedLoader:
             for number, shard in enumerate(shards[progress.used :], progress.used + 1):
                 is_last = number == len(shards)
                 self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)
-                yield from _noting_break(shard)
+                yield from own_calls.giving(shard)
             progress = Progress(progress.fetches + 1)
         self._progress = Progress()
 
@@ -215,12 +215,3 @@ class ShardedLoader:
 
     def _compatibility(self) -> dict[str, Any]:
         return {"version": _STATE_VERSION, **self._fetcher.compatibility(self.replica)}
-
-
-def _noting_break(shard: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield one batch; record if the loop over them ends here."""
-    try:
-        yield shard
-    except GeneratorExit:
-        own_calls.leave_loop()
-        raise

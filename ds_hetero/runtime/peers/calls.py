@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from ds_hetero.errors import StepError
@@ -139,6 +139,14 @@ class Calls:
         self._has_left = False
         self.record(FETCH)
         return counts
+
+    def giving(self, batch: T) -> Iterator[T]:
+        """Yield one batch; note if the loop over the batches is left there, before its end."""
+        try:
+            yield batch
+        except GeneratorExit:
+            self.leave_loop()
+            raise
 
     def leave_loop(self) -> None:
         """Note that this rank has left a loop over its batches before the loop's end."""

@@ -23,6 +23,7 @@ _WAITING = (
     "/deepspeed/comm/",
     "/deepspeed/runtime/zero/",
     f"{_PACKAGE}integrations/deepspeed/zero/",
+    f"{_PACKAGE}gradient_sync/",
     f"{_PACKAGE}runtime/",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ds_hetero.errors import BatchError
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
 __all__ = ["SameBatches", "micro_batches", "of_at_most", "samples_of_step"]
 
@@ -89,20 +92,38 @@ class SameBatches:
 
         Raises:
             BatchError: on every rank, when ranks were given different batches, or some have run out.
+            StepError: on every rank, when one has left out a forward, a backward or a step, or is elsewhere.
+            PeerError: another rank could not read its batch.
         """
         batches = iter(self.dataloader)
-        while True:
-            batch: Any = None
-
-            def fingerprint() -> dict[str, str] | None:
-                nonlocal batch
-                batch = next(batches, None)
-                return None if batch is None else read_batch(batch).fingerprints()
-
-            _expect_same(on_all_ranks(fingerprint))
+        for number in count():
+            batch = _fetch(batches, number)
             if batch is None:
                 return
-            yield {name: e.to(self._device) if isinstance(e, Tensor) else e for name, e in batch.items()}
+            on_device = {name: e.to(self._device) if isinstance(e, Tensor) else e for name, e in batch.items()}
+            yield from own_calls.giving(on_device)
+
+
+def _fetch(batches: Iterator[Any], number: int) -> Any:
+    """Return the next batch, which is the same on all ranks; None at the end of the epoch.
+
+    Args:
+        batches: this rank's.
+        number: of the batch in the epoch.
+    """
+    batch: Any = None
+    counts = own_calls.begin_fetch(number)
+
+    def read() -> tuple[Counts, dict[str, str] | None]:
+        nonlocal batch
+        batch = next(batches, None)
+        return counts, None if batch is None else read_batch(batch).fingerprints()
+
+    with waiting_for_peers("reading the next batch"):
+        by_rank = on_all_ranks(read)
+    expect_same_counts([did for did, _ in by_rank])
+    _expect_same([fingerprints for _, fingerprints in by_rank])
+    return batch
 
 
 def _expect_same(by_rank: list[dict[str, str] | None]) -> None:

@@ -54,6 +54,7 @@ from ds_hetero.job.pipeline_replanning import LayerReplanning
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
@@ -104,6 +105,7 @@ class PipelineInstaller:
         assert section is not None
         self._replan = section.replan
 
+    @waiting_for_peers("building the engine")
     def install(self) -> tuple[Any, ...]:
         """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
 

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.integrations.deepspeed.hooks import Hook, waiting
+from ds_hetero.integrations.deepspeed.hooks import Hook, recording, waiting
 from ds_hetero.integrations.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.integrations.deepspeed.pipeline.moving import move_layers
 from ds_hetero.integrations.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, samples_of_step
 
 __all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "report_times", "run_passes", "time_step"]
@@ -133,11 +134,11 @@ def report_times(pipelined: PipelinedEngine, destroy: Callable[..., Any], *args:
 
 
 PIPELINE_HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (waiting("running the passes of a step"), run_passes),
-    "backward": (keep_books,),
-    "step": (waiting("running the engine's step"), time_step, expect_passes),
+    "forward": (recording(FORWARD), waiting("running the passes of a step"), run_passes),
+    "backward": (recording(BACKWARD), keep_books),
+    "step": (recording(STEP), waiting("running the engine's step"), time_step, expect_passes),
     "destroy": (report_times,),
-    "save_checkpoint": (waiting("saving a checkpoint"), save_pipelines),
+    "save_checkpoint": (recording(SAVE), waiting("saving a checkpoint"), save_pipelines),
     "module_state_dict": (frozen_state,),
     "load_checkpoint": (waiting("loading a checkpoint"), load_any_plan),
 }
