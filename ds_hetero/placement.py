@@ -271,7 +271,7 @@ class Placer(Protocol):
         ...
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=64)
 def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
     """Cut the sequence by its length alone; the same arguments give the same object.
 

@@ -271,7 +271,7 @@ def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
     weights = {rank: w for group in schedule.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
     ranks = schedule.ranks
@@ -284,7 +284,7 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ranks, share(length, [weights[rank] for rank in ranks]), strict=True))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
     """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
 

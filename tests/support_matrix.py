@@ -276,6 +276,7 @@ _LOOP_ROWS = (
         status="tested",
         tests=(
             "tests/integration/test_pipelines.py::test_unequal_stages_train_as_one_process",
+            "tests/integration/test_step_contract.py::test_a_backward_left_out_by_one_stage_of_a_pipeline",
             "tests/integration/test_pipelines.py::test_random_plans_train_as_one_process",
             "tests/integration/test_trainer.py::test_pipelines_train_log_and_save_as_one_process",
             "tests/integration/test_pipeline_loops.py::test_accelerates_own_loop_trains_as_one_process",

@@ -36,6 +36,7 @@ from benchmarks.faults.verdict import Verdict
 from benchmarks.measure.results import FOLDER, header, progress, write
 
 RESULT = FOLDER / "faults.json"
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+")  # of an absolute path
 
 
 def main() -> int:
@@ -77,8 +78,17 @@ def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> Iterator
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
+    """Plain data, without the folders of this machine."""
     seconds = None if verdict.seconds is None else round(verdict.seconds, 2)
-    return {"name": verdict.job.name, **asdict(verdict), "seconds": seconds}
+    last_words = [_FOLDERS.sub("", word) for word in verdict.last_words]
+    problems = [_FOLDERS.sub("", problem) for problem in verdict.problems]
+    return {
+        "name": verdict.job.name,
+        **asdict(verdict),
+        "seconds": seconds,
+        "problems": problems,
+        "last_words": last_words,
+    }
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ MISMATCHES = {
 ENDLESS = (STOP, NOT_REGISTERED)
 """After these the victim does not end by itself."""
 
+_PHASES_WITHOUT_STORE = ("describe", "data set", "forward", "backward", "step", "between steps", "save")
 _ONLY_RANK_0 = ("cache", "plan")
 _STAGES = 4
 
@@ -98,7 +99,8 @@ class Job:
 def all_jobs() -> list[Job]:
     """Every fault in every phase that it can strike, over all stages, turn by turn under the other circumstances."""
     jobs = [_job(number, *case) for number, case in enumerate(_cases())]
-    return jobs + [_job_of_pipelines(number, *case) for number, case in enumerate(_cases_of_pipelines())]
+    jobs += [_job_of_pipelines(number, *case) for number, case in enumerate(_cases_of_pipelines())]
+    return jobs + [_job_without_store(number, phase) for number, phase in enumerate(_PHASES_WITHOUT_STORE)]
 
 
 def quick_jobs() -> list[Job]:
@@ -193,4 +195,18 @@ def _job_of_pipelines(number: int, fault: str, phase: str, stage: int) -> Job:
         store="launcher" if number % 4 < 2 else "rank 0",
         weighted=False,
         pipelines=True,
+    )
+
+
+def _job_without_store(number: int, phase: str) -> Job:
+    """Rank 0, which keeps the store, is stopped."""
+    return Job(
+        fault=STOP,
+        phase=phase,
+        stage=(1, 2, 3, 0)[number % _STAGES],
+        ranks=2 if number % 3 else 4,
+        loop="Trainer" if number % 4 == 2 else "loop",
+        victim=0,
+        store="rank 0",
+        weighted=False,
     )

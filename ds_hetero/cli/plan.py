@@ -10,6 +10,7 @@ from ds_hetero.cli.printing import check_out, print_json, terms_text
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.planner import PlannedSchedule, plan
+from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.plans.reading import SCENARIO
 
 if TYPE_CHECKING:
@@ -34,17 +35,47 @@ def run(scenario: Scenario, layout: str | None, token_unit: int, out: Path | Non
     described = scenario_dict(scenario.cost_model, scenario.model, scenario.workload, [scenario.cluster])
     if out is not None:
         write_plan(out, planned.schedule.to_dict(), described)
+    fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
+    stage = faster_zero_stage(scenario.cost, planned)
     if as_json:
-        print_json({**planned.to_dict(), SCENARIO: described})
+        advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
+        print_json({**planned.to_dict(), "advice": advice, SCENARIO: described})
         return
     from rich.console import Console
 
-    _print(Console(), scenario, planned)
+    _print(Console(), scenario, planned, _advice_lines(scenario, planned, fewer, stage))
     if out is not None:
         print(f"written to {out}")
 
 
-def _print(console: Console, scenario: Scenario, planned: PlannedSchedule) -> None:
+def _advice_lines(
+    scenario: Scenario, planned: PlannedSchedule, fewer: FewerRanks | None, stage: OtherStage | None
+) -> list[str]:
+    """What would be faster than this job, in words."""
+    lines, now_s = [], planned.prediction.iteration_s
+    if fewer is not None:
+        names = [scenario.cluster.devices[rank].name for rank in fewer.left_out]
+        devices = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        then_s = fewer.planned.prediction.iteration_s
+        lines.append(
+            f"leave out:  {ranks_text(fewer.left_out)} ({devices}): a job of the other devices alone takes "
+            f"{time_text(then_s)} per iteration, {_less(then_s, now_s)}, for ZeRO's traffic goes over every rank of a "
+            f"job, idle ones too. Its schedule: {fewer.planned.name}"
+        )
+        lines.append("            --parallel full says whether replicas or pipelines make use of all devices")
+    if stage is not None:
+        lines.append(
+            f"ZeRO:       this schedule under stage {stage.stage} takes {time_text(stage.iteration_s)} per iteration, "
+            f"{_less(stage.iteration_s, now_s)}, and fits"
+        )
+    return lines
+
+
+def _less(then_s: float, now_s: float) -> str:
+    return f"{100 * (1 - then_s / now_s):.0f} % less"
+
+
+def _print(console: Console, scenario: Scenario, planned: PlannedSchedule, advice: list[str]) -> None:
     work, prediction = scenario.workload, planned.prediction
     console.print(schedule_table(scenario, planned))
     lines = [
@@ -58,7 +89,7 @@ def _print(console: Console, scenario: Scenario, planned: PlannedSchedule) -> No
     ]
     if planned.idle:
         lines.append(f"idle:       {ranks_text(planned.idle)}; over these links they would cost more than they add")
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines + advice), markup=False, highlight=False, soft_wrap=True)
     console.print(_baseline_table(planned))
     for rejected in planned.rejected:
         console.print(f"not {rejected.name}: {rejected.reason}", markup=False, highlight=False, soft_wrap=True)

@@ -64,9 +64,10 @@ def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_hos
     section = facts.section
     job = _Job(facts, world_size, measured or _described_cluster(section), on_host)
     sp_size = sp_size_of(facts.sp_sizes) or world_size
+    by_memory = section.zero_partition == "memory"
     searcher: Searcher | None = None
     if needs_planner(section) and sp_size > 1:
-        searcher = Searcher(facts.model.expect_spec(), job.workload(world_size // sp_size), section.layout)
+        searcher = Searcher(facts.model.expect_spec(), job.workload(world_size // sp_size), section.layout, by_memory)
     plan = resolve(
         section,
         num_heads=facts.model.num_heads,
@@ -76,7 +77,6 @@ def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_hos
         cluster=job.cluster,
         search=searcher,
     )
-    by_memory = section.zero_partition == "memory"
     if job.cluster is None and not by_memory:
         return Decision(plan=plan)
     clusters = clusters_of_replicas(section, job.cluster, [schedule.sp_size for schedule in plan.schedules])

@@ -8,6 +8,8 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster import Cluster
@@ -17,6 +19,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner import PlannedSchedule, planning, strategy
 from ds_hetero.schedule import Schedule
+from ds_hetero.zero.memory import weights_by_memory
 
 __all__ = ["COST_MODEL", "Forecast", "Searcher", "forecast"]
 
@@ -30,13 +33,14 @@ class Searcher:
         model: what is trained.
         workload: of one replica.
         layout: the section's, None for the planner's choice.
+        by_memory: whether ZeRO's shares follow the memory that is left (``"zero_partition": "memory"``).
 
     Attributes:
         planned: what the planner found, by cluster.
     """
 
-    def __init__(self, model: ModelSpec, workload: Workload, layout: str | None) -> None:
-        self._model, self._workload, self._layout = model, workload, layout
+    def __init__(self, model: ModelSpec, workload: Workload, layout: str | None, by_memory: bool = False) -> None:
+        self._model, self._workload, self._layout, self._by_memory = model, workload, layout, by_memory
         self.planned: dict[Cluster, PlannedSchedule] = {}
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
@@ -47,16 +51,39 @@ class Searcher:
         """
         try:
             if name != "plan":
-                return strategy(name, make_cost_model(COST_MODEL, cluster, self._model, self._workload))
-            self.planned[cluster] = planning.plan(
-                cluster, self._model, self._workload, cost_model=COST_MODEL, layout=self._layout
-            )
+                return strategy(name, self._cost(cluster))
+            self.planned[cluster] = self._search(cluster)
         except PlanError as error:
             raise PlanError(
                 f'{error} It was planned for sequences of {self._workload.seq_len} tokens; set "{SECTION}.seq_len" to '
                 "what you train, or leave it out for the model's max_position_embeddings."
             ) from None
         return self.planned[cluster].schedule
+
+    def _search(self, cluster: Cluster) -> PlannedSchedule:
+        """Search with equal shares of ZeRO; if nothing fits then, with shares that follow the devices' memory."""
+        try:
+            return self._plan(cluster, self._workload)
+        except PlanError:
+            for weights in self._weights(cluster):
+                with contextlib.suppress(PlanError):
+                    return self._plan(cluster, replace(self._workload, zero_weights=weights))
+            raise
+
+    def _weights(self, cluster: Cluster) -> Iterator[tuple[float, ...]]:
+        """Shares to search with: by what is left beside tokens in proportion to speed, and by all of the memory."""
+        if not self._by_memory or self._workload.data_parallel > 1:
+            return
+        cost = self._cost(cluster)
+        with contextlib.suppress(PlanError):
+            yield weights_by_memory([(cost, cost.predict(strategy("proportional", cost)))])
+        yield tuple(cost.capacity_bytes_D.tolist())
+
+    def _plan(self, cluster: Cluster, workload: Workload) -> PlannedSchedule:
+        return planning.plan(cluster, self._model, workload, cost_model=COST_MODEL, layout=self._layout)
+
+    def _cost(self, cluster: Cluster) -> CostModel:
+        return make_cost_model(COST_MODEL, cluster, self._model, self._workload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from ds_hetero.job.stragglers import Stragglers, scores
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import all_gather_bytes, message_device
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.forced_exit import before_forced_exit
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
-from ds_hetero.runtime.peers.watch import before_forced_exit
 from ds_hetero.runtime.step_clock import StepClock
 
 __all__ = ["DocumentObserver", "EventWriter", "Observers", "StepMonitor", "steps_between"]

@@ -132,11 +132,18 @@ def _prediction_lines(forecast: Forecast) -> str:
         f"bottleneck: {prediction.bottleneck.text}",
         f"bound:      {prediction.bound_s / prediction.block_s:.1%} of the speed at perfect balance with free links",
     ]
+    if offloaded := _offloaded(work):
+        lines.append(f"not in it:  copies to and from the host and what it computes there, for the {offloaded}")
     if prediction.reason:
         lines.append(f"memory:     {prediction.reason}")
     if planned is not None:
         lines.append(f"searched:   {time_text(planned.search_s)}; {_against_baselines(planned)}")
     return "\n".join(lines)
+
+
+def _offloaded(work: Workload) -> str:
+    kept = {"optimizer state": work.offload_optimizer, "parameters": work.offload_parameters}
+    return " and the ".join(name for name, is_offloaded in kept.items() if is_offloaded)
 
 
 def _against_baselines(planned: PlannedSchedule) -> str:

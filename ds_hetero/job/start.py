@@ -48,6 +48,7 @@ __all__ = [
     "announce_start",
     "check_facts",
     "expect_kernel",
+    "expect_same_sections",
     "start_job",
 ]
 
@@ -152,7 +153,7 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
         return facts, check_facts(facts, world.size)
 
     examined = world.on_all_ranks(examine)
-    _expect_equal([facts for facts, _ in examined])
+    _expect_equal_facts([facts for facts, _ in examined])
     if world.rank == 0 and any(slow is not None for _, slow in examined):
         announce(_by_device([slow for _, slow in examined]))
     return examined[world.rank][0]
@@ -210,10 +211,22 @@ def _by_device(slow_types: Sequence[str | None]) -> str:
     return f'{listed}: attention is several times slower there. "fp16" in place of "bf16" is fast on such devices.'
 
 
-def _expect_equal(facts_by_rank: Sequence[JobFacts]) -> None:
+def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> None:
+    """Refuse sections that differ between ranks.
+
+    Args:
+        sections: by rank; None where there is none.
+
+    Raises:
+        ConfigError: names key, ranks and values.
+    """
+    _expect_equal([{} if section is None else _view(section) for section in sections])
+
+
+def _expect_equal_facts(facts_by_rank: Sequence[JobFacts]) -> None:
     """Refuse facts that differ between ranks where they must not."""
     views = [
-        dict(_leaves(facts.section.model_dump(exclude_unset=True), SECTION))
+        _view(facts.section)
         | {
             "model": facts.model.name,
             "num_heads": facts.model.num_heads,
@@ -223,6 +236,14 @@ def _expect_equal(facts_by_rank: Sequence[JobFacts]) -> None:
         }
         for facts in facts_by_rank
     ]
+    _expect_equal(views)
+
+
+def _view(section: HeterogeneitySection) -> dict[str, Any]:
+    return dict(_leaves(section.model_dump(exclude_unset=True), SECTION))
+
+
+def _expect_equal(views: Sequence[Mapping[str, Any]]) -> None:
     for name in dict.fromkeys(name for view in views for name in view):
         values = [view.get(name, _MISSING) for view in views]
         if any(value != values[0] for value in values):

@@ -212,7 +212,7 @@ def _give_shards(rank: int) -> None:
     for given in (copies, {"input_ids": copies["input_ids"]}):
         with pytest.raises(BatchError, match="this LlamaForCausalLM is not trained by ds_hetero"):
             reference(**given)
-    with pytest.raises(BatchError, match=r"the input_ids of a shard without its position_ids.*A trainer that puts"):
+    with pytest.raises(BatchError, match=r"the tokens of a shard without its position_ids.*A trainer that puts"):
         engine(input_ids=copies["input_ids"])
     engine.eval()
     for given in (shard, copies):
@@ -245,6 +245,32 @@ def _give_shards(rank: int) -> None:
     handle.undo()
     with pytest.raises(ConfigError, match="its handle was undone"):
         next(loader)
+
+
+def test_a_copy_of_a_shard_of_embeddings_is_known() -> None:
+    run_deepspeed(_give_embeddings, 2)
+
+
+def _give_embeddings(rank: int) -> None:
+    from ds_hetero.errors import BatchError
+
+    reference, model = llama().eval(), llama()
+    handle, engine = start(model, stage=1)
+    embed = reference.get_input_embeddings()
+    whole = [{"inputs_embeds": embed(b["input_ids"]).detach(), "labels": b["labels"]} for b in batches(2)]
+    for shard in handle.dataloader(whole, batches="same"):
+        copy_of_shard = {"inputs_embeds": shard["inputs_embeds"].clone()}
+        with pytest.raises(BatchError, match="this LlamaForCausalLM is not trained by ds_hetero"):
+            reference(**copy_of_shard)
+        with pytest.raises(BatchError, match="the tokens of a shard without its position_ids"):
+            engine(**copy_of_shard)
+        engine.eval()
+        with pytest.raises(BatchError, match="takes whole batches here"):
+            engine(**copy_of_shard)
+        engine.train()
+        engine.backward(handle.loss(engine(**shard), shard))
+        engine.step()
+    assert reference(inputs_embeds=whole[0]["inputs_embeds"]).logits.shape[1] == whole[0]["labels"].shape[1]
 
 
 def test_a_copied_placeholder_of_a_rank_without_tokens_is_known() -> None:

@@ -2,7 +2,7 @@
 
 What the ranks post with torch.distributed, DeepSpeed's calls among it, is recorded on gloo and replayed by the rules.
 
-Budget: 60 s.
+Budget: 30 s; further stages are marked slow.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3])
 def test_steps_of_an_uneven_schedule_keep_the_rules(stage: int) -> None:
     run_deepspeed(_train, 4, stage, UNEVEN_4, nccl_rules=True)
 
 
 @pytest.mark.skipif(not WEIGHTS_WORK, reason="zero_partition by weight needs DeepSpeed 0.19.8")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_steps_with_weighted_partitions_and_a_new_plan_keep_the_rules(stage: int) -> None:
     run_deepspeed(_train, 2, stage, UNEVEN_2, [3, 1], CHANGED_2, nccl_rules=True)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=SLOW)])
 def test_steps_of_unequal_replicas_keep_the_rules(stage: int) -> None:
     run_deepspeed(_train_replicas, 3, stage, nccl_rules=True)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.integration.test_plain_loop import recipe
 from tests.integration.test_replicas import REPLICAS
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, batches, collate, ds_config, llama, parameters, samples
 from tests.support import run_deepspeed
@@ -107,6 +108,28 @@ def _add_terms(rank: int) -> list[str]:
         texts.append(str(caught.value))
     engine.backward(2 * handle.loss(outputs, batch) ** 2)  # a function of the engine's loss alone
     return [text.partition(", [B, s] =")[0] for text in texts]  # which differ by rank
+
+
+def test_a_small_term_of_a_rank_beside_the_recipe_is_refused() -> None:
+    first, second = run_deepspeed(_add_to_recipe, 2)
+    assert first == second
+    assert "the loss given to backward differs between the ranks of a replica" in first
+
+
+def _add_to_recipe(rank: int) -> str:
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ConfigError
+
+    handle = ds_hetero.register()
+    model = llama()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=ds_config(1, UNEVEN_2))
+    (batch,) = handle.dataloader(batches(1), batches="same")
+    with pytest.raises(ConfigError) as caught:
+        engine.backward(recipe(engine, batch) + 1e-4 * _z(engine(**batch).logits).mean())
+    engine.backward(recipe(engine, batch) + 1e-4 * model.lm_head.weight.square().sum())  # the same on all ranks
+    return str(caught.value)
 
 
 def test_replicas_with_their_own_batches_need_the_number_of_items() -> None:

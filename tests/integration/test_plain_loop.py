@@ -69,7 +69,7 @@ def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str)
     whole = batches(STEPS * replica.num_replicas)
     losses, norms = [], []
     for batch in handle.dataloader(whole[replica.replica_id :: replica.num_replicas], batches="same"):
-        loss = handle.loss(engine(**batch), batch) if how == "loss" else _recipe(engine, batch)
+        loss = handle.loss(engine(**batch), batch) if how == "loss" else recipe(engine, batch)
         engine.backward(loss)
         engine.step()
         losses.append(_mean_over_ranks(loss))
@@ -84,7 +84,7 @@ def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str)
     assert_same_parameters(parameters(model, stage), parameters(expected))
 
 
-def _recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:
+def recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The loss that DeepSpeed and accelerate document for sequence parallelism."""
     from deepspeed.utils import groups
 

@@ -111,8 +111,8 @@ def start_pipeline() -> tuple[Any, Any]:
 def test_a_backward_left_out_by_one_stage_of_a_pipeline() -> None:
     messages = run_deepspeed(_leave_out_a_backward_of_a_pipeline, 2)
     assert messages[0] == messages[1]
-    assert "rank 1 ran 1 forward, 1 backward, 1 step" in messages[0]
-    assert "the other ranks ran 1 forward, 0 backwards, 1 step" in messages[0]
+    assert "rank 0 ran 1 forward, 0 backwards, 1 step" in messages[0]
+    assert "the other ranks ran 1 forward, 1 backward, 1 step" in messages[0]
 
 
 def _leave_out_a_backward_of_a_pipeline(rank: int) -> str:

@@ -148,6 +148,41 @@ def test_training_equals_one_process(world_size: int, schedule: Any, stage: int,
         assert_same_parameters(trained, expected)
 
 
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 2), (4, 1)], ids=["one replica", "two replicas"])
+def test_a_term_made_by_the_handle_in_compute_loss_trains_as_on_one_process(world_size: int, stage: int) -> None:
+    options = {"num_samples": 8, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    expected_logs, expected = one_process(_train_with_term, None, {**options, "batch_size": world_size // 2})
+    for logs, trained in ranks(_train_with_term, world_size, stage, {**options, "batch_size": 1}):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
+
+
+def _train_with_term(rank: int, stage: int | None, options: dict[str, Any]) -> Any:
+    from transformers import Trainer
+
+    import ds_hetero
+
+    handle = None if stage is None else ds_hetero.register()
+
+    class WithTerm(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            term = outputs.logits.logsumexp(-1).square()
+            if handle is not None:
+                return loss + 0.1 * handle.mean(term, inputs, num_items=num_items_in_batch)
+            counted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100) != -100
+            return loss + 0.1 * term[counted].sum() / num_items_in_batch
+
+    batch_size = options.pop("batch_size")
+    steps = {"train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": 2}
+    ds = None if stage is None else ds_config(stage, UNEVEN_2, **steps)
+    trainer = make_trainer(ds, 2, WithTerm, per_device_train_batch_size=batch_size, **options)
+    trainer.train()
+    return logged(trainer), parameters(trainer.model, stage or 0)
+
+
 def test_resume_under_another_schedule(tmp_path: Path) -> None:
     options = {"output_dir": str(tmp_path / "one"), "save_steps": 4, "max_steps": 7, "save_strategy": "steps"}
     expected = one_process(_train_and_resume, [None, None], {**options})[0]

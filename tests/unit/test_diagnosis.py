@@ -9,7 +9,7 @@ import pytest
 from ds_hetero.errors import StepError
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, End, Status
 from ds_hetero.runtime.peers.calls import BACKWARD, FETCH, FORWARD, SAVE, STEP, Calls, Counts, expect_same_counts
-from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose
+from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose, diagnose_alone
 
 TRAINED = (FETCH, FORWARD, BACKWARD, STEP)
 
@@ -137,3 +137,13 @@ def test_old_calls_are_forgotten_and_still_compared() -> None:
     of = {rank: status()._replace(history=made.history()) for rank, made in enumerate((calls, others))}
     diagnosis = diagnose(Evidence(of))
     assert diagnosis is not None and diagnosis.text.startswith("rank 0 left out the saving of a checkpoint")
+
+
+def test_a_rank_that_the_store_does_not_answer_names_who_is_stopped_or_was_killed_first() -> None:
+    assert diagnose_alone([], [], []) is None
+    stopped = diagnose_alone([], dead=[2], stopped=[0])
+    assert stopped is not None and stopped.text.startswith("rank 0 stopped by a signal (SIGSTOP)")
+    killed = diagnose_alone([], dead=[0, 2], stopped=[])
+    assert killed is not None and killed.text.startswith("rank 0 gone: killed")
+    ended = diagnose_alone([End(0, FAILED, "ValueError: x")], dead=[0], stopped=[])
+    assert ended is not None and ended.text == "rank 0 has ended with ValueError: x"

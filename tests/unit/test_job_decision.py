@@ -210,3 +210,15 @@ def test_facts_that_differ_between_ranks_are_refused_by_key_and_rank(other: JobF
 
     with pytest.raises(ConfigError, match=f"the ranks must agree, but {re.escape(message)}"):
         agree_on_facts(ThreeRanks(rank=0, size=3), lambda: facts_of(schedule="ulysses"))
+
+
+def test_shares_by_memory_let_the_search_find_what_equal_shares_do_not_fit() -> None:
+    small = {"small": {"peak_tflops": 300, "memory_gib": 24, "memory_bandwidth_gb_per_s": 2000}}
+    nodes = [{"name": "n", "devices": ["A100-SXM-80GB", "A100-SXM-80GB", "small"], "link": LINK}]
+    section: dict[str, Any] = {"cluster": {"nodes": nodes, "devices": small}, "schedule": "plan", "seq_len": 4096}
+    with pytest.raises(PlanError, match=r"no schedule of llama-3\.1-8b with 4096 tokens fits on 3 devices"):
+        decide(facts_of(**section), 3, measured=None, on_host=False)
+    decision = decide(facts_of(**section, zero_partition="memory"), 3, measured=None, on_host=False)
+    (forecast,) = decision.forecasts
+    assert forecast.prediction.feasible and decision.zero_weights is not None
+    assert decision.zero_weights[2] < 0.5 * decision.zero_weights[0]

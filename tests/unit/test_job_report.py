@@ -1,12 +1,16 @@
-"""The line by which a job says that it is on."""
+"""What a job says of itself: the line that it is on, and the prediction."""
 
 from __future__ import annotations
 
 import pytest
 
 from ds_hetero.baselines import ring, ulysses
+from ds_hetero.cluster import load_cluster
 from ds_hetero.config import HeterogeneitySection
-from ds_hetero.job.report import plan_text
+from ds_hetero.cost import Workload
+from ds_hetero.job.forecast import forecast
+from ds_hetero.job.report import forecast_text, plan_text
+from ds_hetero.models import load_model
 from ds_hetero.plans import Plan
 from ds_hetero.schedule import Group, Schedule
 
@@ -41,3 +45,15 @@ SHAPE = "groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2"
 def test_one_line_names_the_schedule_and_its_shape(schedules, source, text):
     plan = Plan.of_replicas(schedules)
     assert plan_text(plan, HeterogeneitySection(schedule=source)) == text
+
+
+def test_a_prediction_says_that_the_time_of_offloading_is_not_in_it():
+    cluster, model = load_cluster("hexiseq-setting-1"), load_model("gpt-7b")
+
+    def text(**offload):
+        schedule = ring(cluster.num_ranks, model.num_heads, model.num_kv_heads)
+        return forecast_text([forecast(schedule, cluster, model, Workload(seq_len=8192, **offload))])
+
+    assert "not in it" not in text()
+    assert text(offload_optimizer=True).endswith("what it computes there, for the optimizer state")
+    assert text(offload_optimizer=True, offload_parameters=True).endswith("the optimizer state and the parameters")

@@ -32,7 +32,9 @@ _ADDED_TERM = (
     "handle.mean(per_token, batch), the mean over the tokens of the whole batch of values [B, s] (handle = "
     "ds_hetero.register()). It also takes a scalar that is the same on all ranks, such as a penalty on parameters."
 )
-_SAME = 1e-3  # relative difference below which two ranks' losses count as one value, wide enough for bf16 sums
+# Relative difference below which two ranks' losses count as one value. Ranks that follow the recipe compute with the
+# same numbers; they differ by the order of their sums, or where compilers fuse a product and a sum.
+_SAME, _SAME_HALF = 16 * torch.finfo(torch.float32).eps, 1e-3
 
 
 class LossScaling:
@@ -111,7 +113,8 @@ class LossScaling:
             return False
         by_rank = [f"{value:.6g}" for _, value in rows]
         by_replica = [[v for r, v in rows if r == replica_id] for replica_id in sorted({r for r, _ in rows})]
-        alike = [_all_alike(values) for values in by_replica if len(values) > 1]
+        same = _SAME if loss.element_size() >= 4 else _SAME_HALF
+        alike = [_all_alike(values, same) for values in by_replica if len(values) > 1]
         if convention == "replica_mean" and not all(alike):
             raise ConfigError(
                 f"the loss given to backward differs between the ranks of a replica (by rank {by_rank}), so it is not "
@@ -127,9 +130,9 @@ class LossScaling:
         return True
 
 
-def _all_alike(values: Sequence[float]) -> bool:
-    """Whether a replica's ranks have one loss; NaN is that of no label at all."""
+def _all_alike(values: Sequence[float], same: float) -> bool:
+    """Whether a replica's ranks have one loss, up to a relative difference; NaN is that of no label at all."""
     known = [value for value in values if not math.isnan(value)]
     if len(known) != len(values):
         return not known
-    return max(known) - min(known) <= _SAME * max(abs(value) for value in known)
+    return max(known) - min(known) <= same * max(abs(value) for value in known)

@@ -57,9 +57,9 @@ def expect_whole(model: str, *tensors: Any) -> None:
 def expect_shard_shapes(kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that are none of a shard: no ``position_ids``, or a mask that is not [B, s]."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is None and is_shard(kwargs.get("input_ids")):
+    if positions is None and is_shard(kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
         raise BatchError(
-            "the model was given the input_ids of a shard without its position_ids. Give it the batch from the loader "
+            "the model was given the tokens of a shard without its position_ids. Give it the batch from the loader "
             "as it is, model(**batch). A trainer that puts the model's inputs together itself (GKD, for one) cannot be "
             "split over the sequence: run it without sequence parallelism."
         )

@@ -234,7 +234,8 @@ class ShardedModel:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         is_forced = _sharding.get() is True
         if not self._takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not is_forced):
-            expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), kwargs.get("input_ids"))
+            tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+            expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
             self._whole_token = begin_whole_forward()
             return (), kwargs
         expect_shard_shapes(kwargs)

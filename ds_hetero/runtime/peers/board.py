@@ -11,7 +11,9 @@ A store that cannot be reached raises `torch.distributed.DistError` or a Runtime
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
@@ -22,6 +24,7 @@ __all__ = ["ENDED", "FAILED", "STOPPED", "Board", "End", "Status", "default_grou
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
+T = TypeVar("T")
 
 _num_boards = 0
 
@@ -74,22 +77,29 @@ class Board:
         self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}", store if clone is None else clone())
         self._num_ends_read = 0
         self._ends: list[End] = []
+        self._asked_at_s: float | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the store has left the request under way without an answer; 0 where there is none."""
+        asked_at_s = self._asked_at_s
+        return 0.0 if asked_at_s is None else time.monotonic() - asked_at_s
 
     def asked(self) -> int:
         """How often ranks have asked."""
-        return int(self._store.add("asked", 0))
+        return int(self._request(self._store.add, "asked", 0))
 
     def ask(self) -> int:
         """Ask all ranks where they are; return the number of the question."""
-        return int(self._store.add("asked", 1))
+        return int(self._request(self._store.add, "asked", 1))
 
     def may_ask(self, asked: int) -> bool:
         """Whether this rank is the one that asks after question ``asked``; one of all that want to."""
-        return int(self._store.add(f"asks_after/{asked}", 1)) == 1
+        return int(self._request(self._store.add, f"asks_after/{asked}", 1)) == 1
 
     def introduce(self, rank: int, process: dict[str, Any]) -> None:
         """Tell the others which process this rank is."""
-        self._store.set(f"process/{rank}", json.dumps(process))
+        self._request(self._store.set, f"process/{rank}", json.dumps(process))
 
     def process(self, rank: int) -> dict[str, Any] | None:
         """What a rank has introduced itself with."""
@@ -98,7 +108,7 @@ class Board:
 
     def write_status(self, rank: int, status: Status) -> None:
         """Write where this rank is."""
-        self._store.set(f"status/{rank}", json.dumps(status))
+        self._request(self._store.set, f"status/{rank}", json.dumps(status))
 
     def status(self, rank: int) -> Status | None:
         """The latest status of a rank."""
@@ -110,7 +120,8 @@ class Board:
 
     def write_end(self, end: End) -> None:
         """Write this rank's last words."""
-        self._store.set(f"end/{self._store.add('num_ends', 1)}", json.dumps(end))
+        number = self._request(self._store.add, "num_ends", 1)
+        self._request(self._store.set, f"end/{number}", json.dumps(end))
 
     def ends(self) -> list[End]:
         """The last words of all ranks that have ended."""
@@ -121,7 +132,7 @@ class Board:
 
     def settle(self, diagnosis: list[str]) -> list[str]:
         """Write a diagnosis unless there is one; return the one that counts."""
-        content: list[str] = json.loads(self._store.compare_set("diagnosis", "", json.dumps(diagnosis)))
+        content: list[str] = json.loads(self._request(self._store.compare_set, "diagnosis", "", json.dumps(diagnosis)))
         return content
 
     def diagnosis(self) -> list[str] | None:
@@ -130,7 +141,15 @@ class Board:
         return content
 
     def _read(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        has_key = self._request(self._store.check, [key])
+        return json.loads(self._request(self._store.get, key)) if has_key else None
+
+    def _request(self, ask: Callable[..., T], *args: Any) -> T:
+        self._asked_at_s = time.monotonic()
+        try:
+            return ask(*args)
+        finally:
+            self._asked_at_s = None
 
 
 def default_group() -> dist.ProcessGroup:

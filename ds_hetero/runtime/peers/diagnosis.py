@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
 from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History, ranks_by_value, ranks_text
 
-__all__ = ["GONE", "STEP", "Diagnosis", "Evidence", "diagnose"]
+__all__ = ["GONE", "STEP", "STORE_GONE", "Diagnosis", "Evidence", "diagnose", "diagnose_alone"]
 
 GONE, STEP = "PeerError", "StepError"
 _IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
@@ -26,6 +26,11 @@ class Diagnosis(NamedTuple):
 
     error: str
     text: str
+
+
+STORE_GONE = Diagnosis(
+    GONE, "rank 0 or the launcher, whichever keeps the store of the job, cannot be reached any more."
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,23 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
             "kernel where memory ran out, names the signal.",
         )
     return _different_calls(evidence) or _passed_by(evidence) or _without_an_answer(evidence, known)
+
+
+def diagnose_alone(ends: Sequence[End], dead: Sequence[int], stopped: Sequence[int]) -> Diagnosis | None:
+    """Return what keeps the job from going on where the store cannot say; None where nothing is seen here.
+
+    Args:
+        ends: last words of ranks, as far as they were read.
+        dead: ranks of this host whose process does not exist any more.
+        stopped: ranks of this host whose process is stopped by a signal.
+    """
+    if stopped:
+        dead = ()  # they have ended because of these
+    elif 0 in dead and all(end.rank != 0 for end in ends):
+        dead = (0,)  # it would have kept the store until the others end, had it not been killed
+    if not dead and not stopped:
+        return None
+    return diagnose(Evidence({}, ends, dead, stopped, has_lost_peer=True))
 
 
 def _different_calls(evidence: Evidence) -> Diagnosis | None:

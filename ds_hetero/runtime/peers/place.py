@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["Place", "own_place"]
+from ds_hetero.runtime.peers.calls import own_calls
+
+__all__ = ["Place", "Stay", "own_place"]
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
@@ -26,6 +29,7 @@ _WAITING = (
     f"{_PACKAGE}gradient_sync/",
     f"{_PACKAGE}runtime/",
 )
+_MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
 
 
 class Place(NamedTuple):
@@ -36,12 +40,39 @@ class Place(NamedTuple):
         text: the line of the script and the function that it is in, for people.
         waits: whether the innermost function is one that waits for other ranks.
         in_script: whether the script called that itself, past this engine.
+        in_store: whether the innermost function makes a process group, whose ranks find each other by the store.
     """
 
     mark: tuple[int, ...]
     text: str
     waits: bool
     in_script: bool
+    in_store: bool = False
+
+
+class Stay:
+    """For how long the main thread has been in one place, without a call that all ranks make.
+
+    Attributes:
+        place: where it was at the latest look.
+        since_s: when it was first seen there, on the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # two threads look
+        self.place, self._num_calls, self.since_s = own_place(), own_calls.number, time.monotonic()
+
+    @property
+    def unchanged_s(self) -> float:
+        """Seconds since `since_s`."""
+        return time.monotonic() - self.since_s
+
+    def look(self) -> None:
+        """See where the main thread is now."""
+        with self._lock:
+            place = own_place()
+            if own_calls.number != self._num_calls or place.mark != self.place.mark:
+                self._num_calls, self.place, self.since_s = own_calls.number, place, time.monotonic()
 
 
 def own_place() -> Place:
@@ -55,7 +86,8 @@ def own_place() -> Place:
     line = _first(innermost, lambda file: not file.startswith(_LIBRARIES))
     where = "" if line is None else f" at {Path(line.f_code.co_filename).name}:{line.f_lineno}"
     mark = id(innermost), innermost.f_lasti
-    return Place(mark, f"{innermost.f_code.co_name}{where}", waits, waits and not is_ours)
+    name = innermost.f_code.co_name
+    return Place(mark, f"{name}{where}", waits, waits and not is_ours, in_store=name in _MAKING_GROUPS)
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:

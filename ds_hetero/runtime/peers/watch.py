@@ -1,30 +1,29 @@
-"""One thread per process that answers where this rank is, asks when it waits in vain, and ends what cannot go on.
+"""Two threads per process: one answers where this rank is and asks when it waits in vain, one ends what cannot go on.
 
-It costs one small request to the store four times a second and looks at nothing else, unless this rank has been in the
-same place for a second. All requests to the store are made by this thread, for a store may be gone, or stopped.
+They cost one small request to the store four times a second and a look at the main thread's stack. All requests to the
+store are made by the first thread, for a store may be gone, or its process stopped: then the second one still knows how
+long this rank has waited.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from ds_hetero import errors
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, Status, default_group
 from ds_hetero.runtime.peers.calls import own_calls
-from ds_hetero.runtime.peers.diagnosis import GONE, Diagnosis, Evidence, diagnose
-from ds_hetero.runtime.peers.place import own_place
+from ds_hetero.runtime.peers.diagnosis import GONE, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
+from ds_hetero.runtime.peers.forced_exit import run_before_forced_exit
+from ds_hetero.runtime.peers.place import Stay
+from ds_hetero.runtime.peers.processes import Processes
 
-__all__ = ["Watch", "before_forced_exit", "current_watch", "start_watch"]
+__all__ = ["Watch", "current_watch", "start_watch"]
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
@@ -32,11 +31,15 @@ _LONGEST_PATIENCE_S = 60.0
 _ANSWER_S = 1.2  # within which the others answer
 _SAID_S = 0.9  # for rank 0 to say what this rank would say too
 _GRACE_S = 1.25  # for a rank that waits in vain to be freed by its backend: `_SAID_S`, and for the other to end
+_GRACE_OF_UNFREED_S = 0.5  # the same where no connection is closed by which the backend would notice
+_POLL_S = 0.02
 _LINGER_S = 2.0  # for the others to read the last words, on the rank that keeps the store
+_STORE_ANSWER_S = 1.0  # within which the store answers
+_STORE_ANSWER_OF_STOPPED_S = 0.1  # the same where a process of this host is stopped, which may keep it
 
 
 class Watch:
-    """What this rank knows of the others, by a thread of its own.
+    """What this rank knows of the others, by threads of its own.
 
     Args:
         group: of all ranks of the job.
@@ -48,11 +51,12 @@ class Watch:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.diagnosis: Diagnosis | None = None
         self._board = Board()
-        self._processes = _introduce(self._board, self.rank, self.size)
+        self._processes = Processes(self._board, self.rank, self.size)
         self._answered = self._board.asked()
-        self._place, self._since_s = own_place(), time.monotonic()
-        self._num_calls, self._patience_s = own_calls.number, _PATIENCE_S
+        self._stay = Stay()
+        self._patience_s, self._patient_since_s = _PATIENCE_S, self._stay.since_s
         self._diagnosed_s: float | None = None
+        self._is_alone = False  # with its diagnosis, since the store was gone or silent
         self._has_lost_peer = False
         self._own_end: End | None = None
         self._settled = threading.Event()  # a diagnosis is there, or will not come
@@ -62,7 +66,8 @@ class Watch:
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ds_hetero.peers", daemon=True)
         self._thread.start()
-        atexit.register(self._end_of_process)
+        threading.Thread(target=self._guard, name="ds_hetero.guard", daemon=True).start()
+        atexit.register(self._speak, ENDED, "")
 
     def explain(self) -> Diagnosis | None:
         """Find out which rank is gone, after the backend has reported that one is; None if nobody is to blame."""
@@ -70,8 +75,10 @@ class Watch:
             self._settled.clear()
             self._has_lost_peer = True
             self._wake.set()
-            if not self._settled.wait(2 * _ANSWER_S):  # the store does not answer: its process may be stopped
-                self._note(self._diagnose_alone())
+            deadline = time.monotonic() + 2 * _ANSWER_S
+            while not self._settled.wait(_POLL_S):
+                if self._is_cut_off() or time.monotonic() > deadline:
+                    self._note_alone(patience_s=0.0)
         return self.diagnosis
 
     def say_last_words(self, how: str, text: str) -> None:
@@ -83,18 +90,65 @@ class Watch:
         """Whether rank 0 ends with ``text`` too; waits a moment for its last words, unless this rank is rank 0."""
         self._waits_for_rank_0 = self.rank > 0
         deadline = time.monotonic() + _SAID_S
-        while self._waits_for_rank_0 and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._waits_for_rank_0 and self._can_speak() and time.monotonic() < deadline:
             if any(end.rank == 0 for end in self._ends):
                 break
-            time.sleep(0.01)
+            time.sleep(_POLL_S)
         self._waits_for_rank_0 = False
         return any(end.rank == 0 != self.rank and end.text == text for end in self._ends)
 
-    def _end_of_process(self) -> None:
-        self.say_last_words(ENDED, "")
-        self._thread.join(_LINGER_S + 1.0)
+    def _speak(self, how: str, text: str) -> None:
+        """Say the last words, and wait until the other ranks can have read them."""
+        self.say_last_words(how, text)
+        deadline = time.monotonic() + _LINGER_S + 1.0
+        while self._can_speak() and time.monotonic() < deadline:
+            self._thread.join(0.05)
 
-    # --- the thread -----------------------------------------------------------------------------------
+    def _can_speak(self) -> bool:
+        """Whether the other ranks can still be reached by the store."""
+        return self._thread.is_alive() and not self._is_cut_off()
+
+    def _is_cut_off(self) -> bool:
+        """Whether the store does not answer: the process that keeps it may be stopped, or its host out of reach."""
+        silent_s = self._board.silent_s
+        return silent_s > _STORE_ANSWER_S or (silent_s > _STORE_ANSWER_OF_STOPPED_S and bool(self._processes.stopped()))
+
+    # --- the thread that looks at this rank alone --------------------------------------------------------
+
+    def _guard(self) -> None:
+        while not self._is_over and dist.group.WORLD is self.group:
+            time.sleep(_TICK_S)
+            self._stay.look()
+            waits_in_vain = self._stay.place.waits and self._stay.unchanged_s >= self._timeout_s
+            if self.diagnosis is None and waits_in_vain and self._is_cut_off():
+                self._note_alone(patience_s=0.0)
+            if self._is_stuck():
+                self._end_stuck_process()
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank waits although it is known why the job cannot go on: nobody will ever answer it."""
+        if self.diagnosis is None or self._diagnosed_s is None:
+            return False
+        if self._own_end is not None or not self._stay.place.waits:
+            return False
+        is_never_freed = self._stay.place.in_store or bool(self._processes.stopped())
+        grace_s = _GRACE_OF_UNFREED_S if is_never_freed else _GRACE_S
+        if self.diagnosis.error != GONE:
+            grace_s = 0.1  # who went another way closes no connection
+        if self._is_alone:  # maybe what is gone is the store, and nothing else
+            return self._stay.unchanged_s >= self._timeout_s + grace_s
+        return min(time.monotonic() - self._diagnosed_s, self._stay.unchanged_s) >= grace_s
+
+    def _end_stuck_process(self) -> None:
+        assert self.diagnosis is not None
+        sys.stdout.flush()
+        text = f"{errors.__name__}.{self.diagnosis.error}: {self.diagnosis.text}"
+        print(text, file=sys.stderr, flush=True)
+        run_before_forced_exit(text)
+        self._speak(STOPPED, self.diagnosis.text)
+        os._exit(1)
+
+    # --- the thread that talks to the others --------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -105,29 +159,34 @@ class Watch:
                     self.say_last_words(ENDED, "")
                 self._tick()
         except RuntimeError:  # the store is gone
-            self._note(self._diagnose_alone())
+            if self._own_end is None:
+                self._note_alone(patience_s=_ANSWER_S)
         finally:
             self._settled.set()
 
     def _tick(self) -> None:
-        place, now_s = own_place(), time.monotonic()
-        if place.mark != self._place.mark or own_calls.number != self._num_calls:
-            self._place, self._num_calls = place, own_calls.number
-            self._since_s, self._patience_s = now_s, _PATIENCE_S
+        self._stay.look()
+        if self._stay.since_s != self._patient_since_s:
+            self._patience_s, self._patient_since_s = _PATIENCE_S, self._stay.since_s
         if self._own_end is not None:
             self._write_end(self._own_end)
             return
         self._answer()
-        unchanged_s = now_s - self._since_s
+        unchanged_s = self._stay.unchanged_s
         if self.diagnosis is not None:
-            self._end_if_stuck(now_s, unchanged_s)
-        elif self._has_lost_peer or any(end.how == FAILED for end in self._ends):
+            return
+        if self._has_lost_peer or any(end.how == FAILED for end in self._ends):
             self._inquire()
-        elif unchanged_s >= self._patience_s and self._board.may_ask(self._board.asked()):
+        elif unchanged_s >= self._first_patience_s() and self._board.may_ask(self._board.asked()):
             # A group that DeepSpeed made has a timeout of its own, half an hour, whatever the job's is.
-            self._has_lost_peer = self._place.waits and unchanged_s >= self._timeout_s
+            self._has_lost_peer = self._stay.place.waits and unchanged_s >= self._timeout_s
             self._patience_s = self._next_patience_s(unchanged_s)
             self._inquire()
+
+    def _first_patience_s(self) -> float:
+        """The patience of now; less for the first question where a process of this host is gone."""
+        has_asked = self._patience_s > _PATIENCE_S
+        return self._patience_s if has_asked or not self._processes.dead() else _TICK_S
 
     def _next_patience_s(self, unchanged_s: float) -> float:
         """Doubled, but not beyond the moment at which the job's timeout is over."""
@@ -138,9 +197,9 @@ class Watch:
         asked = self._board.asked()
         if asked > self._answered:
             self._answered = asked
-            unchanged_s = time.monotonic() - self._since_s
-            place = self._place
-            status = Status(asked, place.text, place.waits, place.in_script, unchanged_s, own_calls.history())
+            place = self._stay.place
+            history = own_calls.history()
+            status = Status(asked, place.text, place.waits, place.in_script, self._stay.unchanged_s, history)
             self._board.write_status(self.rank, status)
             self._ends = self._board.ends()
             settled = self._board.diagnosis()
@@ -155,7 +214,8 @@ class Watch:
             self._answer()
             is_late = time.monotonic() > deadline
             evidence = self._evidence(number, is_late)
-            is_complete = is_late or len(evidence.statuses) + len(evidence.ends) >= self.size
+            answered = {*evidence.statuses, *(end.rank for end in evidence.ends)}
+            is_complete = is_late or len(answered.union(evidence.stopped)) >= self.size
             urgent = bool(evidence.dead or evidence.ends)
             diagnosis = diagnose(evidence) if is_complete or urgent else None
             if diagnosis is not None:
@@ -164,7 +224,7 @@ class Watch:
             elif is_complete:
                 break
             else:
-                time.sleep(0.02)
+                time.sleep(_POLL_S)
         if self._has_lost_peer:
             self._settled.set()
             self._has_lost_peer = False
@@ -174,35 +234,21 @@ class Watch:
             self.diagnosis, self._diagnosed_s = diagnosis, time.monotonic()
             self._settled.set()
 
-    def _end_if_stuck(self, now_s: float, unchanged_s: float) -> None:
-        """End this process where the backend does not free it: nobody will ever answer it."""
-        assert self.diagnosis is not None and self._diagnosed_s is not None
-        grace_s = _GRACE_S if self.diagnosis.error == GONE else 0.1  # who went another way closes no connection
-        if min(now_s - self._diagnosed_s, unchanged_s) >= grace_s and self._place.waits:
-            sys.stdout.flush()
-            name = f"{errors.__name__}.{self.diagnosis.error}"
-            print(f"{name}: {self.diagnosis.text}", file=sys.stderr, flush=True)
-            for call in _before_forced_exit:
-                call(f"{name}: {self.diagnosis.text}")
-            self._write_end(End(self.rank, STOPPED, self.diagnosis.text))
-            os._exit(1)
-
     def _write_end(self, end: End) -> None:
-        """Write the last words; wait while they, or those of others, are still to be read.
-
-        Rank 0 may keep the store, which the others need until they have ended.
-        """
+        """Write the last words, and wait while the others read them: rank 0 may keep the store."""
         self._board.write_end(end)
         if end.how != ENDED or self.rank == 0:
             self._board.ask()
         deadline = time.monotonic() + _LINGER_S
         while time.monotonic() < deadline:
             self._ends = self._board.ends()
-            over = {*self._dead(), *self._in_state("T"), *(other.rank for other in self._ends)}
+            over = {*self._processes.dead(), *self._processes.stopped(), *(other.rank for other in self._ends)}
             is_needed = self.rank == 0 and len(over) < self.size
             if not (is_needed or self._waits_for_rank_0):
                 break
-            time.sleep(0.02)
+            time.sleep(_POLL_S)
+        if self.rank == 0 and end.how != ENDED:
+            time.sleep(3 * _POLL_S)  # for the others to read these words, too
         self._is_over = True
 
     # --- evidence ----------------------------------------------------------------------------------------
@@ -215,52 +261,28 @@ class Watch:
         return Evidence(
             statuses={rank: status for rank, status in statuses.items() if rank not in ended},
             ends=ends,
-            dead=self._dead(),
-            stopped=self._in_state("T"),
+            dead=self._processes.dead(),
+            stopped=self._processes.stopped(),
             silent=[rank for rank in range(self.size) if rank not in statuses] if is_late else [],
             has_lost_peer=self._has_lost_peer,
         )
 
-    def _diagnose_alone(self) -> Diagnosis:
-        """Who is gone, without the store: a process may take a moment to end after its connections have."""
-        deadline = time.monotonic() + _ANSWER_S
-        while time.monotonic() < deadline:
-            dead = self._dead()
-            if 0 in dead and all(end.rank != 0 for end in self._ends):
-                dead = [0]  # it would have kept the store until the others end, had it not been killed
-            if dead or self._in_state("T"):
-                alone = diagnose(Evidence({}, self._ends, dead, self._in_state("T"), has_lost_peer=True))
-                if alone is not None:
-                    return alone
-            time.sleep(0.02)
-        return Diagnosis(
-            GONE, "rank 0 or the launcher, whichever keeps the store of the job, cannot be reached any more."
-        )
+    def _note_alone(self, patience_s: float) -> None:
+        """Find out who is gone without the store.
 
-    def _dead(self) -> list[int]:
-        """Ranks of this host whose process is gone."""
-        return self._in_state("ZX-")
-
-    def _in_state(self, states: str) -> list[int]:
-        own_host = self._processes[self.rank]["host"]
-        here = {rank: process for rank, process in enumerate(self._processes) if process["host"] == own_host}
-        return [rank for rank, process in here.items() if _state(process["pid"], process["started"])[0] in states]
+        Args:
+            patience_s: a process may take a moment to end after its connections have.
+        """
+        deadline = time.monotonic() + patience_s
+        while (
+            alone := diagnose_alone(self._ends, self._processes.dead(), self._processes.stopped())
+        ) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._is_alone = self._is_alone or self.diagnosis is None
+        self._note(alone or STORE_GONE)
 
 
 _current: Watch | None = None
-
-
-_before_forced_exit: list[Callable[[str], object]] = []
-
-
-def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
-    """Have ``call`` be called with the reason before a process that waits in vain is ended, in the watch's thread.
-
-    Returns:
-        What takes this back.
-    """
-    _before_forced_exit.append(call)
-    return lambda: _before_forced_exit.remove(call) if call in _before_forced_exit else None
 
 
 def current_watch() -> Watch | None:
@@ -278,34 +300,3 @@ def start_watch(timeout_s: float) -> Watch:
     if _current is None or _current.group is not dist.group.WORLD:
         _current = Watch(default_group(), timeout_s)
     return _current
-
-
-def _introduce(board: Board, rank: int, size: int) -> list[dict[str, Any]]:
-    """Tell the others which process this rank is, and wait until all have done so."""
-    pid = os.getpid()
-    board.introduce(rank, {"host": _host(), "pid": pid, "started": _state(pid, "")[1]})
-    processes: list[dict[str, Any]] = []
-    while len(processes) < size:
-        process = board.process(len(processes))
-        if process is None:
-            time.sleep(0.005)
-        else:
-            processes.append(process)
-    return processes
-
-
-def _host() -> str:
-    """Which processes can see each other's state: those of one host and one container."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"
-
-
-def _state(pid: int, started: str) -> tuple[str, str]:
-    """State letter and start time of a process; state "-" where it does not exist or is another one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "-", ""
-    return (fields[0], fields[19]) if started in ("", fields[19]) else ("-", "")

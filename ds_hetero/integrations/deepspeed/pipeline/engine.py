@@ -51,6 +51,7 @@ from ds_hetero.integrations.transformers.stages import StageModel, check_stages,
 from ds_hetero.job.monitor import steps_between
 from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.job.pipeline_replanning import LayerReplanning
+from ds_hetero.job.start import expect_same_sections
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
@@ -115,6 +116,7 @@ class PipelineInstaller:
             HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         model: nn.Module = self._given["model"]
+        expect_same_sections(on_all_ranks(lambda: section_of(self._ds_config)))
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups

@@ -1,0 +1,77 @@
+"""What would be faster than the best schedule of all devices: fewer of them, or another ZeRO stage. Budget: 10 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_hetero.cli.app import app
+from ds_hetero.cluster import cluster_from_dict, load_cluster
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.models import load_model
+from ds_hetero.planner import plan
+from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
+
+MODEL = load_model("gpt-3b")
+
+
+def far_node(bandwidth_gb_per_s: float) -> dict[str, Any]:
+    """Four A100 and, behind a link of its own speed, one more."""
+    link = {"bandwidth_gb_per_s": 300, "latency_us": 5}
+    nodes = [
+        {"name": "near", "device": "A100-SXM-80GB", "count": 4, "link": link},
+        {"name": "far", "device": "A100-SXM-80GB", "count": 1, "link": link},
+    ]
+    return {"nodes": nodes, "network": {"bandwidth_gb_per_s": bandwidth_gb_per_s, "latency_us": 20}}
+
+
+def advice(cluster: Any, **workload: Any) -> tuple[float, FewerRanks | None, OtherStage | None]:
+    """The time of the best schedule of all ranks, and what would be faster."""
+    work = Workload(seq_len=16_384, **workload)
+    planned, cost = plan(cluster, MODEL, work), make_cost_model("calibrated", cluster, MODEL, work)
+    return planned.prediction.iteration_s, faster_with_fewer_ranks(cost, planned), faster_zero_stage(cost, planned)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_device_behind_a_slow_link_is_to_be_left_out(stage: int) -> None:
+    all_s, fewer, _ = advice(cluster_from_dict(far_node(1)), zero_stage=stage, optimizer_bytes=4)
+    assert fewer is not None and fewer.left_out == (4,)
+    work = Workload(seq_len=16_384, zero_stage=stage, optimizer_bytes=4)
+    alone = plan(cluster_from_dict(far_node(1)).without([4]), MODEL, work).prediction
+    assert fewer.planned.prediction == alone
+    assert alone.iteration_s < 0.5 * all_s
+
+
+def test_several_nodes_are_left_out_one_after_the_other() -> None:
+    content = far_node(1)
+    content["nodes"].append({**content["nodes"][1], "name": "farther"})
+    _, fewer, _ = advice(cluster_from_dict(content))
+    assert fewer is not None and fewer.left_out == (4, 5)
+    assert fewer.planned.schedule.ranks == (0, 1, 2, 3)
+
+
+def test_devices_that_add_more_than_they_cost_stay() -> None:
+    assert advice(cluster_from_dict(far_node(100)))[1] is None
+    assert advice(load_cluster("hexiseq-setting-3"))[1] is None
+
+
+def test_a_stage_that_moves_less_is_told_if_it_fits() -> None:
+    small = {"optimizer_bytes": 4, "zero_stage": 3}
+    all_s, _, other = advice(cluster_from_dict(far_node(1)), **small)
+    assert other is not None and other.stage == 0 and other.iteration_s < 0.95 * all_s
+    assert advice(cluster_from_dict(far_node(1)), optimizer_bytes=100)[2] is None  # only stage 3 fits
+
+
+def test_the_command_says_it_in_words_and_in_json(tmp_path: Any) -> None:
+    import json
+
+    cluster = tmp_path / "far.json"
+    cluster.write_text(json.dumps(far_node(1)))
+    job = ["plan", "--cluster", str(cluster), "--model", "gpt-3b", "--seq-len", "16384"]
+    words = CliRunner().invoke(app, job).stdout
+    assert "leave out:  4 (1 A100-SXM-80GB): a job of the other devices alone takes" in words
+    assert "ZeRO's traffic goes over every rank of a job" in words
+    told = json.loads(CliRunner().invoke(app, [*job, "--json"]).stdout)["advice"]["leave_out"]
+    assert told["ranks"] == [4] and told["iteration_s"] > 0 and len(told["schedule"]["groups"]) >= 1
