@@ -25,7 +25,7 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
-_MOST_NODES = 64  # each of which is left out alone
+_MOST_NODES = 64  # each of which is left out, or kept, alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
     """Search ranks without which the job is faster by at least 5 %; None where there are none.
 
     Nothing is searched unless ZeRO's traffic over all ranks costs that much. Tried are the ranks that the schedule
-    leaves idle, every node, and the slowest kinds of devices; then the same of what is left.
+    leaves idle, every node, all nodes but one, and the slowest kinds of devices; then the same of what is left.
 
     Args:
         cost: the cost model of all ranks; of one replica, with ZeRO's partition over it alone.
@@ -131,6 +131,7 @@ def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[i
     nodes = range(len(cluster.nodes)) if 1 < len(cluster.nodes) <= _MOST_NODES else []
     for node in nodes:
         yield np.flatnonzero(cluster.node_of_rank == node).tolist()
+        yield np.flatnonzero(cluster.node_of_rank != node).tolist()
     peaks = np.array([device.peak_flops_per_s for device in cluster.devices])
     for peak in np.unique(peaks)[:-1]:
         yield np.flatnonzero(peaks <= peak).tolist()

@@ -13,7 +13,7 @@ import ds_hetero
 from tests.support import run_deepspeed
 
 ORDER = {
-    "forward": ["record_call", "time_forward", "name_lost_peers"],
+    "forward": ["record_common_forward", "time_forward", "name_lost_peers"],
     "backward": ["record_call", "time_backward", "name_lost_peers", "scale_loss"],
     "step": ["record_call", "time_step", "record_step", "name_lost_peers", "expect_scaled_loss"],
     "destroy": ["report_times", "report_prediction"],

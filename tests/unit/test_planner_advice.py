@@ -58,9 +58,8 @@ def test_devices_that_add_more_than_they_cost_stay() -> None:
 
 
 def test_a_stage_that_moves_less_is_told_if_it_fits() -> None:
-    small = {"optimizer_bytes": 4, "zero_stage": 3}
-    all_s, _, other = advice(cluster_from_dict(far_node(1)), **small)
-    assert other is not None and other.stage == 0 and other.iteration_s < 0.95 * all_s
+    all_s, _, other = advice(cluster_from_dict(far_node(1)), optimizer_bytes=4, zero_stage=2, micro_batches=4)
+    assert other is not None and other.stage == 0 and other.iteration_s < 0.5 * all_s  # reduces once a step
     assert advice(cluster_from_dict(far_node(1)), optimizer_bytes=100)[2] is None  # only stage 3 fits
 
 

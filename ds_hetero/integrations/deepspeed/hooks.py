@@ -38,6 +38,7 @@ __all__ = [
     "expect_scaled_loss",
     "install_hooks",
     "load_checkpoint",
+    "record_common_forward",
     "record_step",
     "recording",
     "refuse_batch_sizes",
@@ -215,7 +216,7 @@ def recording(call: str) -> Hook:
 _record_forward = recording(FORWARD)
 
 
-def _record_common_forward(hooked: HookedEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def record_common_forward(hooked: HookedEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record a forward unless it is of a whole batch, or without gradients, and so this rank's own affair."""
     if hooked.model.waits_in_forward and torch.is_grad_enabled():
         return _record_forward(hooked, forward, *args, **kwargs)
@@ -262,7 +263,7 @@ def _stage3(hook: Callable[..., Any]) -> Hook:
 
 
 HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (_record_common_forward, time_forward, waiting("running a forward")),
+    "forward": (record_common_forward, time_forward, waiting("running a forward")),
     "backward": (recording(BACKWARD), time_backward, waiting("running a backward"), scale_loss),
     "step": (recording(STEP), time_step, record_step, waiting("running the engine's step"), expect_scaled_loss),
     "destroy": (report_times, report_prediction),

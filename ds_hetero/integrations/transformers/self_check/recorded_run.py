@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 __all__ = ["Place", "RecordedRun", "record_run"]
 
+_EMBEDDINGS = "inputs_embeds"
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
 
 
@@ -64,9 +65,12 @@ def record_run(
         inputs: of the model.
         shape: (B, s) of the inputs; outputs that begin with it, with (1, s) or with B * s are recorded.
         loss_of: takes what the model returned.
-        shake: changes the output of the embedding modules, to see what rounding does or to move ties.
+        shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or
+            to move ties.
     """
     recorder = _Recorder(model, shape, shake)
+    if inputs.get(_EMBEDDINGS) is not None:
+        inputs = {**inputs, _EMBEDDINGS: recorder.as_leaf(inputs[_EMBEDDINGS])}
     with recorder.recording():
         returned = model(**inputs)
     return recorder.finish(loss_of(returned))
@@ -102,7 +106,7 @@ class _Recorder:
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(module, nn.Embedding) and isinstance(output, Tensor) and output.is_floating_point():
-            output = self._as_leaf(output)
+            output = self.as_leaf(output)
         name = self._names[module]
         call = self._num_calls[name]
         self._num_calls[name] += 1
@@ -114,7 +118,7 @@ class _Recorder:
                     self._tensors[place] = tensor
         return output
 
-    def _as_leaf(self, output: Tensor) -> Tensor:
+    def as_leaf(self, output: Tensor) -> Tensor:
         """Let gradients end here, as the parameters take none; a copy of the leaf, which models may change in place."""
         if self._shake is not None and tuple(output.shape[:2]) == self._shape:
             with torch.no_grad():
