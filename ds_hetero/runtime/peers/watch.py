@@ -177,16 +177,16 @@ class Watch:
             return
         if self._has_lost_peer or any(end.how == FAILED for end in self._ends):
             self._inquire()
-        elif unchanged_s >= self._first_patience_s() and self._board.may_ask(self._board.asked()):
+        elif unchanged_s >= self._present_patience_s(unchanged_s) and self._board.may_ask(self._board.asked()):
             # A group that DeepSpeed made has a timeout of its own, half an hour, whatever the job's is.
             self._has_lost_peer = self._stay.place.waits and unchanged_s >= self._timeout_s
             self._patience_s = self._next_patience_s(unchanged_s)
             self._inquire()
 
-    def _first_patience_s(self) -> float:
+    def _present_patience_s(self, unchanged_s: float) -> float:
         """The patience of now; less for the first question where a process of this host is gone."""
-        has_asked = self._patience_s > _PATIENCE_S
-        return self._patience_s if has_asked or not self._processes.dead() else _TICK_S
+        is_first = unchanged_s >= _TICK_S and self._patience_s == _PATIENCE_S
+        return _TICK_S if is_first and self._processes.dead() else self._patience_s
 
     def _next_patience_s(self, unchanged_s: float) -> float:
         """Doubled, but not beyond the moment at which the job's timeout is over."""
