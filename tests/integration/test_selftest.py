@@ -26,7 +26,12 @@ CHECKS = ("ranks", "kernel torch", "uneven all_to_all", "uneven reduce_scatter",
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(1, ["--quick"]), pytest.param(2, [], marks=pytest.mark.slow), (4, ["--quick"])],
+    [
+        (1, ["--quick"]),
+        (2, ["--quick"]),
+        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(4, ["--quick"], marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Path) -> None:
     codes = run_deepspeed(_selftest, world_size, str(tmp_path), options)

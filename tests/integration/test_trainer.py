@@ -148,7 +148,10 @@ def test_training_equals_one_process(world_size: int, schedule: Any, stage: int,
         assert_same_parameters(trained, expected)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 2), (4, 1)], ids=["one replica", "two replicas"])
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [pytest.param(2, 2, id="one replica"), pytest.param(4, 1, id="two replicas", marks=pytest.mark.slow)],
+)
 def test_a_term_made_by_the_handle_in_compute_loss_trains_as_on_one_process(world_size: int, stage: int) -> None:
     options = {"num_samples": 8, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
     expected_logs, expected = one_process(_train_with_term, None, {**options, "batch_size": world_size // 2})
