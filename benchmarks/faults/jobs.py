@@ -88,6 +88,11 @@ class Job:
         return self.fault in ENDLESS or (self.phase == "model" and self.fault != PAUSE)
 
     @property
+    def keeps_store(self) -> bool:
+        """Whether the victim keeps the store by which the others learn of it."""
+        return self.store == "rank 0" and self.victim == 0
+
+    @property
     def name(self) -> str:
         """In one line, for ``--only`` and the progress bar."""
         zero = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}"
@@ -104,7 +109,7 @@ def all_jobs() -> list[Job]:
 
 
 def quick_jobs() -> list[Job]:
-    """One job per phase and per kind of fault, as few as that takes, and one per phase of pipelines."""
+    """One job per phase and per kind of fault, as few as that takes, one per phase of pipelines, one without a store."""
     seen: set[str] = set()
     chosen = []
     for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
@@ -114,7 +119,8 @@ def quick_jobs() -> list[Job]:
                 chosen.append(job)
                 seen |= news
     of_pipelines = {job.phase: job for job in reversed(all_jobs()) if job.pipelines and job.fault not in LOCAL}
-    return list(dict.fromkeys([*chosen, *of_pipelines.values()]))
+    without_store = [job for job in all_jobs() if job.keeps_store and job.fault == STOP and job.phase == "step"]
+    return list(dict.fromkeys([*chosen, *of_pipelines.values(), *without_store]))
 
 
 def _cases() -> Iterator[tuple[str, str, int]]:
