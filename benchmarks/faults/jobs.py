@@ -109,7 +109,7 @@ def all_jobs() -> list[Job]:
 
 
 def quick_jobs() -> list[Job]:
-    """One job per phase and per kind of fault, as few as that takes, one per phase of pipelines, one without a store."""
+    """One job per phase and per kind of fault, as few as that takes; one per phase of pipelines."""
     seen: set[str] = set()
     chosen = []
     for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
