@@ -151,6 +151,12 @@ class Schedule:
         """
         return _sub_ring_tasks(self, members)
 
+    @property
+    def token_weights(self) -> tuple[float, ...]:
+        """Token weight of every rank, in the order of ``ranks``."""
+        weights = {rank: w for group in self.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
+        return tuple(weights[rank] for rank in self.ranks)
+
     def tokens(self, length: int) -> dict[int, int]:
         """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
 
@@ -273,15 +279,14 @@ def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece
 
 @lru_cache(maxsize=64)
 def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
-    weights = {rank: w for group in schedule.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
-    ranks = schedule.ranks
-    busy = sum(1 for rank in ranks if weights[rank])
+    weights = schedule.token_weights
+    busy = sum(1 for weight in weights if weight)
     if length < busy:
         raise ScheduleError(
             f"a sequence of {length} tokens is shorter than the {busy} ranks that are to hold some of it. "
             "Use longer sequences, fewer sequence-parallel ranks, or a schedule that gives some ranks weight 0."
         )
-    return tuple(zip(ranks, share(length, [weights[rank] for rank in ranks]), strict=True))
+    return tuple(zip(schedule.ranks, share(length, weights), strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -196,22 +196,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"attn_implementation": "eager"},
         "does not use transformers' attention interface",
     ),
-    "convolution": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        {
-            "head_dim": 8,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        "layers of type linear_attention",
+    "state space of the first kind": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+        "mixes neighbouring tokens outside attention",
     ),
     "chunks": (
         "Llama4TextConfig",

@@ -15,7 +15,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import FunctionType
 from typing import Any
 
@@ -47,6 +47,7 @@ __all__ = [
     "comparing_forwards",
     "end_sharded_forward",
     "end_whole_forward",
+    "expect_whole_batch",
     "expecting_sharded_forward",
     "install",
     "keep_attention_function",
@@ -73,6 +74,7 @@ class ShardedForward:
         kernel: the name of the kernel in the configuration, or None.
         is_placeholder: this rank holds no token of the batch; its one column stands for none.
         clock: of the model.
+        doors_used: by its recurrent layers, see `recurrent_layers`.
     """
 
     batch: BatchLayout
@@ -80,6 +82,7 @@ class ShardedForward:
     kernel: str | None
     is_placeholder: bool
     clock: Clock
+    doors_used: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +144,12 @@ def begin_sharded_forward(forward: ShardedForward) -> Token[ShardedForward | Non
     return _forward.set(forward)
 
 
-def end_sharded_forward(token: Token[ShardedForward | None]) -> None:
-    """The forward is over; ``token`` is from `begin_sharded_forward`."""
+def end_sharded_forward(token: Token[ShardedForward | None]) -> ShardedForward:
+    """The forward is over, and returned; ``token`` is from `begin_sharded_forward`."""
+    forward = _forward.get()
+    assert forward is not None
     _forward.reset(token)
+    return forward
 
 
 def begin_whole_forward() -> Token[bool]:
@@ -176,7 +182,7 @@ def comparing_forwards() -> Iterator[None]:
         _comparing.reset(token)
 
 
-def _expect_whole_batch(config: ModelConfig | None = None) -> None:
+def expect_whole_batch(config: ModelConfig | None = None) -> None:
     """Outside of a sharded forward: refuse a shard that our hooks did not see, and layers that are called directly.
 
     What recomputes layers in a backward was a forward before, of which the mask tells which.
@@ -209,7 +215,7 @@ def _mask(
     forward = _forward.get()
     if forward is not None:
         return ShardedMask(forward, mask_kind(mask_function))
-    _expect_whole_batch()
+    expect_whole_batch()
     former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[former_implementation(config)]
     with naming_former(config):
         return former(*args, mask_function=mask_function, config=config, **kwargs)
@@ -228,7 +234,7 @@ def _attention(
             "the one that transformers made, so ds_hetero cannot split it over the sequence."
         )
     config = module.config
-    _expect_whole_batch(config)
+    expect_whole_batch(config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     with naming_former(config):
         former = ALL_ATTENTION_FUNCTIONS.get_interface(former_implementation(config), eager)

@@ -7,6 +7,7 @@ that holds one token of a layer which mixes neighbours would silently train on s
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.recurrent_layers import LAYER_TYPES, has_doors, mixes_by_door
 
 __all__ = ["check_model", "decoder_of", "embeddings_of", "head_counts", "pretrained_of"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
@@ -97,7 +100,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    if not pretrained.is_backend_compatible():
+    if not (pretrained.is_backend_compatible() or _asks_registry(pretrained)):
         yield "it does not use transformers' attention interface, so its attention cannot be replaced"
     if getattr(pretrained.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder; cross attention is not supported"
@@ -107,14 +110,22 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
         yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
 
 
+def _asks_registry(pretrained: PretrainedModel) -> bool:
+    """Whether a model whose recurrent layers are not of the registry takes the attention of the others from there."""
+    file = sys.modules[type(decoder_of(pretrained)).__module__]
+    return has_doors(decoder_of(pretrained)) and hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+
+
 def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     config = pretrained.config.get_text_config()
     for name in _MODALITIES:
         if getattr(pretrained.config, name, None) is not None:
             yield f"it has a {name}; only text is supported"
-    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(_LAYER_TYPES))
+    by_door = (*LAYER_TYPES, *_TOKENWISE_TYPES) if has_doors(decoder_of(pretrained)) else ()
+    supported = (*_LAYER_TYPES, *by_door)
+    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(supported))
     if unknown:
-        yield f"layers of type {', '.join(unknown)}; supported are {', '.join(_LAYER_TYPES)}"
+        yield f"layers of type {', '.join(unknown)}; supported are {', '.join(supported)}"
     for name in _DROPOUTS:
         if getattr(config, name, None):
             yield f"{name}={getattr(config, name)}: dropout inside attention is not supported; set it to 0"
@@ -147,9 +158,11 @@ def _rope_types(parameters: dict[str, Any]) -> set[Any]:
 
 def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    doors = has_doors(decoder_of(pretrained))
     for name, module in pretrained.named_modules():
         mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
         mixes |= isinstance(module, convolutions) and any(size > 1 for size in module.kernel_size)
+        mixes &= not (doors and mixes_by_door(module))
         if mixes:
             yield f"layer {name} ({type(module).__name__}) mixes neighbouring tokens outside attention"
             return

@@ -30,6 +30,7 @@ from ds_hetero.integrations.transformers.forward_inputs import (
 )
 from ds_hetero.integrations.transformers.model_checks import decoder_of, embeddings_of, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
+from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
@@ -107,6 +108,7 @@ class ShardedModel:
         for config in self._configs:
             remember_implementation(config, self)
         self.pretrained.set_attn_implementation(NAME)
+        self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
         self._hooks = [
@@ -123,6 +125,7 @@ class ShardedModel:
         self.is_restored = True
         for hook in self._hooks:
             hook.remove()
+        self._close_doors()
         del self._decoder.train
         for config in self._configs:
             restore_implementation(config)
@@ -245,6 +248,8 @@ class ShardedModel:
             kwargs["use_cache"] = False
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+        if self._has_doors:
+            kwargs[KEYWORD] = forward
         self._token = begin_sharded_forward(forward)
         if self.places_documents:
             expect_no_noise(self._embeddings)
@@ -255,9 +260,11 @@ class ShardedModel:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, decoder: nn.Module, args: Any, output: Any) -> None:
         if self._token is not None:
-            end_sharded_forward(self._token)
+            forward = end_sharded_forward(self._token)
             self._token = None
             self._restore_noise()
+            if self._has_doors and output is not None:
+                expect_doors_used(decoder, forward)
         if self._whole_token is not None:
             end_whole_forward(self._whole_token)
             self._whole_token = None

@@ -1,0 +1,97 @@
+"""A scan along the whole sequence for this rank's share of its heads: gated delta rule, Kimi delta attention, Mamba-2.
+
+Every rank gives its tokens of all heads and gets all tokens of its own heads, in the order of the sequence; the kernel
+runs on them as it is, document by document; the outputs travel back. So any kernel serves, and any placement.
+
+Dimension key: B batch, s this rank's tokens, L tokens of the whole sequence, H heads, h those of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.placement import Range, Rows
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.recurrent.head_trade import Cuts, head_trade, shared_heads, to_sequence, to_shards
+from ds_hetero.runtime.recurrent.sequences import sequences_of
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import UNTIMED, Clock
+from ds_hetero.splits import Split, share
+
+__all__ = ["Scan", "head_cuts", "scan"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scan:
+    """What one layer asks for.
+
+    Args:
+        inputs: per token, [B, s, N, ...] with N = H or a divisor of it.
+        output_like: the input of H heads and of the output's shape.
+        parameters: per head, [H].
+        compute: of whole sequences of some heads, inputs and parameters by name: [B, L, h, D].
+    """
+
+    inputs: Mapping[str, Tensor]
+    output_like: str
+    parameters: Mapping[str, Tensor]
+    compute: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+
+
+def head_cuts(replica: Replica, num_heads: int) -> Cuts:
+    """Heads ``[start, stop)`` of every rank of the replica, in proportion to the schedule's tokens."""
+    return Split(share(num_heads, replica.schedule.token_weights)).ranges
+
+
+def scan(call: Scan, replica: Replica, batch: BatchLayout, clock: Clock = UNTIMED) -> Tensor:
+    """Run a scan over the whole sequence; return this rank's tokens of the output, [B, s, H, D].
+
+    Caller: every rank of the replica, once per layer.
+    Collectives: forward one all_to_all_single for each data type of the inputs and one for the output; the same again
+        backward.
+    """
+    like = call.inputs[call.output_like]
+    num_heads = like.shape[2]
+    trade, cuts = head_trade(replica, batch), head_cuts(replica, num_heads)
+    own = cuts[trade.index]
+    heads_each = {name: num_heads // x.shape[2] for name, x in call.inputs.items()}
+    input_cuts = {name: shared_heads(cuts, each) for name, each in heads_each.items()}
+    gathered = to_sequence(list(call.inputs.values()), list(input_cuts.values()), trade, clock)
+    inputs = {
+        name: _one_for_each(x, heads_each[name], input_cuts[name][trade.index], own)
+        for name, x in zip(call.inputs, gathered, strict=True)
+    }
+    if own[0] == own[1]:
+        out = inputs[call.output_like]  # nothing, but in the graph, where the others wait for this rank's backward
+    else:
+        parameters = {name: parameter[slice(*own)] for name, parameter in call.parameters.items()}
+        out = torch.cat([_rows_of(call, inputs, parameters, rows) for rows in sequences_of(batch)])
+    return to_shards(out.to(like.dtype), cuts, trade, clock)
+
+
+def _one_for_each(x: Tensor, heads_each: int, held: Range, own: Range) -> Tensor:
+    """Repeat heads that serve several, where ``own`` ends inside such a group: one for each head then."""
+    if own[0] % heads_each == 0 and own[1] % heads_each == 0:
+        return x
+    places = [head // heads_each - held[0] for head in range(*own)]
+    return x[:, :, torch.tensor(places, device=x.device)]
+
+
+def _rows_of(call: Scan, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+    """The output of some rows of the batch: zero outside of every sequence."""
+    length = next(iter(inputs.values())).shape[1]
+    parts, at = [], 0
+    for start, stop in rows.documents:
+        part = call.compute({name: x[rows.start : rows.stop, start:stop] for name, x in inputs.items()}, parameters)
+        parts.append(_behind_zeros(part, start - at))
+        at = stop
+    out = torch.cat(parts, 1)
+    return nn.functional.pad(out, (0, 0, 0, 0, 0, length - at))
+
+
+def _behind_zeros(part: Tensor, count: int) -> Tensor:
+    return nn.functional.pad(part, (0, 0, 0, 0, count, 0)) if count else part
