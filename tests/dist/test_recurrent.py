@@ -77,7 +77,7 @@ def _check_scan(case: Case, replica: Replica, batch: BatchLayout, rng: random.Ra
     }
     skip = torch.randn(heads, dtype=torch.float64)
     dout = torch.randn(*shape, heads, 3, dtype=torch.float64)
-    mine = case.placement.positions(replica.rank)
+    mine = torch.tensor(case.placement.positions(replica.rank), dtype=torch.int64)
     expected, expected_grads = _whole_scan(whole, skip, batch, dout)
     own = {name: x[:, mine].clone().requires_grad_() for name, x in whole.items()}
     own_skip = skip.clone().requires_grad_()
@@ -116,7 +116,7 @@ def _check_convolution(case: Case, replica: Replica, batch: BatchLayout, rng: ra
     whole = torch.randn(case.batch_size, 3, case.length, dtype=torch.float64)
     weight, bias = torch.randn(3, 1, size, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     dout = torch.randn_like(whole)
-    mine = case.placement.positions(replica.rank)
+    mine = torch.tensor(case.placement.positions(replica.rank), dtype=torch.int64)
 
     def compute(x: Tensor) -> Tensor:
         return nn.functional.conv1d(x, weight, bias, padding=size - 1, groups=3)[:, :, : x.shape[2]]

@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "JambaConfig",
         "JambaForCausalLM",
         {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
-        "mixes neighbouring tokens outside attention",
+        "its state-space layers are of the first Mamba",
     ),
     "chunks": (
         "Llama4TextConfig",

@@ -15,7 +15,12 @@ from torch import nn
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
-from ds_hetero.integrations.transformers.recurrent_layers import LAYER_TYPES, has_doors, mixes_by_door
+from ds_hetero.integrations.transformers.recurrent_layers import (
+    LAYER_TYPES,
+    has_doors,
+    has_scan_without_door,
+    mixes_by_door,
+)
 
 __all__ = ["check_model", "decoder_of", "embeddings_of", "head_counts", "pretrained_of"]
 
@@ -144,6 +149,10 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
 def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
     if reason := _OWN_ATTENTION.get(getattr(pretrained.config, "model_type", "")):
         yield reason
+    for name, module in pretrained.named_modules():
+        if type(module).__name__.endswith("Indexer"):
+            yield f"{name} ({type(module).__name__}) chooses keys by the content of the whole sequence"
+            break
     layer_types = getattr(pretrained.config.get_text_config(), "layer_types", None) or ()
     directions = {module.is_causal for module in pretrained.modules() if hasattr(module, "is_causal")}
     if "sliding_attention" in layer_types and directions == {False}:
@@ -159,6 +168,8 @@ def _rope_types(parameters: dict[str, Any]) -> set[Any]:
 def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     doors = has_doors(decoder_of(pretrained))
+    if has_scan_without_door(decoder_of(pretrained)):
+        yield "its state-space layers are of the first Mamba, whose scan cannot be split by heads"
     for name, module in pretrained.named_modules():
         mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
         mixes |= isinstance(module, convolutions) and any(size > 1 for size in module.kernel_size)

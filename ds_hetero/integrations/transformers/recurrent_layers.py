@@ -28,7 +28,15 @@ from ds_hetero.integrations.transformers.attention import ShardedForward, expect
 from ds_hetero.runtime.recurrent.convolution import convolution
 from ds_hetero.runtime.recurrent.scan import Scan, scan
 
-__all__ = ["KEYWORD", "LAYER_TYPES", "expect_doors_used", "has_doors", "mixes_by_door", "open_doors"]
+__all__ = [
+    "KEYWORD",
+    "LAYER_TYPES",
+    "expect_doors_used",
+    "has_doors",
+    "has_scan_without_door",
+    "mixes_by_door",
+    "open_doors",
+]
 
 KEYWORD = "ds_hetero_forward"  # under which layers are handed the sharded forward
 
@@ -38,6 +46,7 @@ LAYER_TYPES = ("linear_attention", "conv", "hybrid")
 _CONVOLUTION = "causal_conv1d_fn"
 _CONVOLUTION_PLACES = ("hidden_states", "weight", "bias", "activation")
 _FUSED = "mamba2_split_conv1d_scan_combined"  # returns None without its kernel; models then call the two others
+_WITHOUT_DOOR = "mamba_selective_scan"  # Mamba-1: its arguments are [B, channels, s], and it is handed no keyword
 _PACKING = ("cu_seqlens", "seq_idx")  # the batch's layout knows the documents
 _STATES = ("initial_state", "initial_states")
 
@@ -100,6 +109,11 @@ def has_doors(model: nn.Module) -> bool:
     return any(True for _ in _doors_of(model))
 
 
+def has_scan_without_door(model: nn.Module) -> bool:
+    """Whether a file that ``model`` is made of calls a scan that has no door."""
+    return any(hasattr(file, _WITHOUT_DOOR) for file in _files_of(model))
+
+
 def mixes_by_door(module: nn.Module) -> bool:
     """Whether the convolution that ``module`` holds is one whose weight alone is read, in a call that has a door."""
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
@@ -141,13 +155,16 @@ def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
 
 
 def _doors_of(model: nn.Module) -> Iterator[tuple[ModuleType, str]]:
-    files = {type(module).__module__: None for module in model.modules()}
-    for file in map(sys.modules.get, files):
-        if file is None or not file.__name__.startswith("transformers."):
-            continue
+    for file in _files_of(model):
         for name in (_CONVOLUTION, _FUSED, *_SCANS):
             if hasattr(file, name):
                 yield file, name
+
+
+def _files_of(model: nn.Module) -> Iterator[ModuleType]:
+    """The modelling files of transformers that the modules' classes are of."""
+    files = {type(module).__module__: None for module in model.modules()}
+    return (sys.modules[file] for file in files if file.startswith("transformers."))
 
 
 def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
