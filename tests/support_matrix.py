@@ -52,6 +52,7 @@ class Row:
 _MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
 _SELF_CHECK = "tests/integration/test_self_check.py::test_models_that_would_train_on_something_else_are_refused"
 _BREADTH = "tests/integration/test_self_check_breadth.py::test_no_exact_architecture_raises_an_alarm"
+_RECURRENT = "tests/integration/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
 _REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
 _FEATURES = "tests/integration/test_features.py::"
 _PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
@@ -118,6 +119,19 @@ _MODEL_ROWS = (
     _model("BERT, masked language model", "bert"),
     _model("GPT-2", "gpt2"),
     Row(
+        what="gated linear attention beside full attention: Qwen3-Next, Qwen3.5 (text), OLMo-Hybrid, Kimi-Linear",
+        status="tested",
+        tests=(_RECURRENT,),
+        note="plain, padded, packed, recomputed; kernels of torch, those of flash-linear-attention are untried",
+    ),
+    Row(
+        what="Mamba-2 beside attention: Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2",
+        status="tested",
+        tests=(_RECURRENT,),
+        note="likewise; those of mamba-ssm are untried",
+    ),
+    Row(what="short convolutions beside attention: LFM2", status="tested", tests=(_RECURRENT,)),
+    Row(
         what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded: "
         + ", ".join(f"`{name}`" for name in CAUSAL),
         status="self-checked",
@@ -151,7 +165,11 @@ _MODEL_ROWS = (
     _refused("heads that pool over the sequence: classification, question answering, multiple choice", "pooling"),
     _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
     _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),
-    _refused("linear attention and convolutions: Qwen3-Next, Qwen3.5, MiniMax, Nemotron-H, LFM ...", "convolution"),
+    _refused(
+        "state spaces of the first kind: Jamba, Zamba, FalconMamba",
+        "state space of the first kind",
+        note="the scan of Mamba-1 cannot be split by heads",
+    ),
     _refused("chunked attention: Llama 4", "chunks"),
     Row(
         what="prompt tuning, prefix tuning (PEFT)",

@@ -78,7 +78,7 @@ def _one_for_each(x: Tensor, heads_each: int, held: Range, own: Range) -> Tensor
     if own[0] % heads_each == 0 and own[1] % heads_each == 0:
         return x
     places = [head // heads_each - held[0] for head in range(*own)]
-    return x[:, :, torch.tensor(places, device=x.device)]
+    return x[:, :, torch.tensor(places, dtype=torch.int64, device=x.device)]
 
 
 def _rows_of(call: Scan, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
