@@ -30,7 +30,7 @@ from ds_hetero.schedule import Schedule
 
 __all__ = ["DescribedPlan", "PlanScenario", "read_described_plan", "read_scenario"]
 
-_WORKLOAD = tuple(field.name for field in fields(Workload) if field.name not in ("zero_cluster", "buffers"))
+_WORKLOAD = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
 _KEYS = ("cost_model", "model", "workload", "clusters", "lengths")
 _REMEDY = (
     'Write the file with "ds-hetero plan ... --out FILE", or give a run.json of a job that had "report" in its section.'
