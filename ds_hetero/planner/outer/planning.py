@@ -35,7 +35,7 @@ __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
-OWNERS_SHARE = 0.04  # of the effort, for the search with owners fitted to memory, whose evaluations take six times as long
+OWNERS_SHARE = 0.1  # of the effort, for the search with owners of optimizer state fitted to memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ FULL_S = 2e-4  # what the rest of an evaluation takes
 FULL_PIPELINE_S = 2e-5
 SOLVE_S = 4e-4  # what the cuts of one pipeline take
 SOLVE_STAGE_S = 3e-5
+FIT_S = 1e-2  # what fitting the owners of optimizer state to memory takes
 ACTION_S = 2.5e-6  # what the last word takes for a forward and a backward
 
 
@@ -90,6 +91,7 @@ class Evaluator:
         self.objective = objective
         self.cuts = LayerCuts(costs) if cuts is None else cuts
         self.spent_s = 0.0
+        self._fit_s = FIT_S if getattr(costs, "owners", "even") == "fitted" else 0.0
         self.num_evaluated = 0
         self.pipeline_s = cache(self._pipeline_s)
         self._rates: dict[tuple[Block, ...], float] = {}
@@ -143,6 +145,7 @@ class Evaluator:
         times = [cut.time_s(number) for cut, number in zip(cuts, counts, strict=True)]
         pipelines_s = max(times)
         gradients_s = self.costs.gradients_s(place(shapes, cuts, counts))
+        self.spent_s += self._fit_s
         step_s = self.costs.step_s(pipelines_s, gradients_s, cuts[times.index(pipelines_s)].overlap_s)
         return Candidate(
             shapes=shapes,
@@ -165,7 +168,7 @@ class Evaluator:
             micro_batches: likewise.
         """
         cuts, micro_batches = cuts or plan.cuts, micro_batches or plan.micro_batches
-        self.spent_s += FULL_S + FULL_PIPELINE_S * len(cuts)
+        self.spent_s += FULL_S + FULL_PIPELINE_S * len(cuts) + self._fit_s
         return judge(self.costs, self.objective, plan.shapes, cuts, micro_batches, self.pipeline_s)
 
     def _pipeline_s(self, cut: Cut, micro_batches: int) -> float:
