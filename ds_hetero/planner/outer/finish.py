@@ -17,7 +17,7 @@ from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.plans.timetable import default_in_flight
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Finished", "finish", "is_tight", "memory_by_rank", "memory_bytes", "most_in_flight", "to_plan"]
+__all__ = ["Finished", "finish", "memory_by_rank", "memory_bytes", "most_in_flight", "to_plan"]
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
@@ -97,18 +97,6 @@ def _best_in_flight(
         if seconds < best[1] * (1 - LEAST_GAIN):
             best = raised, seconds
     return best
-
-
-def is_tight(costs: StageCosts, plan: Candidate) -> bool:
-    """Whether some stage has all the layers that fit into its memory."""
-    for placed in plan.placed:
-        options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(plan.shapes))
-        assert options is not None
-        last = len(options) - 1
-        for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True)):
-            if option.max_layers(j == 0, j == last, costs.kept_in_flight(j, last + 1)) <= layers:
-                return True
-    return False
 
 
 def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float, ...]]]:

@@ -20,7 +20,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
-from ds_hetero.planner.outer.finish import Finished, finish, is_tight, to_plan
+from ds_hetero.planner.outer.finish import Finished, finish, to_plan
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
@@ -36,6 +36,9 @@ MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
 OWNERS_SHARE = 0.1  # of the effort, for the search with owners of optimizer state fitted to memory
+
+
+_Found = tuple[StageCosts, SearchResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ def plan_pipelines(
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
     effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
     results = _search(models, task, effort_s)
-    if costs is None:
-        results += _with_fitted_owners(models, results, task, effort_s)
+    if costs is None and not results:
+        results += _with_fitted_owners(models, task, effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
     interrupted = any(result.interrupted for _, result in results)
     rivals: dict[str, Rival] = {}
@@ -187,28 +190,15 @@ def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[
     return results
 
 
-def _with_fitted_owners(
-    models: Sequence[StageCosts], results: list[tuple[StageCosts, SearchResult]], task: _Task, effort_s: float
-) -> list[tuple[StageCosts, SearchResult]]:
-    """Search once more where memory limits the layers of the best plan, or nothing fits: large devices own more."""
-    if any(result.interrupted for _, result in results):
-        return []
-    chosen = list(models)
-    if results:
-        costs, best = min(((costs, result.best) for costs, result in results), key=lambda each: each[1].value)
-        if not is_tight(costs, best):
-            return []
-        chosen = [costs]
-    found: list[tuple[StageCosts, SearchResult]] = []
-    for costs in chosen:
-        assert isinstance(costs, CalibratedStageCosts)
-        fitted = costs.with_owners("fitted")
-        evaluate = Evaluator(fitted, task.global_batch, task.objective)
-        search = Search(evaluate, task.sizes, ("tensor", "sequence"), effort_s * OWNERS_SHARE, task.progress)
-        result = search.run([result.best.shapes for _, result in results])
-        if result is not None:
-            found.append((fitted, result))
-    return found
+def _with_fitted_owners(models: Sequence[StageCosts], task: _Task, effort_s: float) -> Iterator[_Found]:
+    """Search with owners of optimizer state fitted to memory: devices without room own less."""
+    for costs in models:
+        if isinstance(costs, CalibratedStageCosts):
+            fitted = costs.with_owners("fitted")
+            evaluate = Evaluator(fitted, task.global_batch, task.objective)
+            result = Search(evaluate, task.sizes, ("tensor", "sequence"), effort_s * OWNERS_SHARE, task.progress).run()
+            if result is not None:
+                yield fitted, result
 
 
 def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
