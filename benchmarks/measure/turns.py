@@ -58,8 +58,7 @@ def alternate(actions: Actions, budget_s: float, min_pairs: int, report: Report,
 
     Caller: every rank.
     """
-    gc.collect()
-    gc.freeze()  # what DeepSpeed and transformers loaded is not searched again in the middle of a run
+    _freeze()
     begin = time.perf_counter()
     warm_up: list[list[float]] = []
     for done in range(_WARM_UPS):
@@ -87,6 +86,7 @@ def take_turns(actions: Actions, max_rounds: int, budget_s: float, own_pids: Seq
 
     Caller: every rank.
     """
+    _freeze()
     with _measured(actions, own_pids) as turns:
         begin = time.perf_counter()
         for done in range(max_rounds):
@@ -109,6 +109,12 @@ def timed_run(action: Callable[[], object]) -> float:
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
+
+
+def _freeze() -> None:
+    """What DeepSpeed and transformers loaded is not searched for garbage again in the middle of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 def _run_round(actions: Actions, turns: Turns, *, backwards: bool) -> None:

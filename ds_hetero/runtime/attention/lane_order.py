@@ -76,8 +76,9 @@ class _Waiters:
     def submit(self, task: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
         with self._lock:
-            self._num_free -= 1
-            needs_thread = self._num_free < 0
+            needs_thread = self._num_free == 0
+            if not needs_thread:
+                self._num_free -= 1
         if needs_thread:
             threading.Thread(target=self._work, daemon=True).start()
         self._tasks.put((task, future))
