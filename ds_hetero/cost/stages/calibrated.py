@@ -310,8 +310,11 @@ class CalibratedStageCosts:
         return np.array([alone and (b.inner != "sequence" or b.size == 1) for b in blocks for _ in b.parts])
 
     def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
-        """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
-        return pipelines_s + max(0.0, gradients_s - overlap_s)
+        """Gradients leave while the last micro-batch goes backward, as far as they are ready.
+
+        The other half, the optimizer and the parameters' way back from their owners, begins when all have come.
+        """
+        return pipelines_s + max(gradients_s / 2, gradients_s - overlap_s)
 
 
 class _End(NamedTuple):
