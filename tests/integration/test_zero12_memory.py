@@ -21,7 +21,9 @@ pytestmark = needs_weights
 
 # About 12 million parameters, 45 MiB in fp32; master weights, moments and their gradient are four times that.
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
-BUDGET_MIB = 165  # the equal share was seen to need more than 180, the small one less than 150
+BUDGET_MIB = (
+    175  # the equal share was seen to need more than 180, the small one less than 168, with the stacks of threads
+)
 MIB = 2**20
 M_MMAP_THRESHOLD = -3
 
