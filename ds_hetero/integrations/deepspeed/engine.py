@@ -134,9 +134,12 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
             return search_at_start(world, lambda: read_pipeline_facts(given["model"], ds_config), registry.clusters)
 
         plan = agree_on_pipelines(world, lambda: section_of(ds_config), search)
+        installer: EngineInstaller | PipelineInstaller = EngineInstaller(registry, stock, given, ds_config)
         if plan is not None:
-            return PipelineInstaller(registry, stock, given, ds_config, plan).install()
-        return EngineInstaller(registry, stock, given, ds_config).install()
+            installer = PipelineInstaller(registry, stock, given, ds_config, plan)
+        engine, *rest = installer.install()
+        registered.note_engine(engine)
+        return (engine, *rest)
 
     return initialize
 
@@ -164,7 +167,6 @@ class EngineInstaller:
         sizes = {**size_in_configuration(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
         prepared = self._registry.prepare(model, ds_config, sizes)
         engine, *rest = self._build(prepared, sp_size_of(sizes))
-        registered.note_engine(engine)
         self._hook(engine, prepared)
         return (engine, *rest)
 
