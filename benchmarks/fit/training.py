@@ -7,9 +7,7 @@ model is built: the same thing that ``torch.cuda.max_memory_allocated`` is on a 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,6 @@ __all__ = ["Case", "measure"]
 
 STEPS = 4
 BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to
-_STEP = "one training step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,22 +99,17 @@ def measure(rank: int, report: Any, case: dict[str, Any]) -> int:
     A release on one of gloo's threads escapes the profiler, which can only add. So what rests between steps and what
     a step adds to it are each the least of all steps but the first, which allocates what is kept for good.
     """
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from benchmarks.measure.allocations import held_by_runs, marked_run
 
-    gc.collect()
-    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    def train() -> None:
         step = make_step(rank, Case(**case))
         for _ in range(STEPS):
             gc.collect()
-            with record_function(_STEP):
+            with marked_run():
                 step()
-    held, steps = 0, []
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _STEP:
-            steps.append((held, held))
-        elif event.name() == "[memory]":
-            held += event.nbytes()
-            steps[-1:] = [(before, max(peak, held)) for before, peak in steps[-1:]]
+
+    gc.collect()
+    steps = held_by_runs(train)
     rests, rises = [rest for rest, _ in steps[1:]], [peak - rest for rest, peak in steps[1:]]
     return int(min(rests) + min(rises))
 
@@ -168,16 +160,3 @@ def make_step(rank: int, case: Case) -> Any:
         engine.step()
 
     return step
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """The profiler of some torch releases announces every start and stop."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["peak_allocations"]
+__all__ = ["held_by_runs", "marked_run", "peak_allocations"]
 
 _RUN = "one measured run"
 
@@ -23,21 +23,33 @@ def peak_allocations(run: Callable[[], object], repeats: int, settle: Callable[[
         repeats: how often.
         settle: called before each run.
     """
-    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def runs() -> None:
         for _ in range(repeats):
             settle()
-            with record_function(_RUN):
+            with marked_run():
                 run()
-    peaks: list[int] = []
-    held = before = 0
+
+    return [peak - before for before, peak in held_by_runs(runs)]
+
+
+def marked_run() -> AbstractContextManager[object]:
+    """Mark what is inside as one run for `held_by_runs`."""
+    return record_function(_RUN)
+
+
+def held_by_runs(work: Callable[[], object]) -> list[tuple[int, int]]:
+    """Return for each `marked_run` in ``work`` the bytes held before it and at its peak, counted from ``work`` on."""
+    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    held, runs = 0, []
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == _RUN:
-            before = held
-            peaks.append(0)
+            runs.append((held, held))
         elif event.name() == "[memory]":
             held += event.nbytes()
-            peaks[-1:] = [max(peak, held - before) for peak in peaks[-1:]]
-    return peaks
+            runs[-1:] = [(before, max(peak, held)) for before, peak in runs[-1:]]
+    return runs
 
 
 @contextmanager

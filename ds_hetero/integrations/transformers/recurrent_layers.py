@@ -185,7 +185,6 @@ def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return _convolution(original, forward, given)
         return _scan(name, original, forward, given)
 
-    door.__wrapped__ = original
     return door
 
 
