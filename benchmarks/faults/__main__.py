@@ -80,7 +80,7 @@ def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> Iterator
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     """Plain data, without the folders of this machine."""
     seconds = None if verdict.seconds is None else round(verdict.seconds, 2)
-    last_words = [_FOLDERS.sub("", word) for word in verdict.last_words]
+    last_words = [] if verdict.is_good else [_FOLDERS.sub("", word) for word in verdict.last_words]
     problems = [_FOLDERS.sub("", problem) for problem in verdict.problems]
     return {
         "name": verdict.job.name,

@@ -24,6 +24,7 @@ _BACKEND = re.compile(
     re.IGNORECASE,
 )
 _LOG_LINE = re.compile(r"^\[?[WE]\d{4} |^terminate called|^\s*what\(\)|^(Aborted|Segmentation fault)")
+_OF_CPP = re.compile(r"\w\.(?:cc|cpp|h|hpp):\d+|\benforce fail\b|(?:closed|reset) by peer|what\(\):", re.IGNORECASE)
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of torch's excepthook
 _CLOSE = 1e-5
 
@@ -70,7 +71,8 @@ def judge(job: Job, folder: Path, ends: Sequence[RankEnd]) -> Verdict:
         verdict.problems.append(f"hang of ranks {verdict.hung}")
     else:
         ended_s = max(end.ended_at_s for rank, end in enumerate(ends) if rank not in stopped)
-        verdict.seconds = ended_s - fault_s - (TIMEOUT_S if job.takes_timeout else 0.0)
+        took_s = ended_s - fault_s
+        verdict.seconds = took_s - TIMEOUT_S if job.takes_timeout and took_s >= TIMEOUT_S else took_s
     if job.fault == PAUSE:
         verdict.seconds = None  # it goes on to its end
         _expect_completed(verdict, ends, folder)
@@ -152,7 +154,13 @@ def _is_ours(word: str) -> bool:
 
 
 def _is_raw(word: str) -> bool:
-    return not _is_ours(word) and "Planted" not in word and bool(_BACKEND.search(word))
+    """Whether a backend speaks in it. Our errors may say "timed out" or "gloo"; they may not hand on C++'s text."""
+    if "Planted" in word:
+        return False
+    lines = word.splitlines()
+    return any(_LOG_LINE.match(line) or _OF_CPP.search(line) for line in lines) or (
+        not _is_ours(word) and bool(_BACKEND.search(word))
+    )
 
 
 def _named(word: str, rank: int, job: Job) -> str:

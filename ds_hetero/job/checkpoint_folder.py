@@ -10,15 +10,28 @@ renames, beside it, from where `recover` moves it. Files that the user keeps in 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from ds_hetero.errors import CheckpointError
 
-__all__ = ["DRAFT", "begin", "discard", "draft_of", "expect_finished", "publish", "recover", "write_whole"]
+__all__ = [
+    "DRAFT",
+    "begin",
+    "discard",
+    "draft_of",
+    "expect_finished",
+    "publish",
+    "recover",
+    "why_not_written",
+    "write_whole",
+]
 
 DRAFT = ".saving"  # what the name of a folder ends in while its parts are written
 _REPLACED = ".replaced"  # likewise of the checkpoint of before, from the first rename until it is deleted
+_CUT_SHORT = re.compile(r"unexpected pos|PytorchStreamWriter|enforce fail")  # torch, of a file that stops growing
 _OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder for state on NVMe
 
 
@@ -95,6 +108,27 @@ def expect_finished(folder: Path) -> None:
         raise CheckpointError(f"there is no finished checkpoint in {folder}.{unfinished} Load another one.")
 
 
+def why_not_written(path: Path, error: Exception) -> str:
+    """Say why a part could not be written: torch hides it, but the file system says it again if it is asked.
+
+    Args:
+        path: of the part, or the folder that it was to go into.
+        error: what the writer has raised.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    try:
+        _try_to_grow(path)
+    except OSError as refusal:
+        return str(refusal)
+    if _CUT_SHORT.search(str(error)):
+        return "the file system took a part of it only: a full disk, a quota, or a limit on the size of files"
+    return f"{type(error).__name__}: {error}"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file such that a reader gets the old content or the new one, whatever happens."""
     draft = path.with_name(f"{path.name}.new")
@@ -103,6 +137,13 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+def _try_to_grow(path: Path) -> None:
+    with tempfile.TemporaryFile(dir=path) if path.is_dir() else open(path, "ab") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _replaced(folder: Path) -> Path:

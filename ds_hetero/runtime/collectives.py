@@ -237,11 +237,12 @@ def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]
     ranks_by_failure: dict[_Failure, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_failure.setdefault(failure, []).append(rank)
-    lines = [
-        str(failure)
-        if ranks in unnamed and failure.rule is not None
-        else f"on rank {', '.join(map(str, ranks))}: {failure}"
-        for failure, ranks in ranks_by_failure.items()
-    ]
+    lines = []
+    for failure, ranks in ranks_by_failure.items():
+        is_agreed = ranks in unnamed and failure.class_name == PeerError.__name__  # it names its ranks already
+        if is_agreed or (ranks in unnamed and failure.rule is not None):
+            lines.append(failure.message)
+        else:
+            lines.append(f"on rank {', '.join(map(str, ranks))}: {failure}")
     rules = [failure.rule for failure in ranks_by_failure if failure.rule is not None]
     return (rules[0] if rules else PeerError)("\n".join(lines))

@@ -40,6 +40,7 @@ FAILURES = {
         "BatchError",
         "on rank 1: KeyError: 'x'\non rank 2: no",
     ),
+    "what all know already": (dict.fromkeys(range(3), PeerError("rank 1 gone")), "PeerError", "rank 1 gone"),
     "a result that cannot travel": ({1: None}, "PeerError", "on rank 1: AttributeError"),
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.protocols import CheckpointEngine, Engine
-from ds_hetero.job.checkpoint_folder import DRAFT, begin, discard, draft_of, publish, write_whole
+from ds_hetero.job.checkpoint_folder import DRAFT, begin, discard, draft_of, publish, why_not_written, write_whole
 from ds_hetero.job.manifest import MANIFEST, Manifest, Part, seal_part
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -132,24 +132,7 @@ class _PartWriter:
         try:
             write()
         except Exception as error:  # torch and pickle raise almost anything here
-            self.fault = f"{path} cannot be written: {_reason(Path(path), error)}"
-
-
-def _reason(path: Path, error: Exception) -> str:
-    """Say why a file could not be written; torch hides it, but the file system says it again if it is asked."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return str(cause)
-        cause = cause.__cause__ or cause.__context__
-    try:
-        with open(path, "ab") as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as refusal:
-        return str(refusal)
-    return f"{type(error).__name__}: {error}"
+            self.fault = f"{path} cannot be written: {why_not_written(Path(path), error)}"
 
 
 def copy_script_last(engine: Engine, copy: Callable[[str], None], save_path: str) -> None:

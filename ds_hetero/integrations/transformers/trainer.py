@@ -25,6 +25,7 @@ from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.integrations.transformers.trainer_checks import expect_labels, expect_splittable, naming_trainer
+from ds_hetero.job.checkpoint_folder import why_not_written
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
@@ -267,8 +268,9 @@ def _failing_together(stock: Any) -> Any:
             except (HeteroError, PeerError):
                 raise
             except Exception as error:  # torch and safetensors raise almost anything here
+                reason = why_not_written(Path(trainer.args.output_dir), error)
                 raise CheckpointError(
-                    f"{stock.__name__} of the Trainer cannot write the checkpoint: {type(error).__name__}: {error}."
+                    f"{stock.__name__} of the Trainer cannot write the checkpoint: {reason}."
                 ) from error
 
         on_all_ranks(save_own_part)
