@@ -65,8 +65,9 @@ class Lane:
 
     def __post_init__(self) -> None:
         assert len(self.nodes) in (0, len(self.members)), (self.nodes, self.members)
-        for (start, stop), tokens in zip(self.spans, self.tokens, strict=True):
-            assert len(tokens) == len(self.members) and sum(tokens) == stop - start, (self.spans, self.tokens)
+        assert set(map(len, self.tokens)) <= {len(self.members)}, (self.members, self.tokens)
+        held = list(map(sum, self.tokens))
+        assert held == [stop - start for start, stop in self.spans], (self.spans, self.tokens)
 
     @cached_property
     def intervals(self) -> tuple[tuple[Range, ...], ...]:

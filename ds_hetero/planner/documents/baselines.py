@@ -94,12 +94,12 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
     if not any(costs.most_tokens[unit] for unit in units):
         return float("inf") if lengths else 0.0
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
-    shares = dict(zip(units, _shares(units, costs), strict=True))
+    shares = _shares(units, costs)
     of_node = [0.0] * costs.num_nodes
-    for unit, part in shares.items():
+    for unit, part in zip(units, shares, strict=True):
         of_node[costs.node[unit]] += part
     slowest_s = 0.0
-    for unit, part in shares.items():
+    for unit, part in zip(units, shares, strict=True):
         node = costs.node[unit]
         if part and tokens * part + len(lengths) > costs.most_tokens[unit]:  # every document is rounded by itself
             return float("inf")
@@ -107,5 +107,7 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
         received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0
         if crossing:
             received_s = max(received_s, tokens * (1 - of_node[node]) * costs.cross_s[node])
-        slowest_s = max(slowest_s, tokens * part * costs.token_s[unit] + max(attention_s, received_s))
+        block_s = tokens * part * costs.token_s[unit] + (attention_s if attention_s > received_s else received_s)
+        if block_s > slowest_s:
+            slowest_s = block_s
     return slowest_s

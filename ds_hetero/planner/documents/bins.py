@@ -96,7 +96,7 @@ def deal(
         The bins of every part with their tokens, or None if the rooms do not suffice.
     """
     queues = _Queues(bins)
-    kinds, loads_s, room = queues.kinds, bins.load_s, bins.room
+    kinds, loads_s, room, held = queues.kinds, bins.load_s, bins.room, bins.tokens
     placed: list[Pieces] = []
     for part in parts:
         _, length, tokens = part
@@ -110,7 +110,9 @@ def deal(
                 best_s, best, best_queue = end_s, entry, queue
         if best_s < inf and (best_s <= budget_s or tokens < 2 * least_tokens):
             i = best[1]
-            bins.put(i, length, tokens)
+            loads_s[i] += tokens * (bins.token_s[i] + length * bins.square_s[i])  # as `Bins.put`, without the call
+            held[i] += tokens
+            room[i] -= tokens
             if best is best_queue[0]:
                 del best_queue[0]
             else:
@@ -159,11 +161,13 @@ class _Queues:
 def _cut(part: Part, bins: Bins, budget_s: float, least_tokens: int, widen: int) -> Pieces | None:
     """Cut a part over the fewest bins that hold it within the budget, or over as many as have room for it."""
     _, length, tokens = part
-    within = [
-        (budget_s - load_s) / (token_s + length * square_s)
-        for load_s, token_s, square_s in zip(bins.load_s, bins.token_s, bins.square_s, strict=True)
-    ]
-    free = sorted((-min(pair), i) for i, pair in enumerate(zip(within, bins.room, strict=True)))
+    free = []
+    for i, (load_s, token_s, square_s, room) in enumerate(
+        zip(bins.load_s, bins.token_s, bins.square_s, bins.room, strict=True)
+    ):
+        within = (budget_s - load_s) / (token_s + length * square_s)
+        free.append((-(within if within < room else room), i))
+    free.sort()
     count, left = 0, float(tokens)
     least = min(least_tokens, tokens / len(free))
     while count < len(free) and left > 0 and -free[count][0] >= least:
@@ -220,17 +224,23 @@ def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[i
 
 def _whole(shares: Sequence[float], room: Sequence[int], tokens: int) -> list[int]:
     """Round shares to multiples of a grain, by largest remainder; one bin takes what is no multiple."""
-    busy = sum(1 for share in shares if share > 0)
-    grain = next(grain for least, grain in GRAINS if tokens >= least * busy)
+    indices = range(len(shares))
+    busy = [i for i in indices if shares[i] > 0]
+    grain = next(grain for least, grain in GRAINS if tokens >= least * len(busy))
     whole = [int(share) // grain * grain for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
     left = tokens - sum(whole)
-    for i in by_remainder:
-        if left >= grain and shares[i] > 0 and whole[i] + grain <= room[i]:
+    if not left:
+        return whole
+    by_remainder = sorted([(whole[i] - shares[i], i) for i in busy])
+    for _, i in by_remainder:
+        if left < grain:
+            break
+        if whole[i] + grain <= room[i]:
             whole[i] += grain
             left -= grain
-    for i in sorted(by_remainder, key=lambda i: shares[i] <= 0):  # the rest, wherever there is room
-        take = min(left, max(room[i] - whole[i], 0))
-        whole[i] += take
-        left -= take
+    if left:  # wherever there is room
+        for i in (*(i for _, i in by_remainder), *(i for i in indices if shares[i] <= 0)):
+            take = min(left, max(room[i] - whole[i], 0))
+            whole[i] += take
+            left -= take
     return whole

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range
 from ds_hetero.planner.documents.bins import Pieces
@@ -63,16 +62,19 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
     units, node_of = len(costs.token_s), costs.node
     tokens, squares, received, cut_lengths = ([0] * units for _ in range(4))
     crossed, unit_end, node_end = [0] * costs.num_nodes, [0] * units, [0] * costs.num_nodes
-    for (first, stop, unit), at_first, at_stop in zip(held, *_documents_at(held, documents), strict=True):
+    around = _documents_at(held, documents)
+    for (first, stop, unit), (start_a, stop_a, before), (start_z, stop_z, after) in zip(
+        held, around, around[1:], strict=False
+    ):
         node = node_of[unit]
         tokens[unit] += stop - first
-        squares[unit] += at_stop.squares - at_first.squares
-        if at_first.start < first < at_first.stop:  # needs the keys of this document that come before the interval
-            received[unit] += first - max(at_first.start, unit_end[unit])
-            crossed[node] += first - max(at_first.start, node_end[node])
-            cut_lengths[unit] += at_first.stop - at_first.start
-        if at_first.start != at_stop.start < stop < at_stop.stop:
-            cut_lengths[unit] += at_stop.stop - at_stop.start
+        squares[unit] += after - before
+        if start_a < first < stop_a:  # needs the keys of this document that come before the interval
+            received[unit] += first - max(start_a, unit_end[unit])
+            crossed[node] += first - max(start_a, node_end[node])
+            cut_lengths[unit] += stop_a - start_a
+        if start_a != start_z < stop < stop_z:
+            cut_lengths[unit] += stop_z - start_z
         unit_end[unit] = node_end[node] = stop
     inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
     entered_s = crossing_s(crossed, _entering(lane, crossed, costs), costs)
@@ -101,28 +103,19 @@ def _entering(lane: Lane, crossed: Sequence[int], costs: UnitCosts) -> list[floa
     return entering
 
 
-class _At(NamedTuple):
-    """The last document that begins at or before a position.
+def _documents_at(held: Sequence[tuple[int, int, int]], documents: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """The documents at the first positions of ascending intervals that cover a row, and at the end of the last one.
 
-    Args:
-        start: its first position.
-        stop: the position after its last.
-        squares: twice the query-key pairs of all positions before this one, the square of the length for a document.
+    Returns:
+        Of the last document that begins at or before a position: its first position, the position after its last, and
+        twice the query-key pairs of all positions before this one, the square of the length for a document.
     """
-
-    start: int
-    stop: int
-    squares: int
-
-
-def _documents_at(held: Sequence[tuple[int, int, int]], documents: Sequence[Range]) -> tuple[list[_At], list[_At]]:
-    """The documents at the first positions of ascending intervals that cover a row, and at the ends of these."""
-    before = list(accumulate(((stop - start) ** 2 for start, stop in documents), initial=0))
+    before = list(accumulate(((stop - start) * (stop - start) for start, stop in documents), initial=0))
     starts = [start for start, _ in documents]
     around = []
     for position in (*(first for first, _, _ in held), held[-1][1]):
         index = bisect_right(starts, position) - 1
         start, stop = documents[index] if index >= 0 else (0, 0)
-        inside = before[index] + (position - start) ** 2 if position < stop else before[index + 1]
-        around.append(_At(start, stop, inside))
-    return around[:-1], around[1:]
+        done = position - start
+        around.append((start, stop, before[index] + done * done if position < stop else before[index + 1]))
+    return around
