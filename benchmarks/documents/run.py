@@ -3,6 +3,7 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
     python -m benchmarks.documents run                     # about 30 minutes
     python -m benchmarks.documents run --quick             # three: ArXiv lengths, half the tokens
     python -m benchmarks.documents run --scopes replan     # a rank that loses speed while the job runs
+    python -m benchmarks.documents run --kept cases.jsonl  # goes on where it was stopped
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
 measured when they are set. The bound is the time of rank 0 alone, times its share of the sum of measured speeds.
@@ -20,12 +21,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.documents.contenders import (
     ALONE,
@@ -39,12 +38,12 @@ from benchmarks.documents.contenders import (
     layer_actions,
     step_actions,
 )
-from benchmarks.documents.wire import LINK_KINDS, counted_bytes, planned_bytes
+from benchmarks.documents.run_tables import REPLAN, SLOWED_RANK, SLOWED_TO, STEPS_BEFORE, show, summarize
+from benchmarks.documents.wire import counted_bytes, planned_bytes
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
-from benchmarks.measure.statistics import within_bound
 from benchmarks.measure.turns import take_turns, timed_run
 from ds_hetero.baselines import proportional
 from ds_hetero.planner.documents import UnitCosts
@@ -53,10 +52,9 @@ from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
 __all__ = ["RunPlan", "main"]
 
 SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}
-ATTENTION, STEP, REPLAN, SINGLE = "attention", "training step", "replan", "one document"
+ATTENTION, STEP, SINGLE = "attention", "training step", "one document"
 SCOPES = (ATTENTION, STEP, REPLAN)
-SLOWED_RANK, SLOWED_TO = 1, 0.6
-STEPS_BEFORE, STEPS_AFTER = 5, 20
+STEPS_AFTER = 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 FRAGMENT_ROWS = 32.0  # merging and messages; the kernel for CPU computes as many query rows as there are
@@ -75,6 +73,7 @@ class RunPlan:
         rounds: turns of every contender at most.
         budget_s: of a case, after which no further round begins.
         seed: of the batches.
+        kept: file that gets a line for every case as soon as it has been measured.
     """
 
     cases: tuple[tuple[str, str, str], ...]
@@ -84,6 +83,24 @@ class RunPlan:
     rounds: int
     budget_s: float
     seed: int
+    kept: Path | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What cases of different runs must have in common to be in one table."""
+        return {"tokens": self.tokens, "shrink": self.shrink, "seed": self.seed}
+
+    def known(self) -> list[dict[str, Any]]:
+        """Cases of this plan that the file has."""
+        lines = self.kept.read_text().splitlines() if self.kept is not None and self.kept.exists() else []
+        entries = [entry for entry in map(json.loads, lines) if entry["settings"] == self.settings]
+        return [entry["case"] for entry in entries if _which(entry["case"]) in self.cases]
+
+    def keep(self, case: Mapping[str, Any]) -> None:
+        """Add a case to the file."""
+        if self.kept is not None:
+            with self.kept.open("a") as lines:
+                lines.write(json.dumps({"settings": self.settings, "case": case}) + "\n")
 
     def batch(self, distribution: str) -> PackedBatch:
         """Documents that fill a row, a multiple of the ranks."""
@@ -95,17 +112,27 @@ class RunPlan:
         return PackedBatch(tuple(lengths))
 
 
+def _which(case: Mapping[str, Any]) -> tuple[str, str, str]:
+    return case["scope"], case["speeds"], case["distribution"]
+
+
 def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
-    """Everything, on one rank; rank 0's answer is complete."""
+    """Everything that is not known, on one rank; rank 0's answer is complete."""
     total, measured = sum(lab.cluster.cores), ""
+    known = set(map(_which, plan.known()))
+    dist.barrier()
     results = []
     for done, (scope, speeds, distribution) in enumerate(plan.cases):
+        if (scope, speeds, distribution) in known:
+            continue
         lab.report(done / len(plan.cases), f"{scope}, {speeds}, {distribution}")
         if speeds != measured:
             measured = speeds
             lab.set_speeds([total * speed / sum(SPEEDS[speeds]) for speed in SPEEDS[speeds]])
         case = _renewal if scope == REPLAN else _case
         results.append(case(lab, plan, scope, speeds, distribution))
+        if lab.rank == 0:
+            plan.keep(results[-1])
     return results
 
 
@@ -196,69 +223,6 @@ def _solve_step(plan: RunPlan, batch: PackedBatch) -> tuple[float, float]:
     return max((short_s - square_s * short.squares) / short.tokens, 1e-9) + EDGE_TOKENS * square_s, square_s
 
 
-def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per contender and case."""
-    rows = []
-    for case in results:
-        if case["scope"] == REPLAN:
-            continue
-        cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
-        bound_s = medians[ALONE] * cores[0] / sum(cores)
-        for name, seconds in case["seconds"].items():
-            if name == ALONE:
-                continue
-            paired = [a / b for a, b in zip(case["seconds"][STREAM], seconds, strict=True)]
-            rows.append(
-                {
-                    **{key: case[key] for key in ("scope", "speeds", "distribution")},
-                    "contender": name,
-                    "seconds": medians[name],
-                    "of_bound": bound_s / medians[name],
-                    "over_stream": median(paired),
-                    "rounds": len(paired),
-                    "foreign_cores": case["foreign_cores"],
-                }
-            )
-    return rows
-
-
-def show(result: Mapping[str, Any], console: Console) -> None:
-    """Tables for people."""
-    console.print(
-        f"EMULATED: two nodes of two ranks; {result['tokens']} tokens, lengths divided by {result['shrink']}, fp32, "
-        f"causal, {result['seconds']:.0f} s in all"
-    )
-    table = Table(title="packed batches")
-    for column in ("scope", "speeds", "lengths", "contender", "s", "of the bound", "over stream", "rounds", "foreign"):
-        table.add_column(column, justify="left" if column in ("scope", "speeds", "lengths", "contender") else "right")
-    for row in result["rows"]:
-        table.add_row(
-            *(row[key] for key in ("scope", "speeds", "distribution", "contender")),
-            f"{row['seconds']:.3f}",
-            within_bound(f"{row['of_bound']:.1%}", row["of_bound"]),
-            f"{row['over_stream']:.2f}x",
-            str(row["rounds"]),
-            f"{row['foreign_cores']:.2f}",
-        )
-    console.print(table)
-    for case in result["cases"]:
-        if case["scope"] == REPLAN:
-            shares = " ".join(f"{share:.0%}" for share in case["of_bound"])
-            console.print(
-                f"rank {SLOWED_RANK} at {SLOWED_TO:.0%} of its speed after {STEPS_BEFORE} steps; of the bound: {shares}"
-            )
-    if not any(case.get("bytes") for case in result["cases"]):
-        return
-    wire = Table(title="bytes sent, forward and backward of one layer: counted / planned")
-    for column in ("speeds", "lengths", "contender", "inside nodes", "between nodes"):
-        wire.add_column(column)
-    for case in result["cases"]:
-        for name, both in case.get("bytes", {}).items():
-            cells = [f"{both['counted'][kind]:,} / {both['planned'][kind]:,.0f}" for kind in LINK_KINDS]
-            wire.add_row(case["speeds"], case["distribution"], name, *cells)
-    console.print(wire)
-
-
 def main(words: Sequence[str]) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.documents run", description=__doc__.partition("\n")[0])
@@ -271,17 +235,22 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--lengths", nargs="+", choices=(*DISTRIBUTIONS, SINGLE), help="these alone, in every scope")
     parser.add_argument("--speeds", nargs="+", choices=tuple(SPEEDS), help="these alone, in every scope")
     parser.add_argument("--link", type=float, help="Gbit/s between the nodes; left out, loopback")
+    parser.add_argument("--budget", type=float, help="seconds of a case, after which no further round begins")
+    parser.add_argument("--kept", type=Path, help="a line per case; cases that it has are not measured again")
     parser.add_argument("--output", type=Path, help="the result file")
     options = parser.parse_args(words)
     plan = _plan(options)
     link = None if options.link is None else options.link * 1e9
     nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
     console, begin = Console(stderr=True), time.perf_counter()
-    with (
-        progress(console) as report,
-        emulate(EmulatedCluster(nodes=nodes, fastest_cores=ALL_CORES * 0.4)) as emulated,
-    ):
-        cases = emulated.run(measure, plan, on_report=report)[0]
+    cases = plan.known()
+    if len(cases) < len(plan.cases):
+        with (
+            progress(console) as report,
+            emulate(EmulatedCluster(nodes=nodes, fastest_cores=ALL_CORES * 0.4)) as emulated,
+        ):
+            cases += emulated.run(measure, plan, on_report=report)[0]
+    cases.sort(key=lambda case: plan.cases.index(_which(case)))
     result = {**header(" ".join(["python -m benchmarks.documents run", *words])), "emulated": True}
     result |= {"tokens": plan.tokens, "shrink": plan.shrink, "rows": summarize(cases), "cases": cases}
     result["seconds"] = round(time.perf_counter() - begin, 1)
@@ -314,6 +283,7 @@ def _plan(options: argparse.Namespace) -> RunPlan:
         tokens=options.tokens or (6144 if options.quick else 12288),
         shrink=options.shrink or (10 if options.quick else 5),
         rounds=options.rounds or (3 if options.quick else 7),
-        budget_s=40.0 if options.quick else 150.0,
+        budget_s=options.budget or (40.0 if options.quick else 150.0),
         seed=options.seed,
+        kept=options.kept and options.kept.resolve(),
     )

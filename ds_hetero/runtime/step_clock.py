@@ -18,11 +18,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 __all__ = [
@@ -103,16 +104,14 @@ class NamedRange:
 class Clock:
     """Names phases for a profiler and measures nothing."""
 
-    @contextmanager
-    def phase(self, kind: str, name: str) -> Iterator[None]:
+    def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Name the range inside.
 
         Args:
             kind: one of this module's constants.
             name: in the trace, after the prefix ``ds_hetero.``.
         """
-        with record_function(RANGE_PREFIX + name):
-            yield
+        return _named(name)
 
     def count_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention; see `StepTimes`."""
@@ -122,6 +121,12 @@ class Clock:
 
 
 UNTIMED = Clock()
+_UNNAMED = nullcontext()
+
+
+def _named(name: str) -> AbstractContextManager[object]:
+    """The range of a name in the trace of torch's profiler; nothing where none runs, since naming takes 6 us."""
+    return record_function(RANGE_PREFIX + name) if profiler._is_profiler_enabled else _UNNAMED
 
 
 @dataclass
@@ -156,21 +161,22 @@ class StepClock(Clock):
         self._inside = False
         self._latest: _Step | None = None
 
-    @contextmanager
-    def phase(self, kind: str, name: str) -> Iterator[None]:
+    def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Name and time the range inside; see `Clock.phase`."""
-        with record_function(RANGE_PREFIX + name):
-            if self._inside or self._stream() != self._main_stream:
-                yield
-                return
-            self._inside = True
-            begin = self._now()
-            try:
-                yield
-            finally:
-                self._step.ranges.append((kind, begin, self._now()))
-                self._step.names.append(name)
-                self._inside = False
+        return _Phase(self, kind, name)
+
+    def begin_phase(self) -> _Mark | None:
+        """The moment at which a phase begins; None for one that takes no time of its own."""
+        if self._inside or self._stream() != self._main_stream:
+            return None
+        self._inside = True
+        return self._now()
+
+    def end_phase(self, kind: str, name: str, begin: _Mark) -> None:
+        """End the phase that `begin_phase` has begun."""
+        self._step.ranges.append((kind, begin, self._now()))
+        self._step.names.append(name)
+        self._inside = False
 
     def count_attention(self, flops: int, backward: bool) -> None:
         """Count operations of attention."""
@@ -185,7 +191,7 @@ class StepClock(Clock):
     @contextmanager
     def forward(self, training: bool) -> Iterator[None]:
         """Time a forward; a step with an evaluation in it says nothing about training and is dropped."""
-        with record_function(RANGE_PREFIX + "forward"):
+        with _named("forward"):
             self._main_stream = self._stream()
             step, begin = self._step, self._now()
             step.begin = begin if step.begin is None else step.begin
@@ -201,7 +207,7 @@ class StepClock(Clock):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Time a backward up to its last exchange; what follows may be a wait for gradients of other ranks."""
-        with record_function(RANGE_PREFIX + "backward"):
+        with _named("backward"):
             step, begin = self._step, self._now()
             first = len(step.ranges)
             try:
@@ -215,7 +221,7 @@ class StepClock(Clock):
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Name and time the engine's step, which is in no phase of its own."""
-        with record_function(RANGE_PREFIX + "step"):
+        with _named("step"):
             step, begin = self._step, self._now()
             try:
                 yield
@@ -284,6 +290,25 @@ class StepClock(Clock):
             tokens=step.tokens,
             length=step.length,
         )
+
+
+class _Phase:
+    """A phase of a `StepClock`; a class, because layers of many documents have hundreds of them."""
+
+    __slots__ = ("_begin", "_clock", "_kind", "_name", "_named")
+
+    def __init__(self, clock: StepClock, kind: str, name: str) -> None:
+        self._clock, self._kind, self._name = clock, kind, name
+
+    def __enter__(self) -> None:
+        self._named = _named(self._name)
+        self._named.__enter__()
+        self._begin = self._clock.begin_phase()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._begin is not None:
+            self._clock.end_phase(self._kind, self._name, self._begin)
+        self._named.__exit__(*error)
 
 
 _running: Clock = UNTIMED

@@ -37,17 +37,24 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 40), (2, 100), (3, 100), (4, 100)])
+def _few_or_many(few, many):
+    """(ranks, cases): few of them in the quick suite, and these with many more in the slow one."""
+    return pytest.mark.parametrize(
+        ("world_size", "num_cases"), [*few, *(pytest.param(*each, marks=pytest.mark.slow) for each in many)]
+    )
+
+
+@_few_or_many(few=[(1, 20), (2, 25), (3, 25), (4, 25)], many=[(1, 40), (2, 100), (3, 100), (4, 100)])
 def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 60), (3, 120), (4, 160)])
+@_few_or_many(few=[(2, 15), (3, 30), (4, 40)], many=[(2, 60), (3, 120), (4, 160)])
 def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(3, 40), (4, 80), (6, 50)])
+@_few_or_many(few=[(3, 15), (4, 25)], many=[(3, 40), (4, 80), (6, 50)])
 def test_random_routes_between_nodes_equal_one_process(world_size, num_cases):
     run_ranks(_check_routes, world_size, num_cases, timeout_s=240)
 
@@ -66,7 +73,14 @@ def _check_routes(rank, num_cases):
             _check_case(case, seed, replica, dtype, 1e-6)
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "num_cases"), [(2, 1, 30), (2, 2, 50), (2, 3, 30), (3, 1, 30)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "num_cases"),
+    [
+        (2, 1, 15),
+        (2, 2, 15),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1, 30), (2, 2, 50), (2, 3, 30), (3, 1, 30)]),
+    ],
+)
 def test_lanes_that_exchange_heads_between_nodes_equal_one_process(nodes, per_node, num_cases):
     counts = run_ranks(_check_by_heads, nodes * per_node, nodes, per_node, num_cases)
     assert counts[0] > num_cases // 3

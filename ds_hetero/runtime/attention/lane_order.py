@@ -57,8 +57,14 @@ def run_as_ready(lanes: Sequence[Rounds], clock: Clock) -> None:
         pending = next(lanes[number], None)
         if pending is None:
             del waiting[number]
+        elif pending is NOTHING:
+            waiting[number] = None
+        elif len(waiting) == 1:  # nobody else could go on meanwhile
+            waiting[number] = None
+            with clock.phase(RING_WAIT, "ring_wait"):
+                pending.wait()
         else:
-            waiting[number] = None if pending is NOTHING else _waiters.submit(pending.wait)
+            waiting[number] = _waiters.submit(pending.wait)
 
 
 class _Waiters:
