@@ -230,6 +230,15 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
+        what="`loss = engine(**batch).loss`, with accelerate too",
+        status="tested",
+        tests=(
+            "tests/integration/test_plain_loop.py::test_the_loss_of_the_outputs_trains_as_on_one_process",
+            "tests/integration/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
+            "tests/integration/test_features.py::test_lora_adapters_train_as_on_one_process",
+        ),
+    ),
+    Row(
         what="a loss of the script's own, four conventions",
         status="tested",
         tests=("tests/integration/test_losses.py::test_every_loss_convention_on_every_stage_equals_one_process",),

@@ -15,16 +15,18 @@ from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.registry import PipelinedModel, PreparedModel, Registry
 from ds_hetero.integrations.token_mean import token_mean
+from ds_hetero.integrations.transformers.shard_loss import has_loss_of_batch
 from ds_hetero.integrations.transformers.sharded_model import sharding
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
+from ds_hetero.runtime.loss import count_items, sequence_parallel_loss
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Handle"]
@@ -38,7 +40,7 @@ class Handle:
         handle = ds_hetero.register()
         engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         for batch in handle.dataloader(dataloader):
-            loss = handle.loss(engine(**batch), batch)
+            loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
 
@@ -168,22 +170,28 @@ class Handle:
     def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
 
+        Without ``num_items`` it is ``outputs.loss`` of ``engine(**batch)``.
+
         Args:
-            outputs: of the model for ``batch``: with ``loss``, the mean over this shard's labels, or with ``logits``.
+            outputs: of the model for ``batch``, as they are; of a model that was given ``labels`` too, with ``loss``,
+                the mean over this shard's labels; of a module of the script's own, with ``logits``.
             batch: from `dataloader`.
             num_items: from `count_items`, to weigh tokens alike over all micro-batches of an optimizer step; then call
                 ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike; where the
                 replicas take different batches, tokens are, with the count that the loader makes.
 
-        Collectives: one all_reduce of two numbers.
+        Collectives: one all_reduce of two numbers; none for ``outputs.loss``.
         """
         if self._pipelined is not None:
             loss: Tensor = outputs.loss
             return loss
         labels = _labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        mean = getattr(outputs, "loss", None)
         chosen = self._choose("loss")
+        if has_loss_of_batch(outputs) and num_items is None:
+            of_batch: Tensor = outputs.loss
+            return of_batch
+        mean = None if has_loss_of_batch(outputs) else getattr(outputs, "loss", None)
         if isinstance(chosen, nn.Module):
             batch_loss: Tensor = outputs.loss
             return batch_loss if num_items is None else batch_loss * num_tokens * dist.get_world_size() / num_items

@@ -22,7 +22,7 @@ A loss that a training script computes itself is brought to the same factor. Wit
     local_sum         S_r                         1
     local_share       S_r / n_R                   1 / n_R
 
-Dimension key: B batch, s tokens of this rank, T tokens B * s, V vocabulary.
+Dimension key: B batch, s tokens of this rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from ds_hetero.runtime.replica import Replica
 __all__ = [
     "CONVENTIONS",
     "count_items",
-    "cross_entropy_sum",
     "expect_same_scalar",
     "has_unscaled_term",
     "is_scaled",
@@ -229,21 +228,6 @@ def measure_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([counts.sum(), entropy, hits]).to(logits.device, torch.float32)
 
 
-def cross_entropy_sum(logits: Tensor, shift_labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
-    """Token losses added up in fp32, keeping nothing of the size of the logits but the logits.
-
-    ``torch.nn.functional.cross_entropy(logits.float(), ...)`` keeps two fp32 copies of them: 32 GB for 32K tokens and a
-    vocabulary of 128K. Here log-sum-exps are kept, and the softmax is computed again, chunk by chunk, for the gradient.
-
-        logits        [B, s, V] or [T, V]
-        shift_labels  [B, s] or [T]; -100 is not counted
-        result        scalar, fp32 (fp64 for fp64 logits)
-    """
-    logits_TV, labels_T = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
-    loss_sum: Tensor = _CrossEntropySum.apply(logits_TV, labels_T, chunk_tokens)  # type: ignore[no-untyped-call]
-    return loss_sum
-
-
 def _with_factor(x: Tensor, value: Tensor, factor: Tensor) -> Tensor:
     loss: Tensor = _ValueWithFactor.apply(x, value, factor)  # type: ignore[no-untyped-call]
     return loss
@@ -262,36 +246,3 @@ class _ValueWithFactor(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (factor,) = ctx.saved_tensors
         return grad * factor, None, None
-
-
-class _CrossEntropySum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
-        accumulate = torch.promote_types(logits_TV.dtype, torch.float32)
-        lse_T = logits_TV.new_empty(len(labels_T), dtype=accumulate)
-        total = logits_TV.new_zeros((), dtype=accumulate)
-        for logits, labels, lse in _chunks(chunk_tokens, logits_TV, labels_T, lse_T):
-            logits = logits.to(accumulate)
-            lse.copy_(logits.logsumexp(-1))
-            counted = labels != IGNORE_INDEX
-            of_label = logits.gather(-1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
-            total += (lse - of_label).masked_fill(~counted, 0.0).sum()
-        ctx.save_for_backward(logits_TV, labels_T, lse_T)
-        ctx.chunk_tokens = chunk_tokens
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits_TV, labels_T, lse_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        for logits, labels, lse, out in _chunks(ctx.chunk_tokens, logits_TV, labels_T, lse_T, grad_TV):
-            softmax = (logits.to(lse.dtype) - lse[:, None]).exp_()
-            counted = labels != IGNORE_INDEX
-            softmax.scatter_add_(-1, labels.masked_fill(~counted, 0)[:, None], -softmax.new_ones(len(labels), 1))
-            out.copy_(softmax.mul_((grad * counted)[:, None]))
-        return grad_TV, None, None
-
-
-def _chunks(size: int, *tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)

@@ -46,7 +46,7 @@ def train(handle: Any, engine: Any, whole: list[dict[str, Tensor]], **arguments:
     """Losses of one step per batch."""
     losses = []
     for batch in handle.dataloader(whole, batches="same"):
-        loss = handle.loss(engine(**batch, **arguments), batch)
+        loss = engine(**batch, **arguments).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -56,6 +56,18 @@ def test_training_with_the_documented_loss_equals_one_process(schedule: Any, sta
     run_deepspeed(_train, 2 if schedule is UNEVEN_2 else 4, stage, schedule, {}, "recipe")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "stage"),
+    [
+        pytest.param(2, UNEVEN_2, 2, id="2 ranks"),
+        pytest.param(4, UNEVEN_4, 3, id="a rank without tokens"),
+        pytest.param(4, UNEVEN_2, 1, id="two replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_of_the_outputs_trains_as_on_one_process(world_size: int, schedule: Any, stage: int) -> None:
+    run_deepspeed(_train, world_size, stage, schedule, {}, "outputs")
+
+
 def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str) -> None:
     import deepspeed
 
@@ -69,7 +81,7 @@ def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str)
     whole = batches(STEPS * replica.num_replicas)
     losses, norms = [], []
     for batch in handle.dataloader(whole[replica.replica_id :: replica.num_replicas], batches="same"):
-        loss = handle.loss(engine(**batch), batch) if how == "loss" else recipe(engine, batch)
+        loss = _LOSSES[how](handle, engine, batch)
         engine.backward(loss)
         engine.step()
         losses.append(_mean_over_ranks(loss))
@@ -82,6 +94,13 @@ def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str)
     if stage:  # DeepSpeed keeps no norm without ZeRO
         np.testing.assert_allclose(np.array(norms, dtype=float), expected_norms, rtol=1e-5)
     assert_same_parameters(parameters(model, stage), parameters(expected))
+
+
+_LOSSES: dict[str, Any] = {
+    "loss": lambda handle, engine, batch: handle.loss(engine(**batch), batch),
+    "outputs": lambda handle, engine, batch: engine(**batch).loss,
+    "recipe": lambda handle, engine, batch: recipe(engine, batch),
+}
 
 
 def recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:

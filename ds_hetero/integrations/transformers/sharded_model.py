@@ -21,6 +21,7 @@ from ds_hetero.integrations.transformers.attention import (
     end_sharded_forward,
     end_whole_forward,
 )
+from ds_hetero.integrations.transformers.entrance import Entrance
 from ds_hetero.integrations.transformers.former_attention import remember_implementation, restore_implementation
 from ds_hetero.integrations.transformers.forward_inputs import (
     expect_shard_shapes,
@@ -111,6 +112,7 @@ class ShardedModel:
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
+        self._entrance = Entrance(self.pretrained)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
@@ -125,6 +127,7 @@ class ShardedModel:
         self.is_restored = True
         for hook in self._hooks:
             hook.remove()
+        self._entrance.close()
         self._close_doors()
         del self._decoder.train
         for config in self._configs:
@@ -251,6 +254,7 @@ class ShardedModel:
         if self._has_doors:
             kwargs[KEYWORD] = forward
         self._token = begin_sharded_forward(forward)
+        self._entrance.note(forward)
         if self.places_documents:
             expect_no_noise(self._embeddings)
         tokens = kwargs["position_ids"].shape[1]

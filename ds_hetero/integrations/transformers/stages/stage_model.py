@@ -32,9 +32,10 @@ from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_te
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
-from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens
+from ds_hetero.runtime.loss import measure_tokens
 from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
 __all__ = ["StageBatch", "StageModel", "outputs_with"]
 

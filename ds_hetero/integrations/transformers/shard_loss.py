@@ -1,0 +1,65 @@
+"""``outputs.loss`` of a forward on a shard.
+
+A loader moves the labels of the whole sequence and cuts them, so that a batch has ``shift_labels`` and no ``labels``,
+and the model alone returns no loss. `add_loss` gives its outputs the one that `Handle.loss` would make of them: that
+of the whole batch, equal on all ranks, with a gradient of the scale that the engine averages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ds_hetero.integrations.transformers.attention import ShardedForward
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.step_clock import IDLE
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+
+__all__ = ["add_loss", "has_loss_of_batch"]
+
+_MARK = "ds_hetero_loss"  # of outputs whose loss was made here
+
+
+def add_loss(outputs: Any, batch: Mapping[str, Any], forward: ShardedForward) -> None:
+    """Set ``outputs.loss`` where the model was given ``shift_labels`` and no ``labels``.
+
+    Args:
+        outputs: of the model, with ``logits`` [B, s, V] and without a loss; others are left as they are.
+        batch: the arguments of the model.
+        forward: the forward that made them.
+
+    Caller: every rank of the replica, once per forward on a shard.
+    Collectives: one all_reduce of two numbers.
+
+    Where replicas take different batches, and ``position_ids`` are not those that the loader made, there is none.
+    """
+    labels = batch.get("shift_labels")
+    if labels is None or batch.get("labels") is not None or not isinstance(outputs, ModelOutput):
+        return
+    logits = outputs.get("logits")
+    if not isinstance(logits, Tensor) or outputs.get("loss") is not None or logits.shape[:2] != labels.shape:
+        return
+    replica, num_items, divisor = forward.replica, None, 1
+    if replica.batch_split is not None:
+        info = shard_info(batch.get("position_ids"))
+        if info is None or info.num_items is None:
+            return
+        num_items, divisor = info.num_items, replica.batch_split.micro_steps
+    with forward.clock.phase(IDLE, "loss"):
+        num_tokens = labels.ne(IGNORE_INDEX).sum()
+        loss_sum = cross_entropy_sum(logits, labels)
+        loss = sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
+    outputs["loss"] = loss
+    OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
+    setattr(outputs, _MARK, True)
+
+
+def has_loss_of_batch(outputs: Any) -> bool:
+    """Whether `add_loss` has made the loss of ``outputs``."""
+    return getattr(outputs, _MARK, False)
