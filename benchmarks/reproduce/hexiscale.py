@@ -29,7 +29,7 @@ from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import GRADIENT_SCALE, HexiScaleStageCosts
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline
+from ds_hetero.cost.stages.stage import NO_SYNC, Block, PlacedPipeline
 from ds_hetero.models import load_model
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.search.cuts import make_cut
@@ -95,7 +95,7 @@ def case_study() -> dict[str, Any]:
             {
                 "name": name,
                 "printed_pipelines_s": round(step_s - gradients_s, 2),
-                "pipelines_s": costs.step_s(costs.pipeline_s(*cut.arrays, number), 0.0, 0.0),
+                "pipelines_s": costs.step_s(costs.pipeline_s(*cut.arrays, number), NO_SYNC, 0.0),
                 "printed_gradients_s": gradients_s,
                 "layers_across": across,
                 "eq_4_s": eq_4_s,
@@ -112,7 +112,7 @@ def equation_4_s(costs: HexiScaleStageCosts, layers: int) -> float:
     """Gradients of layers that two pipelines hold on machines A and B (Eqs. 4 and 7)."""
     num_layers = costs.model.num_layers
     pipelines = [PlacedPipeline((block,), (num_layers,), 1, 1) for block in (A800, R4090)]
-    return costs.gradients_s(pipelines) * layers / num_layers
+    return costs.sync_times(pipelines).total_s * layers / num_layers
 
 
 def searches(costs: HexiScaleStageCosts, batch: int) -> list[dict[str, Any]]:

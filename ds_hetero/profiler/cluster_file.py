@@ -217,9 +217,9 @@ def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[s
     alone = _fit(samples[members[0]]["links"]["inside"])
     entry = {"bandwidth_gb_per_s": _bandwidth(alone), "latency_us": alone.latency_s / MICRO}
     crowd = [samples[rank]["links"].get("inside, all at once") for rank in members]
-    pairs = [_fit(of_rank).bytes_per_s for of_rank in crowd if of_rank]
-    if pairs and sum(pairs) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
-        entry["total_gb_per_s"] = sum(pairs) / GB
+    pairs = [of_rank for of_rank in crowd if of_rank]
+    if pairs and (total := _together(pairs)) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
+        entry["total_gb_per_s"] = total / GB
     ports = [([rank], [other for other in members if other != rank], 1.0) for rank in members]
     exchange = _all_to_all(f"all-to-all inside {node}", members, samples, ports)
     entry["all_to_all_efficiency"] = _within(exchange.bytes_per_s / alone.bytes_per_s, LINK_RATIO)
@@ -262,12 +262,24 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dic
 def _shared_nic(members: Sequence[int], samples: Samples) -> float | None:
     """What the ranks of a node get together towards another node, if it is less than each got alone."""
     crowd = [samples[rank]["links"].get("between, all at once") for rank in members]
-    together = [_fit(of_rank).bytes_per_s for of_rank in crowd if of_rank]
+    pairs = [of_rank for of_rank in crowd if of_rank]
     alone = [samples[rank]["links"].get("between 0") for rank in members]
     rates = [_fit(of_rank).bytes_per_s for of_rank in alone if of_rank]
-    if not rates or len(together) < 2 or sum(together) > SHARED_PORT * len(together) * rates[0]:
+    if not rates or len(pairs) < 2 or (total := _together(pairs)) > SHARED_PORT * len(pairs) * rates[0]:
         return None
-    return max(sum(together), rates[0])
+    return max(total, rates[0])
+
+
+def _together(pairs: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Bytes per second of ranks that exchange at once: of all their bytes in the time of the last to be done.
+
+    Their own rates would add up to more than there is where one is done early and the others go on without it.
+    """
+    of_all = [
+        TransferSample(sum(num_bytes for num_bytes, _ in same), max(seconds for _, seconds in same))
+        for same in zip(*pairs, strict=True)
+    ]
+    return fit_transfer(of_all).bytes_per_s
 
 
 def _all_to_all(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ SIZES = (2**12, 2**18, 2**22, 2**24)
 REPEATS = (30, 20, 8, 4)
 
 
-def pair_round(pairs: Pairs, rank: int, device: torch.device) -> list[TransferSample]:
-    """Times of exchanges between ``rank`` and its partner, at several sizes; empty for a rank without one."""
+def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool = False) -> list[TransferSample]:
+    """Times of exchanges between ``rank`` and its partner, at several sizes; empty for a rank without one.
+
+    Args:
+        pairs: that exchange at the same moment.
+        rank: this process's.
+        device: of the messages.
+        at_once: pairs share a port. Then times are means over the whole round, in which all of them send as much.
+    """
+    statistic = mean if at_once else _lower_quartile
     partners = dict(pairs) | {b: a for a, b in pairs}
     peer = partners.get(rank)
     samples = []
@@ -39,7 +48,7 @@ def pair_round(pairs: Pairs, rank: int, device: torch.device) -> list[TransferSa
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
-        samples.append(TransferSample(num_bytes, _time_s(exchange, repeats, device)))
+        samples.append(TransferSample(num_bytes, statistic(_times_s(exchange, repeats, device))))
     dist.barrier()
     return samples
 
@@ -66,15 +75,17 @@ def all_to_all_round(
         ) -> None:
             dist.all_to_all_single(into, out, sent, [own_bytes] * len(sent), group=group)
 
-        yield sent, TransferSample(unit, _time_s(exchange, repeats, device))
+        yield sent, TransferSample(unit, _lower_quartile(_times_s(exchange, repeats, device)))
     dist.barrier()
 
 
-def _time_s(exchange: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Seconds of a call that both ends make equally often, after one to warm up.
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """What disturbs a host now and then must not look like the latency of its links."""
+    return sorted(seconds)[len(seconds) // 4]
 
-    The lower quartile: what disturbs a host now and then must not look like the latency of its links.
-    """
+
+def _times_s(exchange: Callable[[], None], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of calls that both ends make equally often, after one to warm up."""
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -82,4 +93,4 @@ def _time_s(exchange: Callable[[], None], repeats: int, device: torch.device) ->
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[repeats // 4]
+    return times[1:]

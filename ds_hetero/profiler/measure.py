@@ -144,7 +144,7 @@ def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) 
     samples: dict[str, Any] = {}
     for name, pairs in (rounds_inside(members) | rounds_between(members)).items():
         advance(f"links {name}", 0.02)
-        samples[name] = pair_round(pairs, rank, device)
+        samples[name] = pair_round(pairs, rank, device, at_once=name.endswith("at once"))
     groups = {f"all-to-all inside {node}": (ranks, dist.new_group(ranks)) for node, ranks in nodes.items()}
     if len(members) > 1:
         groups["all-to-all of all"] = (list(range(dist.get_world_size())), dist.group.WORLD)

@@ -86,10 +86,25 @@ def test_gradients_take_what_the_chunks_send():
     sent = [reduced_elements(chunks, rank) + gathered_elements(chunks, rank) for rank in range(4)]
     parameters = ModelSlice.of(model, 0, 1).num_parameters
     busiest_s = max(sent) / width * parameters * 2 / CLUSTER.network.bytes_per_s
-    update_s = costs.gradients_s(pipelines[:1])
-    assert costs.gradients_s(pipelines) == pytest.approx(busiest_s, rel=0.05)
-    assert costs.gradients_s(pipelines) > busiest_s
-    assert update_s < 0.1 * busiest_s
+    assert 2 * costs.sync_times(pipelines).reduce_s == pytest.approx(busiest_s, rel=0.01)
+    assert costs.sync_times(pipelines[:1]).reduce_s == 0
+
+
+@pytest.mark.parametrize(("copies", "element_bytes", "added", "copied"), [(1, 4, 0, 8), (1, 2, 6, 6), (3, 2, 34, 18)])
+def test_a_rank_reads_and_writes_what_the_synchronizer_does(copies, element_bytes, added, copied):
+    """By parameter that a rank holds: to add up, and to copy what it owns; beside packing and unpacking 2 e each.
+
+    Three copies in fp16: zeros 4, each of three gradients 2 + 8; then values 4 + 2, and 2 * 2 for each of three.
+    """
+    model, device = replace(MODEL, num_layers=1), CLUSTER.devices[0]
+    work = replace(WORK, element_bytes=element_bytes, optimizer_bytes=12)
+    pipelines = [PlacedPipeline((Block(0, 0, 1, "one"),), (1,), 1, 1)] * copies
+    costs = CalibratedStageCosts(CLUSTER, model, work)
+    sync, held = costs.sync_times(pipelines), ModelSlice.of(model, 0, 1).num_parameters
+    s_per_byte = 1 / (device.memory_bytes_per_s * device.efficiency.memory)
+    back_s = (copied / copies + 2 * element_bytes) * held * s_per_byte
+    own_s = (2 * element_bytes + added / copies + (2 * 12 + 2 * 4) / copies) * held * s_per_byte
+    assert sync.exposed_s == pytest.approx(own_s + max(back_s, sync.reduce_s), rel=1e-3)
 
 
 def test_devices_are_pooled_by_node_and_kind():

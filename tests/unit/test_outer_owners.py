@@ -34,7 +34,7 @@ FREE = [0.0] * 8  # seconds per byte of memory, so that links alone count
 
 def test_equal_weights_are_even_owners():
     times = GradientTimes(CLUSTER, MODEL, WORK, [1e-12] * 8)
-    assert times.seconds(PIPELINES, np.ones(3)) == pytest.approx(times.seconds(PIPELINES), rel=1e-12)
+    assert times.times(PIPELINES, np.ones(3)) == pytest.approx(times.times(PIPELINES), rel=1e-12)
 
 
 def test_weighted_owners_send_and_own_what_the_chunks_say():
@@ -48,7 +48,7 @@ def test_weighted_owners_send_and_own_what_the_chunks_say():
     busiest = max(max(reduced_elements(chunks, rank), gathered_elements(chunks, rank)) for rank in range(4))
     parameters = ModelSlice.of(MODEL, 0, 1).num_parameters
     expected_s = 2 * busiest / width * parameters * 2 / CLUSTER.network.bytes_per_s
-    assert times.seconds(PIPELINES, weights) == pytest.approx(expected_s, rel=1e-3)
+    assert times.times(PIPELINES, weights).total_s == pytest.approx(expected_s, rel=1e-3)
     owned = times.owned_parameters(PIPELINES, weights) / parameters
     assert owned == pytest.approx([0.5 * 1 / 3.5, 0.5 / 3.5, 2 / 3.5], rel=1e-6)
 

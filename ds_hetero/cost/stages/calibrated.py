@@ -26,7 +26,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.gradients import GRADIENT_SUM_BYTES, GradientTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
-from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
 from ds_hetero.cost.terms.zero_time import Collective
@@ -260,12 +260,12 @@ class CalibratedStageCosts:
 
     # --- gradients
 
-    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+    def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
         """See `ds_hetero.cost.stages.gradients`; infinite where owners of optimizer state do not fit into memory."""
         if self.owners == "even":
-            return self._gradients.seconds(pipelines)
+            return self._gradients.times(pipelines)
         weights_J = self._owner_weights(pipelines)
-        return inf if weights_J is None else self._gradients.seconds(pipelines, weights_J)
+        return SyncTimes(0.0, inf) if weights_J is None else self._gradients.times(pipelines, weights_J)
 
     def owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
         """Weight as an owner of optimizer state, by part of every stage of every pipeline; None if all own alike."""
@@ -309,12 +309,9 @@ class CalibratedStageCosts:
         blocks = [block for pipeline in pipelines for block in pipeline.blocks]
         return np.array([alone and (b.inner != "sequence" or b.size == 1) for b in blocks for _ in b.parts])
 
-    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
-        """Gradients leave while the last micro-batch goes backward, as far as they are ready.
-
-        The other half, the optimizer and the parameters' way back from their owners, begins when all have come.
-        """
-        return pipelines_s + max(gradients_s / 2, gradients_s - overlap_s)
+    def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
+        """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
+        return pipelines_s + max(0.0, sync.reduce_s - overlap_s) + sync.exposed_s
 
 
 class _End(NamedTuple):

@@ -6,6 +6,16 @@ are reduced, a rank sends all but its own share of what it holds, to every other
 share from C - 1 others; when parameters are gathered, the same goes the other way. Bytes add up at a rank's port in its
 node, at its port towards other nodes and at the node's NIC. Embedding and head are layers of their own.
 
+What a rank does itself is reading and writing of its memory, by parameter that it holds or owns, with e bytes on the
+wire and 4 where sums are kept:
+
+    pack     2 e          of what it holds, under the last backward but by the same device
+    add up   4 + C (e + 8) of what it owns, likewise: zeros, then every holder's gradients; nothing has to be added if
+                          C = 1, and only e + 4 read and written if e is not 4
+    update   norm 4, gradient 4, value and optimizer state twice, of what it owns
+    return   4 + e of what it owns, its copies for C holders 2 e C, and 2 e of what it holds as it arrives; buckets
+             travel while others are copied, so the longer of both counts
+
 Dimension key: N nodes, Q places of nodes in the network, J parts of stages of all pipelines, L layers with the
 embedding before and the head after them.
 """
@@ -20,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, SyncTimes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
@@ -56,7 +66,7 @@ class GradientTimes:
         layers = [model.layer_parameters] * model.num_layers
         self._parameters_L = np.array([table, *layers, table + model.hidden_size], dtype=np.float64)
 
-    def seconds(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats | None = None) -> float:
+    def times(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats | None = None) -> SyncTimes:
         """Reduce gradients to their owners, step the optimizer, gather the parameters from them.
 
         Args:
@@ -64,6 +74,24 @@ class GradientTimes:
             weights_J: of every rank of a part as an owner; left out, all own alike.
         """
         shares = self._shares(pipelines, weights_J)
+        wire_s = self._wire_s(shares, weights_J) / 2  # the way back is the way there, with the roles swapped
+        summing, update, back = (float((bytes_J * shares.held.memory_s_J).max()) for bytes_J in self._own_bytes(shares))
+        return SyncTimes(wire_s, summing + update + max(wire_s, back))
+
+    def _own_bytes(self, shares: _Shares) -> tuple[Floats, Floats, Floats]:
+        """What a rank of every part reads and writes to pack and add up, to update, and for the way back, ``[J]``."""
+        work = self._workload
+        wire, total_L = work.element_bytes, shares.count_NL.sum(axis=0)
+        ones_L, shared_L = np.ones_like(total_L), total_L > 1
+        converted = wire + GRADIENT_SUM_BYTES if wire != GRADIENT_SUM_BYTES else 0
+        added_L = np.where(shared_L, GRADIENT_SUM_BYTES + total_L * (wire + 2 * GRADIENT_SUM_BYTES), converted)
+        copied_L = GRADIENT_SUM_BYTES + wire + np.where(shared_L, 2 * wire * total_L, 0)
+        held_J = shares.held_J(ones_L) * 2 * wire
+        update_J = shares.owned_J(ones_L) * (2 * work.optimizer_bytes + 2 * GRADIENT_SUM_BYTES)
+        return held_J + shares.owned_J(added_L), update_J, held_J + shares.owned_J(copied_L)
+
+    def _wire_s(self, shares: _Shares, weights_J: Floats | None) -> float:
+        """Gradients to their owners and parameters back, at the busiest port."""
         held, inner_N1 = shares.held, self._inner_s_per_byte_N[:, None]
         received = max(
             (shares.weights_J * shares.of_parts((shares.count_NL - 1) * inner_N1)).max(),
@@ -85,13 +113,12 @@ class GradientTimes:
                 at_node_N = np.zeros(len(self._cluster.nodes))
                 np.add.at(at_node_N, held.node_J, held.ranks_J * bytes_J)
                 worst = max(worst, (at_node_N * self._nic_s_per_byte_N).max())
-        work = self._workload
-        per_parameter = 2 * work.optimizer_bytes + GRADIENT_SUM_BYTES + work.element_bytes
-        return float(worst) + float((shares.owned_J(work) * per_parameter * held.memory_s_J).max())
+        return float(worst)
 
     def owned_parameters(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats) -> Floats:
         """Parameters that every rank of a part owns, ``[J]``."""
-        return self._shares(pipelines, weights_J).owned_J(self._workload)
+        shares = self._shares(pipelines, weights_J)
+        return shares.owned_J(np.ones(len(self._parameters_L)))
 
     def fit(self, pipelines: Sequence[PlacedPipeline], most_J: Floats) -> Floats | None:
         """Return weights under which no rank owns more than it may, as even as that allows; None if there are none.
@@ -128,7 +155,8 @@ class GradientTimes:
         count_NL = holders(held.copies_J)
         weight_NL = count_NL if weights_J is None else holders(held.copies_J * weights_J)
         part_L = 2 * self._parameters_L * self._workload.element_bytes / weight_NL.sum(axis=0)
-        return _Shares(held, np.ones(1) if weights_J is None else weights_J, count_NL, weight_NL, part_L)
+        own_J = np.ones(1) if weights_J is None else weights_J
+        return _Shares(held, own_J, count_NL, weight_NL, part_L, self._parameters_L)
 
     def _outer_s_per_byte(self, count_NL: Floats) -> Floats:
         """Seconds that a rank of every node takes for one byte to all holders on other nodes, ``[N, L]``."""
@@ -178,6 +206,7 @@ class _Shares(NamedTuple):
     count_NL: Floats
     weight_NL: Floats
     part_L: Floats  # bytes both ways
+    parameters_L: Floats
 
     def of_parts(self, per_layer_NL: Floats) -> Floats:
         """Sum of ``part_L * per_layer_NL`` over the layers of every part, for what one of its ranks holds."""
@@ -186,6 +215,11 @@ class _Shares(NamedTuple):
         node_J = held.node_J if len(per_layer_NL) > 1 else np.zeros_like(held.node_J)
         return np.asarray((sums_NL[node_J, held.stop_J] - sums_NL[node_J, held.start_J]) / held.cut_J)
 
-    def owned_J(self, workload: Workload) -> Floats:
-        """Parameters that a rank of every part owns."""
-        return self.weights_J * self.of_parts(np.ones((1, len(self.part_L)))) / (2 * workload.element_bytes)
+    def held_J(self, per_layer_L: Floats) -> Floats:
+        """Sum of ``per_layer_L`` over the parameters that a rank of every part holds."""
+        sums_L = np.concatenate([[0.0], (self.parameters_L * per_layer_L).cumsum()])
+        return np.asarray((sums_L[self.held.stop_J] - sums_L[self.held.start_J]) / self.held.cut_J)
+
+    def owned_J(self, per_layer_L: Floats) -> Floats:
+        """Sum of ``per_layer_L`` over the parameters that a rank of every part owns."""
+        return self.weights_J * self.held_J(per_layer_L / self.weight_NL.sum(axis=0))

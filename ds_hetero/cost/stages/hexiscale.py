@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
-from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption
+from ds_hetero.cost.stages.stage import NO_SYNC, Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
 from ds_hetero.models import ModelSpec
 
 __all__ = ["HexiScaleStageCosts"]
@@ -151,11 +151,11 @@ class HexiScaleStageCosts:
         windows = range(micro_batches + stages - 1)
         return float(sum(step_S[max(0, j - micro_batches + 1) : j + 1].max() for j in windows))
 
-    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+    def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
         """Eqs. 4 and 7: every device exchanges its part of a layer with one device of every other pipeline."""
         count, num_layers = len(pipelines), self.model.num_layers
         if count == 1:
-            return 0.0
+            return NO_SYNC
         link_class = self.cluster.link_class
         s_per_byte_NN = np.array(self._s_per_byte)[link_class]
         latency_NN = np.array(self._latency_s)[link_class]
@@ -172,13 +172,14 @@ class HexiScaleStageCosts:
 
         seconds_PL = 2 * (over_peers(latency_NN) + part_PL * over_peers(s_per_byte_NN))
         starts = [np.concatenate([[0], np.cumsum(pipeline.layers)[:-1]]) for pipeline in pipelines]
-        return max(float(np.add.reduceat(row, at).max()) for row, at in zip(seconds_PL, starts, strict=True))
+        stage_s = (np.add.reduceat(row, at).max() for row, at in zip(seconds_PL, starts, strict=True))
+        return SyncTimes(0.0, float(max(stage_s)))
 
-    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
+    def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
         """The slowest pipeline and then the gradients."""
         if not self._code:
-            return pipelines_s + gradients_s
-        return PIPELINE_SCALE * pipelines_s + GRADIENT_SCALE * gradients_s
+            return pipelines_s + sync.total_s
+        return PIPELINE_SCALE * pipelines_s + GRADIENT_SCALE * sync.total_s
 
     def utilization(self, step_s: float, global_batch: int) -> float:
         """Return what the paper's tables call MFU, in which recomputation counts as work."""

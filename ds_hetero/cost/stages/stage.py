@@ -26,7 +26,18 @@ from ds_hetero.cluster.topology import Cluster, Link
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.models import ModelSpec
 
-__all__ = ["Block", "DeviceKind", "Part", "PlacedPipeline", "Pool", "Pools", "StageCosts", "StageOption"]
+__all__ = [
+    "NO_SYNC",
+    "Block",
+    "DeviceKind",
+    "Part",
+    "PlacedPipeline",
+    "Pool",
+    "Pools",
+    "StageCosts",
+    "StageOption",
+    "SyncTimes",
+]
 
 Floats = npt.NDArray[np.float64]
 
@@ -231,6 +242,26 @@ class StageOption:
         return min(numbers, default=None)
 
 
+class SyncTimes(NamedTuple):
+    """Gradients on their way to those who own them, the optimizer, and new parameters on their way back.
+
+    Args:
+        reduce_s: gradients on the wire, which they may be under the last backward.
+        exposed_s: all that no backward hides.
+    """
+
+    reduce_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Of all of it, before any is hidden."""
+        return self.reduce_s + self.exposed_s
+
+
+NO_SYNC = SyncTimes(0.0, 0.0)
+
+
 class StageCosts(Protocol):
     """A cost model of stages and pipelines, bound to a cluster, a model and a length of sequences.
 
@@ -283,14 +314,14 @@ class StageCosts(Protocol):
     def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
         """The last word on one pipeline: its time for all micro-batches, without a closed form's simplification."""
 
-    def gradients_s(self, pipelines: Sequence[PlacedPipeline]) -> float:
+    def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
         """Synchronization of gradients and parameters over the pipelines, and the optimizer's step."""
 
-    def step_s(self, pipelines_s: float, gradients_s: float, overlap_s: float) -> float:
+    def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
         """An optimizer step.
 
         Args:
             pipelines_s: the slowest pipeline.
-            gradients_s: see `gradients_s`.
+            sync: see `sync_times`.
             overlap_s: backward of one micro-batch on the first stage of the pipeline that ends last.
         """

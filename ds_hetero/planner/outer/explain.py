@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.stage import Block, StageCosts
+from ds_hetero.cost.stages.stage import NO_SYNC, Block, StageCosts
 from ds_hetero.planner.outer.blocks import block_of
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
 from ds_hetero.planner.outer.search.cuts import Cut, links_between, stage_options
@@ -56,7 +56,7 @@ def reasons_of(
     fill = max(0.0, 1 - number * cut.period_s / finished.pipelines_s)
     reasons.append(f"filling and draining {name} takes {100 * fill:.0f} % of its {number} micro-batches' time")
     if len(candidate.cuts) > 1:
-        shown = max(0.0, finished.step_s - costs.step_s(finished.pipelines_s, 0.0, 0.0))
+        shown = max(0.0, finished.step_s - costs.step_s(finished.pipelines_s, NO_SYNC, 0.0))
         whole = max(shown, candidate.gradients_s)  # a published model may count them more than once
         reasons.append(
             f"gradients and parameters of {len(candidate.cuts)} pipelines take {time_text(whole)}, of which "

@@ -69,7 +69,7 @@ def finish(costs: StageCosts, candidate: Candidate) -> Finished:
         candidate=candidate,
         in_flight=tuple(in_flight for in_flight, _ in chosen),
         pipeline_s=tuple(times),
-        step_s=costs.step_s(max(times), candidate.gradients_s, last.overlap_s),
+        step_s=costs.step_s(max(times), candidate.sync, last.overlap_s),
     )
 
 

@@ -96,7 +96,7 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
         else:
             times.append(costs.pipeline_s(*cut.arrays, number))
     last = candidate.cuts[times.index(max(times))]
-    step_s = costs.step_s(max(times), candidate.gradients_s, last.overlap_s)
+    step_s = costs.step_s(max(times), candidate.sync, last.overlap_s)
     return Finished(candidate, tuple(in_flight), tuple(times), step_s)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.cost.stages.stage import NO_SYNC, StageCosts
 from ds_hetero.planner.outer.blocks import sizes_up_to
 
 __all__ = ["balance_bound_s"]
@@ -26,4 +26,4 @@ def balance_bound_s(costs: StageCosts, global_batch: int, sizes: tuple[int, ...]
                 if option is not None:
                     best_s = min(best_s, option.layer_s * size / samples)
         layers_per_s += len(pool.ranks) / best_s
-    return costs.step_s(global_batch * costs.model.num_layers / layers_per_s, 0.0, 0.0)
+    return costs.step_s(global_batch * costs.model.num_layers / layers_per_s, NO_SYNC, 0.0)

@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
+from ds_hetero.cost.stages.stage import NO_SYNC, Block, PlacedPipeline, StageCosts, SyncTimes
 from ds_hetero.planner.outer.search.batches import batch_bound_s, split_batch
 from ds_hetero.planner.outer.search.cuts import Cut, LayerCuts, make_cut
 
@@ -46,7 +46,7 @@ class Candidate:
         cuts: their layers.
         micro_batches: of every pipeline.
         pipelines_s: the slowest pipeline.
-        gradients_s: synchronization after it, before any of it is hidden.
+        sync: of gradients and parameters after it.
         step_s: of the whole step.
         value: what the objective says; less is better.
     """
@@ -55,9 +55,14 @@ class Candidate:
     cuts: tuple[Cut, ...]
     micro_batches: tuple[int, ...]
     pipelines_s: float
-    gradients_s: float
+    sync: SyncTimes
     step_s: float
     value: float
+
+    @property
+    def gradients_s(self) -> float:
+        """Synchronization, before any of it is hidden."""
+        return self.sync.total_s
 
     @property
     def placed(self) -> tuple[PlacedPipeline, ...]:
@@ -118,7 +123,7 @@ class Evaluator:
         sizes = [shape.micro_batch_size for shape in shapes]
         bound_s = batch_bound_s([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
         rate = sum(self._rate(shape.blocks) for shape in shapes)
-        if self.objective.value(self.costs.step_s(bound_s, 0.0, 0.0), rate, 0.0) >= better_than:
+        if self.objective.value(self.costs.step_s(bound_s, NO_SYNC, 0.0), rate, 0.0) >= better_than:
             return None
         self.spent_s += FULL_S + FULL_PIPELINE_S * count
         candidate = self._judge(tuple(shapes), cuts, sizes, rate)
@@ -144,15 +149,15 @@ class Evaluator:
     def _finish(self, shapes: tuple[Shape, ...], cuts: list[Cut], counts: list[int], rate: float) -> Candidate:
         times = [cut.time_s(number) for cut, number in zip(cuts, counts, strict=True)]
         pipelines_s = max(times)
-        gradients_s = self.costs.gradients_s(place(shapes, cuts, counts))
+        sync = self.costs.sync_times(place(shapes, cuts, counts))
         self.spent_s += self._fit_s
-        step_s = self.costs.step_s(pipelines_s, gradients_s, cuts[times.index(pipelines_s)].overlap_s)
+        step_s = self.costs.step_s(pipelines_s, sync, cuts[times.index(pipelines_s)].overlap_s)
         return Candidate(
             shapes=shapes,
             cuts=tuple(cuts),
             micro_batches=tuple(counts),
             pipelines_s=pipelines_s,
-            gradients_s=gradients_s,
+            sync=sync,
             step_s=step_s,
             value=self.objective.value(step_s, rate, busy_rate(self.objective, shapes, cuts, counts)),
         )
@@ -206,15 +211,15 @@ def judge(
         most[cut] = max(number, most.get(cut, 0))
     times = {cut: pipeline_s(cut, number) for cut, number in most.items()}
     last = max(times, key=lambda cut: times[cut])
-    gradients_s = costs.gradients_s(place(shapes, cuts, micro_batches))
-    step_s = costs.step_s(times[last], gradients_s, last.overlap_s)
+    sync = costs.sync_times(place(shapes, cuts, micro_batches))
+    step_s = costs.step_s(times[last], sync, last.overlap_s)
     rate = sum(block.total(objective.per_s) for shape in shapes for block in shape.blocks)
     return Candidate(
         shapes=tuple(shapes),
         cuts=tuple(cuts),
         micro_batches=tuple(micro_batches),
         pipelines_s=times[last],
-        gradients_s=gradients_s,
+        sync=sync,
         step_s=step_s,
         value=objective.value(step_s, rate, busy_rate(objective, shapes, cuts, micro_batches)),
     )
