@@ -47,9 +47,15 @@ class PipelineFacts:
     no_inners: Mapping[str, str]
 
     @property
+    def left_out(self) -> Mapping[str, str]:
+        """Ways in which no stage of the job may share its work, and why."""
+        fixed = {"tensor": '"replan" moves layers, and shards of tensor parallelism stay where they are'}
+        return {**(fixed if self.job.section.replan.enabled else {}), **self.no_inners}
+
+    @property
     def inners(self) -> tuple[str, ...]:
-        """Ways in which several ranks can share the work of a stage of this model."""
-        return tuple(inner for inner in INNERS if inner not in self.no_inners)
+        """Ways in which several ranks may share the work of a stage."""
+        return tuple(inner for inner in INNERS if inner not in self.left_out)
 
 
 @dataclass(frozen=True, kw_only=True)

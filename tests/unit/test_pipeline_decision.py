@@ -95,3 +95,11 @@ def test_what_a_model_cannot_run_is_left_out():
         section=read_section({}), model=ModelFacts(name="m", num_heads=4, num_kv_heads=4), training=TrainingFacts()
     )
     assert PipelineFacts(job=job, no_inners={"tensor": "adapters"}).inners == ("sequence",)
+
+
+def test_layers_of_plans_that_are_searched_for_can_move_where_that_is_asked_for():
+    facts = ModelFacts(name="m", num_heads=4, num_kv_heads=4)
+    section = read_section({"parallel": "full", "replan": {"enabled": True}})
+    moving = PipelineFacts(job=JobFacts(section=section, model=facts, training=TrainingFacts()), no_inners={})
+    assert moving.inners == ("sequence",)
+    assert "shards of tensor parallelism stay" in moving.left_out["tensor"]
