@@ -30,14 +30,19 @@ _MOST_CORES = 1.2  # of all ranks together while they are profiled
 _TABLE_S = 0.3  # of one entry of the table
 
 
-def profile_ranks(lab: RankLab) -> Cluster:
-    """Profile the live ranks at one speed for all; speeds are as before afterwards. Caller: every rank."""
+def profile_ranks(lab: RankLab, window_s: float = 0.1) -> Cluster:
+    """Profile the live ranks at one speed for all; speeds are as before afterwards. Caller: every rank.
+
+    Args:
+        lab: of this rank.
+        window_s: seconds per timing.
+    """
     from ds_hetero.profiler.kernel_probe import profile
 
     count = dist.get_world_size()
     lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))
     dist.barrier()
-    cluster = cluster_from_dict(profile(window_s=0.1, show_progress=False))
+    cluster = cluster_from_dict(profile(window_s=window_s, show_progress=False))
     lab.set_speeds(lab.cluster.cores)
     return cluster
 

@@ -20,6 +20,7 @@ __all__ = ["STOCK", "Contest", "cluster_of", "measure_equal", "measure_plans", "
 
 STOCK = "deepspeed"
 _WARM_UPS = 2
+_WINDOW_S = 0.3  # of a timing of the profile: the scheduler gives a rank its share every 10 ms
 T = TypeVar("T")
 
 
@@ -81,9 +82,9 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate]) -> dict[s
 
 
 def cluster_of(lab: RankLab) -> Cluster:
-    """What the planner may know: ranks profiled at equal speed, and scaled by the speeds that were measured."""
+    """What the planner may know: ranks profiled at equal speed, and scaled to their own."""
     lab.report(0, "profiling")
-    profiled = profile_ranks(lab)
+    profiled = profile_ranks(lab, _WINDOW_S)
     profile_cores = min(max(lab.cluster.cores), 1.2 / dist.get_world_size())
     return of_rank_0(lambda: scaled(profiled, [cores / profile_cores for cores in lab.cluster.cores]))
 
