@@ -37,7 +37,7 @@ def trains_in_stages(rank, plan):
     limit_memory(BUDGET_BYTES)
     with torch.device("meta"):
         model = llama(**LARGE)
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "heterogeneity": {"schedule": plan}}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "heterogeneity": {"schedule": plan}}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     losses = []
     for batch in handle.dataloader(batches(plan, 1, False) * 3):
