@@ -70,13 +70,18 @@ class Bins:
 
     def fill(self, ring: Sequence[int], length: int, tokens: int) -> Pieces | None:
         """Share ``tokens`` of a document over the bins of ``ring`` and add them; None, and no change, without room."""
+        load_s, room = self.load_s, self.room
         per = [self.token_s[i] + length * self.square_s[i] for i in ring]
-        shares = water_fill([self.load_s[i] for i in ring], per, [self.room[i] for i in ring], tokens)
+        shares = water_fill([load_s[i] for i in ring], per, [room[i] for i in ring], tokens)
         if shares is None:
             return None
-        pieces = [(i, share) for i, share in zip(ring, shares, strict=True) if share]
-        for i, share in pieces:
-            self.put(i, length, share)
+        pieces = []
+        for i, share, per_s in zip(ring, shares, per, strict=True):
+            if share:
+                load_s[i] += share * per_s
+                self.tokens[i] += share
+                room[i] -= share
+                pieces.append((i, share))
         return pieces
 
 
@@ -199,26 +204,29 @@ def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[i
     if sum(most for most in room if most > 0) < tokens:
         return None
     shares, left = [0.0] * len(load_s), float(tokens)
-    order = sorted((i for i, most in enumerate(room) if most > 0), key=lambda i: (load_s[i], i))
+    order = sorted([(load_s[i], i) for i, most in enumerate(room) if most > 0])
     while order:
         level_s = speed = mass = 0.0
         used = 0
-        for i in order:
-            if used and level_s <= load_s[i]:
+        for load, i in order:
+            if used and level_s <= load:
                 break
-            speed += 1 / per_s[i]
-            mass += load_s[i] / per_s[i]
+            per = per_s[i]
+            speed += 1 / per
+            mass += load / per
             used += 1
             level_s = (left + mass) / speed
-        for i in order[:used]:
-            shares[i] = (level_s - load_s[i]) / per_s[i]
-        full = [i for i in order[:used] if shares[i] > room[i]]
+        full = set()
+        for load, i in order[:used]:
+            shares[i] = share = (level_s - load) / per_s[i]
+            if share > room[i]:
+                full.add(i)
         if not full:
             break
-        for i in order[:used]:
+        for _, i in order[:used]:
             shares[i] = float(room[i]) if i in full else 0.0
         left -= sum(room[i] for i in full)
-        order = [i for i in order if i not in full]
+        order = [each for each in order if each[1] not in full]
     return _whole(shares, room, tokens)
 
 

@@ -39,18 +39,19 @@ def make_placement(
     """
     cut: dict[tuple[tuple[int, ...], bool], list[tuple[Range, tuple[int, ...]]]] = {}
     local: list[list[Range]] = [[] for _ in costs.token_s]
+    node = costs.node
     for document, ring in zip(documents, placed.pieces, strict=True):
         if len(ring) == 1:
             local[ring[0][0]].append(document)
-        else:
-            ring = sorted(ring, key=lambda piece: (costs.node[piece[0]], piece[0]))
-            members = tuple(unit for unit, _ in ring)
-            proxies = (
-                not (heads and len(members) == len(costs.node))
-                and costs.node[members[0]] != costs.node[members[-1]]
-                and crossing_of(ring, costs).proxies
-            )
-            cut.setdefault((members, proxies), []).append((document, tuple(tokens for _, tokens in ring)))
+            continue
+        ring = sorted(ring, key=lambda piece: (node[piece[0]], piece[0])) if costs.num_nodes > 1 else sorted(ring)
+        members, tokens = zip(*ring, strict=True)
+        proxies = (
+            node[members[0]] != node[members[-1]]
+            and not (heads and len(members) == len(node))
+            and crossing_of(ring, costs).proxies
+        )
+        cut.setdefault((members, proxies), []).append((document, tokens))
     for spans, gaps in zip(local, _padding(documents, length, placed.padding), strict=True):
         if gaps:
             spans += gaps
@@ -61,7 +62,7 @@ def make_placement(
             spans=tuple(span for span, _ in spans),
             tokens=tuple(tokens for _, tokens in spans),
             layout="zigzag",
-            nodes=tuple(costs.node[unit] for unit in members),
+            nodes=tuple(node[unit] for unit in members),
             proxies=proxies,
             by_heads=heads if len(members) == len(costs.node) else (),
         )
@@ -69,7 +70,7 @@ def make_placement(
     ]
     lanes.sort(
         key=lambda lane: (
-            lane.zone(costs.node) != "cluster",
+            lane.nodes[0] == lane.nodes[-1],
             not lane.by_heads,
             -_longest(lane),
             lane.members,

@@ -94,7 +94,7 @@ def place_documents(
             best, heads = by_heads
     stream = _stream(schedule, documents, length, costs)
     if stream is not None and stream[0] < best.predicted_s:
-        return stream[1]
+        return _by_nodes(stream[1], costs)
     return make_placement(schedule, documents, length, best, costs, heads)
 
 
@@ -109,7 +109,7 @@ def _stream(
     loads = stream_loads(placement.lanes[0], documents, costs)
     if any(count > most for count, most in zip(loads.tokens, costs.most_tokens, strict=True)):
         return None
-    return loads.predicted_s, _by_nodes(placement, costs)
+    return loads.predicted_s, placement
 
 
 def _by_nodes(stream: Placement, costs: UnitCosts) -> Placement:

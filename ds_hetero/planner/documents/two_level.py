@@ -71,7 +71,7 @@ def two_level(
             inside[pieces[0][0]].append(part)
         else:
             for node, tokens in pieces:
-                across[node].append(part._replace(tokens=tokens))
+                across[node].append(Part(part.document, part.length, tokens))
     placed: list[Pieces] = [[] for _ in lengths]
     for node, of_node in enumerate(units):
         bins = Bins(
