@@ -51,7 +51,7 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
     Returns:
         Infinity and nothing where memory does not suffice.
     """
-    order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], j))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     dealt = deal([Part(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
     if dealt is None or any(len(pieces) > 1 for pieces in dealt):
         return float("inf"), []

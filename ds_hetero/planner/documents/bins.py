@@ -103,16 +103,14 @@ def deal(
     queues = _Queues(bins)
     kinds, loads_s, room, held = queues.kinds, bins.load_s, bins.room, bins.tokens
     placed: list[Pieces] = []
+    (token_s, square_s, best_queue), *others = kinds
     for part in parts:
         _, length, tokens = part
-        best_s, best, best_queue = inf, (inf, -1), kinds[0][2]
-        for token_s, square_s, queue in kinds:
-            entry = queue[0]
-            if room[entry[1]] < tokens:
-                entry = next((other for other in queue if room[other[1]] >= tokens), (inf, -1))
-            end_s = entry[0] + tokens * (token_s + length * square_s)
-            if end_s < best_s:
-                best_s, best, best_queue = end_s, entry, queue
+        best = best_queue[0]
+        if others or room[best[1]] < tokens:
+            best_s, best, best_queue = _first_to_end(kinds, room, length, tokens)
+        else:
+            best_s = best[0] + tokens * (token_s + length * square_s)
         if best_s < inf and (best_s <= budget_s or tokens < 2 * least_tokens):
             i = best[1]
             loads_s[i] += tokens * (bins.token_s[i] + length * bins.square_s[i])  # as `Bins.put`, without the call
@@ -133,6 +131,21 @@ def deal(
             queues.move(i, before_s[i])
         placed.append(pieces)
     return placed
+
+
+def _first_to_end(
+    kinds: Sequence[tuple[float, float, Queue]], room: Sequence[int], length: int, tokens: int
+) -> tuple[float, tuple[float, int], Queue]:
+    """When the bin that would end first with so many tokens would end, its entry, and its queue; never without room."""
+    best_s, best, best_queue = inf, (inf, -1), kinds[0][2]
+    for token_s, square_s, queue in kinds:
+        entry = queue[0]
+        if room[entry[1]] < tokens:
+            entry = next((other for other in queue if room[other[1]] >= tokens), (inf, -1))
+        end_s = entry[0] + tokens * (token_s + length * square_s)
+        if end_s < best_s:
+            best_s, best, best_queue = end_s, entry, queue
+    return best_s, best, best_queue
 
 
 class _Queues:

@@ -107,7 +107,7 @@ def place_everywhere(lengths: Sequence[int], costs: UnitCosts, length: int) -> P
 
 def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_tokens: int) -> Iterator[list[Pieces]]:
     """Placements of the two-level partitioner, those of least effort first."""
-    order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], j))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     most = max(1, MOST_WORK // (len(lengths) + len(costs.token_s)))
     for effort in EFFORTS[:most]:
         if effort.node_slack > effort.unit_slack and costs.num_nodes == 1:

@@ -81,7 +81,7 @@ def make_placement(
         Lane(
             members=(unit,),
             spans=tuple(spans),
-            tokens=tuple((stop - start,) for start, stop in spans),
+            tokens=tuple([(stop - start,) for start, stop in spans]),
             layout="contiguous",
         )
         for unit, spans in enumerate(local)
@@ -99,6 +99,8 @@ def _longest(lane: Lane) -> int:
 def _padding(documents: Sequence[Range], length: int, shares: Sequence[int]) -> list[list[Range]]:
     """Positions outside every document by unit, ``shares[unit]`` of them."""
     by_unit: list[list[Range]] = [[] for _ in shares]
+    if not any(shares):
+        return by_unit
     unit, left, end = -1, 0, 0
     for start, stop in (*documents, (length, length)):
         while end < start:

@@ -53,7 +53,8 @@ def two_level(
     """
     units = costs.units_by_node
     nodes = node_bins(costs)
-    parts = [Part(j, lengths[j], lengths[j]) for j in order]
+    longest_first = [lengths[j] for j in order]
+    parts = list(map(Part, order, longest_first, longest_first))
     if len(units) == 1:
         by_node: list[Pieces] | None = [[(0, part.tokens)] for part in parts]
     else:
@@ -84,9 +85,7 @@ def two_level(
         if of_parts is None:
             return None
         for part, pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
-            in_row = placed[part.document]
-            for i, tokens in pieces:
-                in_row.append((of_node[i], tokens))
+            placed[part.document] += [(of_node[i], tokens) for i, tokens in pieces]
     return placed
 
 

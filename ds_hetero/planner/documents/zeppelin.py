@@ -90,7 +90,7 @@ def zeppelin_rings(lengths: Sequence[int], units_by_node: Sequence[Sequence[int]
 
 def _inter_node(lengths: Sequence[int], num_nodes: int, capacity: float) -> list[list[_Fragment]]:
     """Algorithm 1: documents of every node; ``capacity`` is that of a node."""
-    order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], j))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     average = sum(lengths) / num_nodes
     threshold = capacity
     while True:
