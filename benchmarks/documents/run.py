@@ -6,7 +6,9 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
     python -m benchmarks.documents run --kept cases.jsonl  # goes on where it was stopped
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
-measured when they are set. The bound is the time of rank 0 alone, times its share of the sum of measured speeds.
+measured when they are set, for attention with those in which attention itself runs on all ranks at once. The bound is
+the time of rank 0 alone, times its share of the sum of measured speeds. Ranks that share one machine's caches cannot
+all reach it: beside it stands the bound by their speeds while all compute attention.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
@@ -38,6 +40,7 @@ from benchmarks.documents.contenders import (
     layer_actions,
     step_actions,
 )
+from benchmarks.documents.kernel_speeds import kernel_speeds
 from benchmarks.documents.run_tables import REPLAN, SLOWED_RANK, SLOWED_TO, STEPS_BEFORE, show, summarize
 from benchmarks.documents.wire import counted_bytes, planned_bytes
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
@@ -145,8 +148,9 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         names = (STOCK, STREAM, OVER_ALL, DOCUMENTS, ALONE) if speeds == "4:3:2:1" else (STREAM, DOCUMENTS, ALONE)
         actions: Mapping[str, Callable[[], object]] = step_actions(batch, plan.shape, cores, costs, names)
     else:
-        costs = _costs(EDGE_TOKENS / batch.squares, 1 / batch.squares, cores)
-        actions, placements = layer_actions(batch, plan.shape, cores, costs)
+        case["kernel_speeds"] = kernel_speeds(plan.shape)
+        costs = _costs(EDGE_TOKENS / batch.squares, 1 / batch.squares, case["kernel_speeds"])
+        actions, placements = layer_actions(batch, plan.shape, case["kernel_speeds"], costs)
         case["bytes"] = {
             name: {
                 "counted": counted_bytes(actions[name], NODES),

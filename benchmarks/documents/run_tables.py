@@ -27,6 +27,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
         bound_s = medians[ALONE] * cores[0] / sum(cores)
+        at_once_s = medians[ALONE] / sum(case["kernel_speeds"]) if "kernel_speeds" in case else None
         for name, seconds in case["seconds"].items():
             if name == ALONE:
                 continue
@@ -37,6 +38,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "contender": name,
                     "seconds": medians[name],
                     "of_bound": bound_s / medians[name],
+                    "of_bound_at_once": at_once_s and at_once_s / medians[name],
                     "over_stream": median(paired),
                     "rounds": len(paired),
                     "foreign_cores": case["foreign_cores"],
@@ -52,13 +54,25 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         f"causal, {result['seconds']:.0f} s in all"
     )
     table = Table(title="packed batches")
-    for column in ("scope", "speeds", "lengths", "contender", "s", "of the bound", "over stream", "rounds", "foreign"):
+    for column in (
+        "scope",
+        "speeds",
+        "lengths",
+        "contender",
+        "s",
+        "of the bound",
+        "at once",
+        "over stream",
+        "rounds",
+        "foreign",
+    ):
         table.add_column(column, justify="left" if column in ("scope", "speeds", "lengths", "contender") else "right")
     for row in result["rows"]:
         table.add_row(
             *(row[key] for key in ("scope", "speeds", "distribution", "contender")),
             f"{row['seconds']:.3f}",
             within_bound(f"{row['of_bound']:.1%}", row["of_bound"]),
+            f"{row['of_bound_at_once']:.1%}" if row["of_bound_at_once"] else "",
             f"{row['over_stream']:.2f}x",
             str(row["rounds"]),
             f"{row['foreign_cores']:.2f}",
