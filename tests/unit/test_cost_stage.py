@@ -1,5 +1,6 @@
 """What a stage takes, against the cost model of a single device, and what its gradients send, against the chunks."""
 
+import inspect
 from dataclasses import replace
 from itertools import groupby
 
@@ -10,9 +11,11 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.gradients import BUCKET_BYTES
 from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
+from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.chunks import chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.gradient_sync.traffic import gathered_elements, reduced_elements
@@ -105,6 +108,13 @@ def test_a_rank_reads_and_writes_what_the_synchronizer_does(copies, element_byte
     back_s = (copied / copies + 2 * element_bytes) * held * s_per_byte
     own_s = (2 * element_bytes + added / copies + (2 * 12 + 2 * 4) / copies) * held * s_per_byte
     assert sync.exposed_s == pytest.approx(own_s + max(back_s, sync.reduce_s), rel=1e-3)
+
+
+def test_the_bucket_that_a_plan_counts_is_the_synchronizers():
+    default = inspect.signature(AsymmetricGradientSync.__init__).parameters["bucket_bytes"].default
+    assert default == BUCKET_BYTES
+    option = CalibratedStageCosts(CLUSTER, MODEL, WORK).stage(0, 1, "one", 1, 1)
+    assert option.memory_bytes(0, False, False, 1) > BUCKET_BYTES
 
 
 def test_devices_are_pooled_by_node_and_kind():

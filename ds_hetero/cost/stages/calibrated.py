@@ -5,8 +5,8 @@
     sequence     see `ds_hetero.cost.stages.sequence`
     hop          every receiver takes its part of the activations once, receivers take from the senders by turns
     gradients    see `ds_hetero.cost.stages.gradients`
-    memory       parameters, fp32 gradient sums and owned optimizer state of the slice; what micro-batches in flight
-                 keep; the working set of one layer; buffers of hops; logits on the last stage
+    memory       parameters, fp32 gradient sums and owned optimizer state of the slice, and a bucket of gradients; what
+                 micro-batches in flight keep; the working set of one layer; buffers of hops; logits on the last stage
 
 Dimension key: J parts of stages of all pipelines.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stages.gradients import GRADIENT_SUM_BYTES, GradientTimes
+from ds_hetero.cost.stages.gradients import BUCKET_BYTES, GRADIENT_SUM_BYTES, GradientTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
@@ -128,7 +128,7 @@ class CalibratedStageCosts:
             capacity_bytes=device.memory_bytes - device.reserved_bytes,
             layer_bytes=model.layer_parameters / size * state,
             kept_bytes=kept,
-            fixed_bytes=layer + self._hop_buffer_bytes(tokens),
+            fixed_bytes=layer + self._hop_buffer_bytes(tokens) + BUCKET_BYTES,
             first_bytes=model.vocab_size * model.hidden_size / size * state,
             last_bytes=self._head_bytes(tokens, size, state / size),
         )
@@ -171,7 +171,7 @@ class CalibratedStageCosts:
                     capacity_bytes=device.memory_bytes - device.reserved_bytes,
                     layer_bytes=model.layer_parameters * state,
                     kept_bytes=kept,
-                    fixed_bytes=working + self._hop_buffer_bytes(tokens),
+                    fixed_bytes=working + self._hop_buffer_bytes(tokens) + BUCKET_BYTES,
                     first_bytes=model.vocab_size * model.hidden_size * state,
                     last_bytes=self._head_bytes(tokens, 1, state),
                 )

@@ -34,12 +34,13 @@ from ds_hetero.cost.stages.stage import Block, PlacedPipeline, SyncTimes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["GRADIENT_SUM_BYTES", "GradientTimes"]
+__all__ = ["BUCKET_BYTES", "GRADIENT_SUM_BYTES", "GradientTimes"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
+BUCKET_BYTES = 25 * 2**20  # of `AsymmetricGradientSync`; the first is made while all gradients are still there
 ROUNDS = 60  # of fitting owners to memory
 LEAST_WEIGHT = 1e-6
 ALMOST = 0.999  # of what a rank may own, which a round aims at
