@@ -7,8 +7,8 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
 measured when they are set, for attention with those in which attention itself runs on all ranks at once. The bound is
-the time of rank 0 alone, times its share of the sum of measured speeds. Ranks that share one machine's caches cannot
-all reach it: beside it stands the bound by their speeds while all compute attention.
+the time of rank 0 alone, times its share of the sum of measured speeds; beside it stands the bound by the speeds of
+attention while all ranks compute.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
