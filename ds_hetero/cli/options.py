@@ -1,80 +1,123 @@
-"""Options that several commands share, and the cluster and the training that they describe."""
+"""Options that several commands share, and the cluster and the training that they describe.
+
+A name in capitals is one option. `cluster_options` and `training_options` are sets of them: the command gets what they
+describe, read and checked, as one argument.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 if TYPE_CHECKING:
     from ds_hetero.cluster.topology import Cluster
     from ds_hetero.cost.workload import Workload
 
-__all__ = ["read_cluster", "workload_of"]
+__all__ = [
+    "AS_JSON",
+    "COST_MODEL",
+    "FILE",
+    "GLOBAL_BATCH",
+    "LAYOUT",
+    "MODEL",
+    "PARALLEL",
+    "PLAN_FILE",
+    "SEED",
+    "cluster_options",
+    "training_options",
+]
 
-RequiredClusterOption = Annotated[
-    str, typer.Option("--cluster", help="Cluster file, YAML or JSON, or the name of a ready one.")
-]
-ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", help="Cluster file, YAML or JSON, or the name of a ready one.")
-]
-GpusOption = Annotated[
-    str | None,
-    typer.Option("--gpus", help='Instead of --cluster: "5090,3090x2", or "8xH100 | 8xA100" for two nodes.'),
-]
-NetworkOption = Annotated[
-    str | None,
-    typer.Option("--network", help="Between the nodes of --gpus: 25 for GB/s of one direction, or 200Gbit/s."),
-]
-SaveClusterOption = Annotated[
-    Path | None, typer.Option("--save-cluster", help="Write the cluster of --gpus here, .yaml or .json.")
-]
-ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face config.json or its folder, or a preset.")]
-SeqLenOption = Annotated[int, typer.Option("--seq-len", help="Tokens of a sequence, over all ranks.")]
-MicroBatchOption = Annotated[int, typer.Option("--micro-batch", help="Sequences per micro-batch.")]
-MicroBatchesOption = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per iteration.")]
-CausalOption = Annotated[bool, typer.Option("--causal/--full", help="Causal or full attention.")]
-ZeroOption = Annotated[int, typer.Option("--zero-stage", help="ZeRO stage, 0 to 3.")]
-CheckpointOption = Annotated[
-    bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing of every layer.")
-]
-TiledOption = Annotated[bool, typer.Option("--tiled-loss/--whole-loss", help="Compute the loss in tiles of tokens.")]
-CostModelOption = Annotated[
-    str,
-    typer.Option(
-        "--cost-model",
-        help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale.",
-    ),
-]
-ParallelOption = Annotated[
-    str,
-    typer.Option("--parallel", help="sequence: one replica; full: pipelines of unequal stages, see --global-batch."),
-]
-GlobalBatchOption = Annotated[
-    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, for --parallel full.")
-]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="Plan file of pipelines, instead of --schedule.")]
-PlanArgument = Annotated[Path, typer.Argument(help="Plan file, as plan --out or plan --json wrote it.")]
-RunOption = Annotated[Path | None, typer.Option("--run", help="run.json of a job that ran the plan.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the batches that are drawn from a distribution.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")]
+FILE = click.Path(path_type=Path)
+
+_CLUSTER_OPTIONS = (
+    click.option("--cluster", help="Cluster file, YAML or JSON, or the name of a ready one."),
+    click.option("--gpus", help='Instead of --cluster: "5090,3090x2", or "8xH100 | 8xA100" for two nodes.'),
+    click.option("--network", help="Between the nodes of --gpus: 25 for GB/s of one direction, or 200Gbit/s."),
+    click.option("--save-cluster", type=FILE, help="Write the cluster of --gpus here, .yaml or .json."),
+)
+_SEQ_LEN = click.option("--seq-len", type=int, required=True, help="Tokens of a sequence, over all ranks.")
+_CAUSAL = click.option("--causal/--full", default=True, help="Causal or full attention.")
+_BATCH = (
+    click.option("--micro-batch", type=int, default=1, help="Sequences per micro-batch."),
+    click.option("--micro-batches", type=int, default=1, help="Micro-batches per iteration."),
+)
+_MEMORY = (
+    click.option("--zero-stage", type=int, default=3, help="ZeRO stage, 0 to 3."),
+    click.option("--checkpointing/--no-checkpointing", default=True, help="Activation checkpointing of every layer."),
+)
+_COST_MODELS = "calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale."
+
+MODEL = click.option("--model", required=True, help="Hugging Face config.json or its folder, or a preset.")
+COST_MODEL = click.option("--cost-model", default="calibrated", help=_COST_MODELS)
+LAYOUT = click.option("--layout", help="zigzag or contiguous; left out, the planner's choice.")
+PARALLEL = click.option(
+    "--parallel", default="sequence", help="sequence: one replica; full: pipelines of unequal stages."
+)
+GLOBAL_BATCH = click.option("--global-batch", type=int, help="Sequences per optimizer step, for --parallel full.")
+PLAN_FILE = click.option("--plan", type=FILE, help="Plan file of pipelines, instead of --schedule.")
+SEED = click.option("--seed", type=int, default=0, help="Of the batches that are drawn from a distribution.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 
 
-def workload_of(
+def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--cluster``, ``--gpus``, ``--network``, ``--save-cluster``; the command gets a `Cluster` as ``cluster``."""
+
+    @wraps(function)
+    def with_cluster(
+        *, cluster: str | None, gpus: str | None, network: str | None, save_cluster: Path | None, **others: Any
+    ) -> Any:
+        return function(cluster=_read_cluster(cluster, gpus, network, save_cluster), **others)
+
+    return _with(_CLUSTER_OPTIONS, with_cluster)
+
+
+def training_options(
+    *, tiled_loss: bool = True, batch: bool = True, memory: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options that describe the training; the command gets a `Workload` as ``workload``.
+
+    Args:
+        tiled_loss: what holds where it is left out.
+        batch: with ``--micro-batch`` and ``--micro-batches``.
+        memory: with ``--zero-stage`` and ``--checkpointing``.
+    """
+    tiled = click.option("--tiled-loss/--whole-loss", default=tiled_loss, help="Compute the loss in tiles of tokens.")
+    options = (_SEQ_LEN, *(_BATCH if batch else ()), _CAUSAL, *(_MEMORY if memory else ()), tiled)
+    names = ("seq_len", "micro_batch", "micro_batches", "causal", "zero_stage", "checkpointing", "tiled_loss")
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def with_workload(**arguments: Any) -> Any:
+            training = {name: arguments.pop(name) for name in names if name in arguments}
+            return function(workload=_workload(**training), **arguments)
+
+        return _with(options, with_workload)
+
+    return add
+
+
+def _with(options: Sequence[Callable[[Any], Callable[..., Any]]], function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _workload(
     seq_len: int,
-    micro_batch: int,
-    micro_batches: int,
-    causal: bool,
-    zero_stage: int,
-    checkpointing: bool,
-    tiled_loss: bool,
-    reduce_bucket: int | None = None,
+    micro_batch: int = 1,
+    micro_batches: int = 1,
+    causal: bool = True,
+    zero_stage: int = 3,
+    checkpointing: bool = True,
+    tiled_loss: bool = True,
 ) -> Workload:
-    """The options that describe the training, as a workload; with ``reduce_bucket`` DeepSpeed's buffers are counted."""
-    from ds_hetero.cost.workload import Buffers, Workload
+    """Return the options that describe the training as a workload."""
+    from ds_hetero.cost.workload import Workload
 
     return Workload(
         seq_len=seq_len,
@@ -84,11 +127,10 @@ def workload_of(
         zero_stage=zero_stage,
         activation_checkpointing=checkpointing,
         tiled_logits=tiled_loss,
-        buffers=None if reduce_bucket is None else Buffers(reduce_bucket=reduce_bucket),
     )
 
 
-def read_cluster(cluster: str | None, gpus: str | None, network: str | None, save: Path | None) -> Cluster:
+def _read_cluster(cluster: str | None, gpus: str | None, network: str | None, save: Path | None) -> Cluster:
     """The cluster that the options name; what was decided for the user, and what cannot be trained on, goes to stderr.
 
     Args:
@@ -105,10 +147,10 @@ def read_cluster(cluster: str | None, gpus: str | None, network: str | None, sav
     from ds_hetero.cluster.notation import device_remarks, read_notation
 
     if (cluster is None) == (gpus is None):
-        raise typer.BadParameter("give either --cluster or --gpus.")
+        raise click.UsageError("give either --cluster or --gpus.")
     if gpus is None:
         if network is not None or save is not None:
-            raise typer.BadParameter("--network and --save-cluster belong to --gpus.")
+            raise click.UsageError("--network and --save-cluster belong to --gpus.")
         loaded = load_cluster(str(cluster))
         _say(device_remarks(loaded.devices))
         return loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from ds_hetero.cli.app import app
 from ds_hetero.cluster import cluster_from_dict, load_cluster
