@@ -33,7 +33,8 @@ from benchmarks.reproduce.hexiseq_paper import SCHEDULER_S, TIME_TARGETS
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
 from ds_hetero.models import load_model
-from ds_hetero.planner import make_problem, plan, solve_exact
+from ds_hetero.planner import make_problem, plan
+from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.search import search
 

@@ -21,7 +21,7 @@ from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner import ProfileTable
+from ds_hetero.planner.hetero_ring import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select
 
 __all__ = ["cost_model", "measure_table", "model_of", "profile_ranks", "scaled"]

@@ -34,6 +34,7 @@ from ds_hetero.job.report import forecast_text
 from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, replica_size, sp_size_of
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.models import load_model
+from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.partition import check_weights, is_even
@@ -173,6 +174,8 @@ def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.M
         if section is None:
             return {**report, "enabled": False}
         expect_supported(ds_config)
+        if section.report is not None:
+            expect_writable(section.report)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
         facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
         pipelines = examine_pipelines(facts, ds_config, world_size, model)

@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.device import Efficiency
 
-__all__ = ["ROWS", "Row"]
+__all__ = ["NO_DATASHEET", "ROWS", "Row"]
+
+
+NO_DATASHEET = "no public datasheet"
+"""How the source of a row begins whose numbers are assumed."""
 
 
 class Row(NamedTuple):
@@ -127,7 +131,7 @@ ROWS: tuple[Row, ...] = (
     Row("MI355X", 2516.6, 288, 8000, "Infinity Fabric", 76.8, _P5, 1400, _CDNA3, "AMD Instinct MI355X datasheet", "rocm"),
     Row("MI325X", 1307.4, 256, 6000, "Infinity Fabric", 64, _P5, 1000, _CDNA3, "AMD Instinct MI325X datasheet", "rocm"),
     Row("MI300X", 1307.4, 192, 5300, "Infinity Fabric", 64, _P5, 750, _CDNA3, "AMD Instinct MI300X datasheet", "rocm"),
-    Row("MI308X", 188.4, 192, 5300, "Infinity Fabric", 64, _P5, 650, _CDNA3, "no public datasheet, not confirmed: an MI300X with 80 of 304 compute units", "rocm"),
+    Row("MI308X", 188.4, 192, 5300, "Infinity Fabric", 64, _P5, 650, _CDNA3, NO_DATASHEET + "; an MI300X with 80 of 304 compute units", "rocm"),
     Row("MI250X", 191.5, 64, 1638.4, "Infinity Fabric", 50, _P4, 280, _CDNA2, "AMD Instinct MI250X datasheet, one of two dies", "rocm", ranks=2),
     Row("MI210", 181, 64, 1638.4, "PCIe 4 x16", 32, _P4, 300, _CDNA2, "AMD Instinct MI210 datasheet", "rocm"),
     Row("Gaudi-3", 1835, 128, 3700, "three ports of 200 Gb/s per pair", 75, _P5, 900, _OTHER, "Intel Gaudi 3 white paper, HL-325L", "hpu"),

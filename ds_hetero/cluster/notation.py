@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
+from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.file_values import number
 from ds_hetero.cluster.names import Named, card_named
@@ -118,7 +119,7 @@ def network_gb_per_s(where: str, text: str) -> float:
 
 
 def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
-    """Sentences about devices that this engine does not run on, or not in one job."""
+    """Sentences about devices that this engine does not run on, or not in one job, and about assumed numbers."""
     platforms: dict[str, list[str]] = {}
     for device in devices:
         if device.name in CATALOGUE:
@@ -126,6 +127,8 @@ def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
             if device.name not in names:
                 names.append(device.name)
     out = [_NOT_RUN[kind].format(", ".join(names)) for kind, names in platforms.items() if kind in _NOT_RUN]
+    assumed = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
+    out += [f"the numbers of {name} are assumed: {source}" for name, source in assumed.items()]
     if len(platforms) > 1:
         kinds = " beside ".join(kind.upper() for kind in platforms)
         out.append(f"{kinds} in one job is not supported: planning only")

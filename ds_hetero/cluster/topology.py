@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints, distinct
 
 __all__ = ["Cluster", "Link", "Node"]
 
@@ -210,7 +210,7 @@ class Cluster:
         chosen = np.array(sorted(set(ranks)), dtype=np.int64)
         node_of_chosen = self.node_of_rank[chosen]
         nodes: dict[int, Node] = {}
-        for index in np.unique(node_of_chosen).tolist():
+        for index in distinct(node_of_chosen).tolist():
             node, inside = self.nodes[index], chosen[node_of_chosen == index]
             share = len(inside) / len(node.devices)
             nodes[index] = replace(

@@ -5,7 +5,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
-from ds_hetero.cost.published import PublishedCostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -18,14 +17,13 @@ __all__ = [
     "CostModel",
     "Grouping",
     "Prediction",
-    "PublishedCostModel",
     "Span",
     "Terms",
     "Workload",
     "make_cost_model",
 ]
 
-COST_MODELS = {"calibrated": CalibratedCostModel, "published": PublishedCostModel}
+COST_MODELS = ("calibrated", "published")
 
 
 def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:
@@ -36,4 +34,8 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
     """
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
-    return COST_MODELS[name](cluster, model, workload)
+    if name == "calibrated":
+        return CalibratedCostModel(cluster, model, workload)
+    from ds_hetero.cost.published import PublishedCostModel
+
+    return PublishedCostModel(cluster, model, workload)

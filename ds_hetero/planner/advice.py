@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import distinct
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
@@ -133,7 +134,7 @@ def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[i
         yield np.flatnonzero(cluster.node_of_rank == node).tolist()
         yield np.flatnonzero(cluster.node_of_rank != node).tolist()
     peaks = np.array([device.peak_flops_per_s for device in cluster.devices])
-    for peak in np.unique(peaks)[:-1]:
+    for peak in distinct(peaks)[:-1]:
         yield np.flatnonzero(peaks <= peak).tolist()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ds_hetero.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.candidates import Baselines
-from ds_hetero.planner.hetero_ring import ProfileTable, fit_formula, lut_tokens, profile_table
 from ds_hetero.planner.planning import plan
 from ds_hetero.schedule import Schedule
+
+if TYPE_CHECKING:
+    from ds_hetero.planner.hetero_ring import ProfileTable
 
 __all__ = ["strategy"]
 
@@ -41,6 +45,8 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
     speeds = (cost.attention_s_D.min() / cost.attention_s_D).tolist()
     if name == "proportional":
         return proportional(speeds, *heads)
+    from ds_hetero.planner.hetero_ring import fit_formula, lut_tokens, profile_table
+
     table = table or profile_table(cost)
     if name == "lut":
         return proportional(lut_tokens(table, speeds, cost.workload.seq_len), *heads)

@@ -124,9 +124,11 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
 
 
 def _predicted_pipelines(described: DescribedPlan) -> Iterator[dict[str, Any]]:
+    """Bars of 1F1B. A published model has a formula for the end and no bars: these are stretched to end there."""
     costs, finished = judged(described)
     for number, pipeline in enumerate(described.plan.pipelines):
         rows = pipeline_bars(finished, number, finished.candidate.micro_batches[number])
+        stretch = finished.pipeline_s[number] / rows[0][-1][2]
         for stage, bars in zip(pipeline.stages, rows, strict=True):
             for rank in stage.ranks:
                 text = f"predicted: rank {rank} ({costs.cluster.devices[rank].name}), pipeline {number}"
@@ -134,8 +136,8 @@ def _predicted_pipelines(described: DescribedPlan) -> Iterator[dict[str, Any]]:
                 yield from process.metadata(("compute",))
                 for kind, start_s, stop_s in bars:
                     name = "wait" if kind == "wait" else kind
-                    yield process.span(COMPUTE, PREFIX + name, start_s, stop_s)
-                end_s = bars[-1][2]
+                    yield process.span(COMPUTE, PREFIX + name, start_s * stretch, stop_s * stretch)
+                end_s = finished.pipeline_s[number]
                 if finished.step_s > end_s:
                     yield process.span(COMPUTE, PREFIX + "step", end_s, finished.step_s)
 

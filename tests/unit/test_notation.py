@@ -194,6 +194,7 @@ def test_devices_that_this_engine_does_not_run_on_are_said_to_be_for_planning_on
     assert remarks("gaudi2x8") == ("this engine does not run on Gaudi-2 (HPU): planning only",)
     assert remarks("Max 1550,B580") == ("this engine does not run on Max-1550, Arc-B580 (XPU): planning only",)
     assert remarks("mi300x,5090")[1] == "ROCM beside CUDA in one job is not supported: planning only"
+    assert remarks("mi308x")[-1].startswith("the numbers of MI308X are assumed: no public datasheet")
 
 
 def _code(arguments):

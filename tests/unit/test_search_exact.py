@@ -10,7 +10,8 @@ from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
-from ds_hetero.planner import make_problem, solve_exact
+from ds_hetero.planner import make_problem
+from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.search.search import search
 
 MODEL = ModelSpec(

@@ -81,16 +81,16 @@ def test_measured_ranks_stand_below_the_predicted_ones(capsys, tmp_path):
     assert {e["name"] for e in measured} == {name for name, _, _ in run.trace[0]}
 
 
-def test_pipelines_have_a_trace(capsys, tmp_path):
-    options = ("--parallel", "full", "--global-batch", 16, "--seq-len", 4096)
-    path = plan_file(capsys, tmp_path, *options)
-    plan = described(path)
+@pytest.mark.parametrize("cost_model", ["calibrated", "hexiscale"])
+def test_spans_of_pipelines_add_up_to_the_predicted_step(capsys, tmp_path, cost_model):
+    options = ("--parallel", "full", "--global-batch", 16, "--seq-len", 4096, "--cost-model", cost_model)
+    plan = described(plan_file(capsys, tmp_path, *options))
+    assert plan.num_replicas == 0
     trace = trace_of(plan)
     _expect_chrome_format(trace)
-    if plan.num_replicas == 0:
-        for rank in plan.plan.ranks:
-            spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == rank]
-            assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(judged(plan)[1].step_s, rel=0.03)
+    for rank in plan.plan.ranks:
+        spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == rank]
+        assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(judged(plan)[1].step_s, rel=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")  # pandas' about the reader's own code

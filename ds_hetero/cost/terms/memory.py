@@ -110,7 +110,7 @@ def memory_parts(
         whole_layer = model.layer_parameters * (2 * element + workload.gradient_bytes)
         gathered = whole_layer + model.vocab_size * hidden * element
     return {
-        "model_states": np.broadcast_to(static_bytes(model, workload, tokens_D.shape[-1]), tokens_D.shape),
+        "model_states": np.zeros(tokens_D.shape) + static_bytes(model, workload, tokens_D.shape[-1]),
         "gathered": np.full(tokens_D.shape, float(gathered)),
         "activations": activations,
         "layer": layer,

@@ -95,6 +95,8 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
     if num_groups > LARGE_RING and bool((longest_B == shortest_B).all()):
         slowest_BK = ring.start_s + np.maximum(step_BK, transfer_BK) * (num_groups - 1) + step_BK
         return np.asarray(np.where(hidden_B, finish_B, slowest_BK.max(axis=1)))
+    if not hidden_B.any():
+        return _recurrence(ring)
     rows = np.flatnonzero(~hidden_B)
     finish_B[rows] = _recurrence(ring.take(rows))
     return np.asarray(finish_B)
@@ -179,5 +181,6 @@ def _shifted(length_BK: npt.NDArray[Any], shift_T: Ints) -> npt.NDArray[Any]:
     num_sets, num_groups = length_BK.shape
     twice = np.concatenate([length_BK, length_BK], axis=1)
     along_set, along = twice.strides
-    view = np.lib.stride_tricks.as_strided(twice, (num_groups, num_sets, num_groups), (along, along_set, along))
+    shape, strides = (num_groups, num_sets, num_groups), (along, along_set, along)
+    view: npt.NDArray[Any] = np.ndarray(shape, twice.dtype, twice, 0, strides)
     return np.asarray(view[shift_T % num_groups])

@@ -32,6 +32,12 @@ def ring_transfers_s(
     if num_groups == 1:
         return zeros, zeros, zeros
     cluster = grouping.cluster
+    if not cluster.shares_ports and num_sets > 1:  # tokens do not matter: neighbours of equal heads are one
+        new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1)])
+        if not new_B.all():
+            run_B = np.cumsum(new_B) - 1
+            of_runs = ring_transfers_s(grouping, heads_BD[new_B], length_BK[new_B], queries_per_kv_head)
+            return of_runs[0][run_B], of_runs[1][run_B], zeros
     edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
     set_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
     pair = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints, distinct
 
 __all__ = ["best_levels", "cover"]
 
@@ -35,7 +35,7 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
     Yields:
         tau, the groups as counts by class, and the counts left over.
     """
-    levels = np.unique(np.concatenate([np.arange(1, num_heads + 1) / speed for speed in speed_C]))
+    levels = distinct(np.concatenate([np.arange(1, num_heads + 1) / speed for speed in speed_C]))
     heads_TC = np.minimum(np.floor(levels[:, None] * speed_C + 1e-9), num_heads)
     bins = (heads_TC @ count_C) // num_heads
     possible = np.flatnonzero(bins >= 1)

@@ -2,38 +2,27 @@
 
 HexiSeq moves a little between two devices and accepts what strictly lowers the block time. With equal
 devices every bottleneck is a tie of many, and no move of a pair lowers a maximum; so sets of equal ranks move
-together, heads and tokens move in one step, and single ranks move where there are few.
+together, heads and tokens move in one step, and single ranks move where there are few (`proposals`).
 
 One round proposes all moves of one step size, evaluates them in one call and takes the best.
 
-Dimension key: D ranks, K groups, S sets of ranks, X proposals.
+Dimension key: D ranks, X proposals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import permutations, product
-
 import numpy as np
 
-from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EvaluationBudget
-from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.problem import Assignment, Problem, Tried
+from ds_hetero.planner.search.proposals import MAX_TABLE, STEPS, filled, is_paired, proposals, two_units
 
 __all__ = ["IMAX", "STEPS", "descend", "round_to_units"]
 
-Masks = Bools
-
 IMAX = 100  # rounds, HexiSeq's value
-STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
-BOTH_STEPS = (0.1, 0.01)  # at which a head and tokens move between any two pairs of a few ranks at once
-MAX_SETS, FEW_SETS = 32, 16  # finer labels than this do not become sets; the second for nodes, groups and ranks
-FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MIN_GAIN = 1e-6  # relative; less is rounding
-MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
 ONE_ROUND = 0.25  # share of the remaining budget that one batch of proposals may take
-MAX_TABLE = 4_000_000  # numbers in one batch of proposals
 
 
 def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], budget: EvaluationBudget) -> Assignment:
@@ -55,15 +44,27 @@ def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], budge
 def _best_move(
     problem: Problem, grouping: Grouping, at: Assignment, step: float, budget: EvaluationBudget
 ) -> Assignment | None:
-    tokens_XD, heads_XD = _proposals(problem, grouping, at, step)
-    allowed = budget.rows(grouping, len(tokens_XD), ONE_ROUND)
+    place = (grouping.order.tobytes(), grouping.offsets.tobytes(), at.tokens.tobytes(), at.heads.tobytes())
+    tried = problem.tried.setdefault(place, Tried())
+    if step in tried.rows_of_step:  # in vain again; it counts as if it were evaluated
+        budget.rows(grouping, tried.rows_of_step[step], ONE_ROUND)
+        return None
+    moves = proposals(problem, grouping, at, step, tried)
+    allowed = budget.rows(grouping, moves.count, ONE_ROUND)
+    tokens_XD, heads_XD = moves.first(allowed)
     size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
     best = at
-    for first in range(0, allowed, size):
-        rows = slice(first, min(first + size, allowed))
+    for first in range(0, len(tokens_XD), size):
+        rows = slice(first, first + size)
         below_s = best.time_s * (1 - MIN_GAIN)
         best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
-    return None if best is at else _further(problem, grouping, at, best, budget)
+    if best is not at:
+        return _further(problem, grouping, at, best, budget)
+    if allowed == moves.count:
+        tried.rows_of_step[step] = allowed
+        if not is_paired(problem, step):
+            tried.rows_of_heads = moves.rows_of_heads
+    return None
 
 
 def _further(
@@ -74,7 +75,7 @@ def _further(
         return moved
     ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
     tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
-    tokens_XD = problem.round(_filled(tokens_XD, moved.tokens, problem.seq_len))
+    tokens_XD = problem.round(filled(tokens_XD, moved.tokens, problem.seq_len))
     tokens_XD = tokens_XD[: budget.rows(grouping, len(tokens_XD))]
     heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
@@ -83,215 +84,7 @@ def _further(
 def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:
     """The best whole units near an assignment in single tokens, up to two units from the nearest, if any fits."""
     nearest = problem.round(start.tokens)
-    around_XD = nearest + problem.token_unit * np.concatenate([np.zeros((1, len(nearest))), _two_units(problem)])
+    around_XD = nearest + problem.token_unit * np.concatenate([np.zeros((1, len(nearest))), two_units(problem)])
     around_XD = around_XD[(around_XD >= 0).all(axis=1)]
     heads_XD = np.broadcast_to(start.heads, around_XD.shape)
     return problem.best_row(problem.grouping(start.groups), around_XD, heads_XD, np.inf)
-
-
-def _proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float) -> tuple[Floats, Ints]:
-    """Tokens and heads of all moves from here, ``[X, D]`` each, the most general ones first."""
-    rank_class = _rank_classes(problem, grouping, at)
-    pairs_XD = _pair_moves(at.tokens, step)
-    moved_XD = np.concatenate([_token_moves(problem, grouping, at.tokens, rank_class, step), pairs_XD])
-    changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
-    stay_XD = np.broadcast_to(at.tokens, changed_XD.shape)
-    beside_XD = _tokens_beside(grouping, at, changed_XD)
-    moves = [stay_XD, _tokens_follow(problem, grouping, at, changed_XD, stay_XD), beside_XD]
-    if problem.num_ranks <= FEW_SETS:
-        like_heads_XD = _tokens_like_heads(grouping, at, changed_XD)
-        moves += [_tokens_follow(problem, grouping, at, changed_XD, each) for each in (beside_XD, like_heads_XD)]
-        moves.append(like_heads_XD)
-    tokens = [problem.round(np.concatenate([moved_XD, *moves]))]
-    heads = [np.broadcast_to(at.heads, moved_XD.shape), *[changed_XD] * len(moves)]
-    if problem.num_ranks <= MAX_PAIRED_RANKS and step in BOTH_STEPS:
-        single_XD = _head_moves(problem, grouping, at, rank_class, paired=False)
-        tokens.append(problem.round(np.repeat(pairs_XD, len(single_XD), axis=0)))
-        heads.append(np.tile(single_XD, (len(pairs_XD), 1)))
-    if problem.coarse and step == STEPS[-1]:
-        heads_YD = np.concatenate([at.heads[None], changed_XD])
-        for moves_XD, with_XD in (
-            (_unit_moves(problem, grouping, rank_class), heads_YD),
-            (_two_units(problem), heads_YD[:1]),
-        ):
-            unit_XD = at.tokens + problem.token_unit * moves_XD
-            unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
-            tokens.append(np.repeat(unit_XD, len(with_XD), axis=0))
-            heads.append(np.tile(with_XD, (len(unit_XD), 1)))
-    return np.concatenate(tokens), np.concatenate(heads)
-
-
-def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
-    """Class of every rank, ``[D]``: one class is ranks that do the same work in groups of the same make-up."""
-    _, own = np.unique(problem.kind * (problem.num_heads + 1) + at.heads, return_inverse=True)
-    count = int(own.max()) + 1
-    if grouping.num_groups * count > MAX_TABLE:
-        return np.asarray(own)
-    makeup = np.bincount(grouping.group_of * count + own, minlength=grouping.num_groups * count)
-    _, group_class = np.unique(makeup.reshape(-1, count), axis=0, return_inverse=True)
-    _, rank_class = np.unique(group_class.reshape(-1)[grouping.group_of] * count + own, return_inverse=True)
-    return np.asarray(rank_class)
-
-
-def _sets(problem: Problem, grouping: Grouping, rank_class: Ints) -> Masks:
-    """Ranks to move together: by kind, by class, by node, by group, one by one; as masks ``[S, D]``."""
-    single = np.arange(problem.num_ranks)
-    return _masks(
-        (
-            (problem.kind, MAX_SETS), (rank_class, MAX_SETS), (problem.node, FEW_SETS), (grouping.group_of, FEW_SETS),
-            (single, FEW_SETS),
-        ),
-        problem.num_ranks,
-    )  # fmt: skip
-
-
-def _masks(labels: Sequence[tuple[Ints, int]], num_ranks: int) -> Masks:
-    """The sets of ranks with one value of a label, without repeats, ``[S, D]``; each label with its limit of values."""
-    masks = [np.zeros((0, num_ranks), dtype=bool)]
-    for label, limit in labels:
-        num_values = int(label.max()) + 1
-        if 1 < num_values <= limit:
-            masks.append(label == np.arange(num_values)[:, None])
-    unique = {mask.tobytes(): mask for mask in np.concatenate(masks)}
-    return np.array(list(unique.values()), dtype=bool).reshape(-1, num_ranks)
-
-
-def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_class: Ints, step: float) -> Floats:
-    """Give a set of ranks a little more or less: at the expense of everybody, or of the rest of their groups."""
-    masks_SD = _sets(problem, grouping, rank_class)
-    factors = np.array([1 + step, 1 / (1 + step)])
-    scaled = (tokens * np.where(masks_SD[:, None, :], factors[:, None], 1.0)).reshape(-1, problem.num_ranks)
-    everybody = _filled(scaled, tokens, tokens.sum())
-    part_of_a_group = grouping.by_group(np.logical_or, masks_SD) & ~grouping.by_group(np.logical_and, masks_SD)
-    scaled = scaled[np.repeat(part_of_a_group.any(axis=1), 2)]
-    inside_XK = grouping.by_group(np.add, scaled)
-    before_K = grouping.by_group(np.add, tokens)
-    scale_XK = np.divide(before_K, inside_XK, out=np.ones_like(inside_XK), where=inside_XK > 0)
-    return np.concatenate([everybody, scaled * scale_XK[:, grouping.group_of]])
-
-
-def _pair_moves(tokens: Floats, step: float) -> Floats:
-    """Tokens after one rank has given another one a share of the sequence, or all of its own, where ranks are few.
-
-    Other moves scale what a rank has; these also give tokens to ranks that have none.
-    """
-    num_ranks = len(tokens)
-    if num_ranks > FEW_SETS:
-        return np.zeros((0, num_ranks))
-    giver, taker = np.nonzero(~np.eye(num_ranks, dtype=bool) & (tokens > 0)[:, None])
-    most = tokens[giver]
-    amounts = [most, np.minimum(most, step * tokens.sum() / num_ranks)]
-    moved_XD = np.tile(tokens, (2 * len(giver), 1))
-    rows = np.arange(len(moved_XD))
-    moved_XD[rows, np.tile(giver, 2)] -= np.concatenate(amounts)
-    moved_XD[rows, np.tile(taker, 2)] += np.concatenate(amounts)
-    return moved_XD
-
-
-def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:
-    """Heads after moving one unit between two classes of a group: in every group that has both, and in the first alone.
-
-    Where there are few ranks, also two such moves at once.
-    """
-    members = [grouping.order[(rank_class == c)[grouping.order]] for c in _classes_to_move(problem, at, rank_class)]
-    changes = []
-    for a, b in product(range(len(members)), repeat=2):
-        pairs = _one_pair_per_group(grouping, members[a], members[b])
-        both = pairs + [(t, g) for g, t in pairs] if a == b else pairs
-        for unit, chosen in product(problem.head_units, {len(pairs), 1} if pairs else ()):
-            for some in (both[:chosen], both[len(pairs) :][:chosen]):
-                if some and at.heads[some[0][0]] >= unit:
-                    change = np.zeros(problem.num_ranks, dtype=np.int64)
-                    for giver, taker in some:
-                        change[giver] -= unit
-                        change[taker] += unit
-                    changes.append(change)
-    if not changes:
-        return np.zeros((0, problem.num_ranks), dtype=np.int64)
-    change_XD = np.array(changes)
-    if paired and problem.num_ranks <= MAX_PAIRED_RANKS:
-        i, j = np.triu_indices(len(change_XD), k=1)
-        change_XD = np.unique(np.concatenate([change_XD, change_XD[i] + change_XD[j]]), axis=0)
-    heads_XD = at.heads + change_XD
-    return np.asarray(heads_XD[(heads_XD >= 0).all(axis=1)])
-
-
-def _classes_to_move(problem: Problem, at: Assignment, rank_class: Ints) -> list[int]:
-    """The classes whose attention takes longest and shortest; all where there are few."""
-    classes, first = np.unique(rank_class, return_index=True)
-    if len(classes) <= 2 * FEW_CLASSES:
-        return list(classes.tolist())
-    load = (at.heads * problem.attention_s)[first]
-    order = classes[np.argsort(load, kind="stable")].tolist()
-    return [*order[:FEW_CLASSES], *order[-FEW_CLASSES:]]
-
-
-def _one_pair_per_group(grouping: Grouping, givers: Ints, takers: Ints) -> list[tuple[int, int]]:
-    """The first giver and the first (of one class: the last) taker of every group that has both."""
-    first = dict(zip(grouping.group_of[givers][::-1].tolist(), givers[::-1].tolist(), strict=True))
-    if givers is takers:
-        other = dict(zip(grouping.group_of[takers].tolist(), takers.tolist(), strict=True))
-    else:
-        other = dict(zip(grouping.group_of[takers][::-1].tolist(), takers[::-1].tolist(), strict=True))
-    return [(first[k], other[k]) for k in sorted(first.keys() & other.keys()) if first[k] != other[k]]
-
-
-def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints, tokens_XD: Floats) -> Floats:
-    """Tokens of every group scaled by how much faster the new heads make its slowest rank."""
-    before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
-    after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
-    moved_XD = tokens_XD * (before_K / after_XK)[:, grouping.group_of]
-    return _filled(moved_XD, at.tokens, problem.seq_len)
-
-
-def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
-    """Tokens of every rank scaled like its heads within its group: what a rank keeps it need not send."""
-    ratio_XD = np.divide(heads_XD, at.heads, out=np.ones(heads_XD.shape), where=at.heads > 0)
-    moved_XD = at.tokens * ratio_XD
-    before_K, after_XK = grouping.by_group(np.add, at.tokens), grouping.by_group(np.add, moved_XD)
-    scale_XK = np.divide(before_K, after_XK, out=np.ones_like(after_XK), where=after_XK > 0)
-    moved_XD = moved_XD * scale_XK[:, grouping.group_of]
-    return _filled(moved_XD, at.tokens, at.tokens.sum())
-
-
-def _tokens_like_heads(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
-    """Tokens of every group shared in proportion to heads, the best where only links matter."""
-    share_XD = heads_XD / grouping.by_group(np.add, heads_XD)[:, grouping.group_of]
-    return np.asarray(share_XD * grouping.by_group(np.add, at.tokens)[grouping.group_of])
-
-
-def _filled(share_XD: Floats, tokens: Floats, total: float) -> Floats:
-    """``total`` tokens in proportion to every row; where all that had tokens lost them, they stay where they were."""
-    whole_X = share_XD.sum(axis=1)
-    scale_X = np.divide(total, whole_X, out=np.zeros_like(whole_X), where=whole_X > 0)
-    return np.asarray(np.where(whole_X[:, None] > 0, share_XD * scale_X[:, None], tokens))
-
-
-def _unit_moves(problem: Problem, grouping: Grouping, rank_class: Ints) -> Floats:
-    """Whole token units from one set of ranks to another, every rank of a set giving or taking alike, ``[X, D]``.
-
-    Sets are classes, kinds and groups, and single ranks where there are few.
-    """
-    num_ranks = problem.num_ranks
-    masks = _masks(((rank_class, FEW_SETS), (problem.kind, FEW_SETS), (grouping.group_of, FEW_SETS)), num_ranks)
-    moves = [units * _one_unit(num_ranks) for units in (1, 2, 3)] if num_ranks <= FEW_SETS else []
-    for a, b in permutations(masks, 2):
-        if not (a & b).any():
-            whole = np.lcm(a.sum(), b.sum())
-            moves.append((whole // b.sum() * b - whole // a.sum() * a.astype(float))[None])
-    return np.concatenate([np.zeros((0, num_ranks)), *moves])
-
-
-def _two_units(problem: Problem) -> Floats:
-    """One unit from a rank to another, or two units between single ranks at once, where there are few, ``[X, D]``."""
-    if problem.num_ranks > MAX_PAIRED_RANKS:
-        return np.zeros((0, problem.num_ranks))
-    single_XD = _one_unit(problem.num_ranks)
-    i, j = np.triu_indices(len(single_XD))
-    return np.asarray(np.concatenate([single_XD, single_XD[i] + single_XD[j]]))
-
-
-def _one_unit(num_ranks: int) -> Floats:
-    """One unit from every rank to every other one, ``[X, D]``."""
-    eye = np.eye(num_ranks)
-    return np.asarray((eye[None] - eye[:, None])[~eye.astype(bool)])

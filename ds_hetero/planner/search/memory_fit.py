@@ -32,11 +32,14 @@ def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints)
     where tokens change their group it is computed again.
     """
     total, working = tokens.sum(), tokens > 0
+    heads_of_both, direction = np.stack([heads, heads]), _exchanged(grouping)
     for _ in range(ROUNDS):
-        need = cost.memory_bytes(grouping, tokens, heads)
+        step = tokens.sum() * 1e-6 * direction
+        need, moved = cost.memory_bytes(grouping, np.stack([tokens, tokens + step]), heads_of_both)
         if (need <= cost.capacity_bytes_D).all():
             return tokens
-        spare = MARGIN * (cost.capacity_bytes_D - need) / _bytes_per_own_token(cost, grouping, tokens, heads, need)
+        bytes_per_own_token = np.maximum((moved - need) / step, 1.0)
+        spare = MARGIN * (cost.capacity_bytes_D - need) / bytes_per_own_token
         holds = np.where(working, np.maximum(tokens + spare, 0.0), 0.0)
         kept = np.minimum(tokens, holds)
         room = holds - kept
@@ -47,18 +50,15 @@ def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints)
     return None
 
 
-def _bytes_per_own_token(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints, need: Floats) -> Floats:
-    """Slope of every rank's memory in its own tokens, ``[D]``, its group's length unchanged if others can take them.
+def _exchanged(grouping: Grouping) -> Floats:
+    """Tokens that half of a group's ranks give to the other half, ``[D]``, so that its length stays.
 
-    Half of a group's ranks get a little more and the other half as much less.
+    What a small step in this direction needs is the slope of every rank's memory in its own tokens.
     """
-    place = np.empty(len(tokens), dtype=np.int64)
-    place[grouping.order] = np.arange(len(tokens)) - np.repeat(grouping.offsets[:-1], grouping.sizes)
+    place = np.empty_like(grouping.order)
+    place[grouping.order] = np.arange(len(place)) - np.repeat(grouping.offsets[:-1], grouping.sizes)
     size = grouping.sizes[grouping.group_of]
-    gives = place < size // 2
-    step = tokens.sum() * 1e-6 * np.where(gives, -1.0 / np.maximum(size // 2, 1), 1.0 / (size - size // 2))
-    moved = cost.memory_bytes(grouping, tokens + step, heads)
-    return np.asarray(np.maximum((moved - need) / step, 1.0))
+    return np.where(place < size // 2, -1.0 / np.maximum(size // 2, 1), 1.0 / (size - size // 2))
 
 
 def longest_sequence(cost: CostModel) -> int:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds_hetero.common.arrays import Bools, Ints
+from ds_hetero.common.arrays import Bools, Ints, distinct
 from ds_hetero.planner.search.bin_covers import best_levels
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS
 from ds_hetero.planner.search.problem import Problem
@@ -76,7 +76,7 @@ def _meshes(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
 def _pieces_of_nodes(ranks: Ints, node: Ints, pieces: int) -> list[Ints]:
     """Every node cut into ``pieces`` groups of neighbours."""
     groups = []
-    for n in np.unique(node):
+    for n in distinct(node):
         inside = ranks[node == n]
         groups += np.array_split(inside, min(pieces, len(inside)))
     return groups
@@ -85,7 +85,7 @@ def _pieces_of_nodes(ranks: Ints, node: Ints, pieces: int) -> list[Ints]:
 def _agglomerated(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     """Merge nodes, whose own links come first, along ever slower links: a partition after the first and last merges."""
     node = problem.node[ranks]
-    present = [int(n) for n in np.unique(node)]
+    present = [int(n) for n in distinct(node)]
     cost = problem.inverse_bandwidth
     edges = sorted((float(cost[a, b]), a, b) for i, a in enumerate(present) for b in present[i + 1 :])
     parent = {n: n for n in present}
@@ -102,7 +102,7 @@ def _agglomerated(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
             merges += 1
             if merges <= 8 or merges >= len(present) - 4:
                 label = np.array([root(int(n)) for n in node])
-                yield [ranks[label == r] for r in np.unique(label)]
+                yield [ranks[label == r] for r in distinct(label)]
 
 
 def _covers(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
@@ -162,7 +162,7 @@ def active_sets(problem: Problem) -> list[Mask]:
     """Sets of ranks that work: all, without the slowest classes, single nodes, all but one node, the best nodes."""
     num_nodes = int(problem.node.max()) + 1
     sets: list[Mask] = [np.ones(problem.num_ranks, dtype=bool)]
-    sets += [problem.speed >= threshold for threshold in np.unique(problem.speed)[1:][:8]]
+    sets += [problem.speed >= threshold for threshold in distinct(problem.speed)[1:][:8]]
     power = np.bincount(problem.node, weights=problem.speed)
     by_power = np.lexsort((np.arange(num_nodes), -power))
     few = range(num_nodes) if num_nodes <= 8 else []
@@ -202,7 +202,7 @@ def with_idle(problem: Problem, groups: Sequence[Ints], active: Mask) -> list[In
         return groups
     idle = np.flatnonzero(~active)
     first = problem.node[np.array([group[0] for group in groups])]
-    for n in np.unique(problem.node[idle]):
+    for n in distinct(problem.node[idle]):
         k = int(np.argmin(problem.inverse_bandwidth[n, first]))
         groups[k] = np.append(groups[k], idle[problem.node[idle] == n])
     return groups

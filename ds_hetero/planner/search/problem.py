@@ -6,7 +6,7 @@ Dimension key: D ranks (canonical), K groups, M nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,9 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares
 
-__all__ = ["Assignment", "Problem"]
+__all__ = ["Assignment", "Problem", "Tried"]
+
+FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many times as many after these
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,19 @@ class Assignment:
     groups: tuple[Ints, ...]
     tokens: Floats
     heads: Ints
+
+
+@dataclass(slots=True)
+class Tried:
+    """Moves from one assignment that were all evaluated, and none of which was better.
+
+    Args:
+        rows_of_step: moves, by size of the step.
+        rows_of_heads: moves of heads, which are the same for every step; None if they are not tried yet.
+    """
+
+    rows_of_step: dict[float, int] = field(default_factory=dict)
+    rows_of_heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +118,11 @@ class Problem:
         """Seconds per byte between ranks of two nodes, ``[M, M]``."""
         return np.asarray(1 / self.cost.cluster.node_bytes_per_s)
 
+    @cached_property
+    def tried(self) -> dict[tuple[bytes, ...], Tried]:
+        """What descents have tried in vain, by grouping, tokens and heads that they started from."""
+        return {}
+
     def best(
         self, grouping: Grouping, options: Sequence[tuple[Floats, Ints]], below_s: float = np.inf
     ) -> Assignment | None:
@@ -117,8 +137,10 @@ class Problem:
         time_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD) + self._loss_s(tokens_BD)
         rows = np.flatnonzero(time_s < below_s)
         rows = rows[np.argsort(time_s[rows], kind="stable")]
-        for first in range(0, len(rows), 32):
-            some = rows[first : first + 32]
+        first, count = 0, FIRST_ROWS
+        while first < len(rows):
+            some = rows[first : first + count]
+            first, count = first + count, count * MORE_ROWS
             need = self.cost.memory_bytes(grouping, tokens_BD[some], heads_BD[some])
             fits = (need <= self.cost.capacity_bytes_D).all(axis=-1)
             if fits.any():

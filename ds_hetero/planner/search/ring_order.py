@@ -12,7 +12,7 @@ from itertools import permutations
 
 import numpy as np
 
-from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints, distinct
 from ds_hetero.planner.search.problem import Problem
 
 __all__ = ["ring_orders"]
@@ -43,7 +43,7 @@ def ring_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Ite
     place = np.empty(num, dtype=np.int64)
     place[by_node] = np.arange(num) - np.searchsorted(main[by_node], main[by_node])
     orders = [by_node, np.lexsort((main, place))]
-    if thorough and num <= TOUR and len(np.unique(main)) > 2:
+    if thorough and num <= TOUR and len(distinct(main)) > 2:
         orders.append(_tour(_distance(problem, groups)))
     seen = {np.arange(num).tobytes()}
     for order in orders:

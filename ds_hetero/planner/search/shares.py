@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.arrays import Floats, Ints, distinct
 
 __all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "triangle_fill", "two_speed_fill", "whole_shares"]
 
@@ -54,7 +54,7 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
         token_speed_K, attention_speed_K, out=np.full(len(token_speed_K), np.inf), where=attention_speed_K > 0
     )
     usable = attention_speed_K > 0
-    ratios = np.unique(ratio_K[usable])
+    ratios = distinct(ratio_K[usable])
     if len(ratios) > 256:
         ratios = ratios[np.linspace(0, len(ratios) - 1, 256).astype(int)]
     order = np.argsort(ratio_K, kind="stable")
