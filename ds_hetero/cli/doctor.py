@@ -6,21 +6,18 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from ds_hetero.baselines import FROM_DEVICES
+from ds_hetero.cli.doctor_installation import HEAD_DIM, installed_packages, kernels_by_device
 from ds_hetero.cli.doctor_pipelines import examine_pipelines
 from ds_hetero.cluster import load_cluster
-from ds_hetero.common.extras import TRAINING
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.config import SECTION
@@ -35,14 +32,11 @@ from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, replica_s
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.models import load_model
 from ds_hetero.reporting.run_file import expect_writable
-from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.partition import check_weights, is_even
 
 __all__ = ["examine", "model_facts", "model_of", "show"]
 
-_OPTIONAL = ("triton", "flash-attn")
-_HEAD_DIM = 128  # of today's models
 _NO_MODEL = "no model was given."
 
 
@@ -120,46 +114,12 @@ def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.M
         world_size: processes of the job.
         model: from `model_of`.
     """
-    packages = _packages()
+    packages = installed_packages()
     section = None if config is None else _section(config, facts, world_size, model)
     healthy = all(p["problem"] is None or p["optional"] for p in packages) and (
         section is None or not section["problem"]
     )
-    return {"healthy": healthy, "packages": packages, "devices": _devices(), "section": section}
-
-
-def _packages() -> list[dict[str, Any]]:
-    """Installed versions against the ranges that this release was tested with."""
-    rows: list[dict[str, Any]] = []
-    for text in requires("ds-hetero") or ():
-        requirement = Requirement(text)
-        optional = requirement.name in _OPTIONAL
-        if requirement.marker is not None and not optional and requirement.name not in TRAINING:
-            continue
-        try:
-            installed: str | None = version(requirement.name)
-        except PackageNotFoundError:
-            installed = None
-        problem = "not installed" if installed is None else None
-        if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
-            problem = f"needs {requirement.specifier}"
-        if requirement.name not in {row["name"] for row in rows}:
-            rows.append({"name": requirement.name, "version": installed, "optional": optional, "problem": problem})
-    return rows
-
-
-def _devices() -> list[dict[str, Any]]:
-    """Every device with the kernels that work on it, by dtype; a reason for those that do not."""
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
-    rows = []
-    for device in devices:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        kernels = {
-            str(dtype).removeprefix("torch."): available(device, dtype, _HEAD_DIM)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        }
-        rows.append({"device": str(device), "name": name, "kernels": kernels})
-    return rows
+    return {"healthy": healthy, "packages": packages, "devices": kernels_by_device(), "section": section}
 
 
 def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> dict[str, Any]:
@@ -278,7 +238,7 @@ def show(report: dict[str, Any], as_json: bool) -> None:
     for row in report["packages"]:
         packages.add_row(row["name"], row["version"] or "-", row["problem"] or "works")
     console.print(packages)
-    kernels = Table("device", "dtype", "kernel", "verdict", title=f"Attention kernels, head size {_HEAD_DIM}")
+    kernels = Table("device", "dtype", "kernel", "verdict", title=f"Attention kernels, head size {HEAD_DIM}")
     for row in report["devices"]:
         for dtype, verdicts in row["kernels"].items():
             for kernel, reason in verdicts.items():

@@ -48,6 +48,7 @@ THREE = {"train_micro_batch_size_per_gpu": 3}
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "misspelled section": ({"heterogenity": {}}, {}, 'did you mean "heterogeneity"?'),
     "no object": ({"heterogeneity": 3}, {}, "must be an object"),
+    "report folder": ({"heterogeneity": {**UNEVEN, "report": "/proc/nowhere"}}, {}, "cannot be written to"),
     "unknown key": ({"heterogeneity": {"schedul": "ring"}}, {}, 'did you mean "schedule"?'),
     "auto": ({"heterogeneity": {"layout": "auto"}}, {}, "accelerate refuses"),
     "wrong value": ({"heterogeneity": {**UNEVEN, "layout": "zig"}}, {}, '"heterogeneity.layout": "zig"'),
