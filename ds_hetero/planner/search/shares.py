@@ -108,7 +108,7 @@ def _quantiles(values: Floats) -> Floats:
     place = QUANTILES * (len(ordered) - 1)
     below = np.floor(place).astype(np.int64)
     low, high, part = ordered[below], ordered[np.minimum(below + 1, len(ordered) - 1)], place - below
-    return np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
+    return np.asarray(np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part)))
 
 
 def triangle_fill(attention_speed_K: Floats) -> Floats:
