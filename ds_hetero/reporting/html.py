@@ -49,7 +49,12 @@ def heading(text: str) -> Markup:
 
 def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
     """A table whose first column names the row."""
-    head = "".join(f'<th scope="col">{_text(heading)}</th>' for heading in headings)
+    rows = list(rows)
+    of_text = {i for row in rows for i, value in enumerate(row) if _is_sentence(value)}
+    head = "".join(
+        f'<th scope="col"{" class=text" if i in of_text else ""}>{_text(heading)}</th>'
+        for i, heading in enumerate(headings)
+    )
     body = "".join(f'<tr><th scope="row">{_text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
     title = f"<caption>{_text(caption)}</caption>" if caption else ""
     return Markup(
@@ -60,9 +65,11 @@ def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str =
 
 def _cell(value: Any) -> str:
     """Sentences are set from the left and may wrap."""
-    text = str(value)
-    is_sentence = len(text) > _LONGEST_NUMBER
-    return f"<td{' class=text' if is_sentence else ''}>{_text(value)}</td>"
+    return f"<td{' class=text' if _is_sentence(value) else ''}>{_text(value)}</td>"
+
+
+def _is_sentence(value: Any) -> bool:
+    return len(str(value)) > _LONGEST_NUMBER
 
 
 def details(summary: str, *parts: Any) -> Markup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
+
 from ds_hetero.common.text import time_text
 from ds_hetero.reporting.html import Markup, Page, definitions, table
 from ds_hetero.reporting.rank_rows import MAX_ROWS
@@ -12,7 +14,7 @@ __all__ = ["add_run"]
 
 def add_run(page: Page, run: RunFile) -> None:
     """Add the section."""
-    cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": run.written}
+    cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": _moment_text(run.written)}
     rows = [
         (
             number,
@@ -42,6 +44,14 @@ def add_run(page: Page, run: RunFile) -> None:
         parts.append(table(("step", "replica", "predicted gain"), changes, "Changes of schedule by re-planning"))
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     page.section("The run", *parts, f"Versions: {versions}.")
+
+
+def _moment_text(written: str) -> str:
+    """A moment to the minute, as people write it; what is no moment stays as it is."""
+    try:
+        return f"{datetime.fromisoformat(written).astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    except ValueError:
+        return written
 
 
 def _typical(run: RunFile) -> float:

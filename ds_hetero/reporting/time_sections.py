@@ -25,6 +25,7 @@ _CAUSES = {
     "optimizer, ZeRO and the rest": "step",
 }
 """Causes of a step's time, with their colours."""
+ROUNDING = 1e-9  # share of a row below which a time is what is left of differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +139,6 @@ def _kinds_table(
             if of_ranks:
                 bars = of_ranks[row.rank]
                 sums = [sum(stop - start for name, start, stop in bars if name == kind) for kind in kinds]
-                rows.append((f"{row.name} {source}", *map(time_text, sums)))
+                least_s = ROUNDING * sum(sums)
+                rows.append((f"{row.name} {source}", *(time_text(each if each > least_s else 0.0) for each in sums)))
     return table(("", *kinds), rows, caption)

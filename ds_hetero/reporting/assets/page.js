@@ -29,7 +29,7 @@
   }
 
   const narrow = (width) => width < 560;
-  const short = (text, width) => (narrow(width) && text.length > 16 ? text.slice(0, 15) + "…" : text);
+  const short = (text, width) => (narrow(width) && text.length > 16 ? text.slice(0, 7) + "…" + text.slice(-8) : text);
 
   // {rows: [name], unit, series: [{name, values, colour, stack}], marks: [{name, value}]}: horizontal bars, a row per name
   function bars(chart, spec, width) {
@@ -167,7 +167,7 @@
     const box = element("div", undefined, out, "scroll");
     const table = element("table", undefined, box);
     const head = element("tr", undefined, element("thead", undefined, table));
-    ["", "a step", "tokens/s", "a block", "what decides"].forEach((text) => element("th", text, head));
+    ["", "a step", "tokens/s", "a block", "what decides"].forEach((text, i) => element("th", text, head, i === 4 ? "text" : ""));
     const body = element("tbody", undefined, table);
     const kept = place[2] ? "here, as planned without it today" : "here, this plan";
     const rows = [["today, this plan", pointAt(today).this], [kept, point.this], ["here, planned anew", point.anew]];
