@@ -1,7 +1,7 @@
 """Speeds of the ranks in attention itself, while all of them compute.
 
 Products of small matrices say what share of a core a rank has. Attention also needs caches and memory, which the ranks
-of one machine share; where all compute at once, each is slower than its share says.
+of one machine share, so where all compute at once each may be slower, or faster, than its share says.
 """
 
 from __future__ import annotations
