@@ -3,8 +3,8 @@
     python -m benchmarks.peers --flashflex DIR --metis DIR --sailor DIR [--python PY] [--only CASE ...] [--json]
 
 DIR is a checkout of the planner; nothing is fetched. ``--python`` is an interpreter that has what they need: numpy for
-FlashFlex and Metis, pymetis for FlashFlex, Sailor's own library. The exit code is 1 if a peer's plan is faster than
-ours. With ``--only``, rows of other cases stay in the result file.
+FlashFlex, Metis and AMP (which is in Sailor's checkout), pymetis for FlashFlex, torch for AMP, Sailor's own library.
+The exit code is 1 if a peer's plan is faster than ours. With ``--only``, rows of other cases stay in the result file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import FOLDER, header, write
-from benchmarks.peers import flashflex, metis, sailor
+from benchmarks.peers import amp, flashflex, metis, sailor
 from benchmarks.peers.judge import Case, NoPlan, best_that_fits, our_s, row_text
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.models import load_model
 from ds_hetero.plans import Plan
 
-PEERS: dict[str, Callable[[Path, str, Case, float], Iterable[Plan]]] = {
-    "flashflex": flashflex.plans,
-    "metis": metis.plans,
-    "sailor": sailor.plans,
+PEERS: dict[str, tuple[str, Callable[[Path, str, Case, float], Iterable[Plan]]]] = {
+    "flashflex": ("flashflex", flashflex.plans),
+    "metis": ("metis", metis.plans),
+    "sailor": ("sailor", sailor.plans),
+    "amp": ("sailor", amp.plans),
 }
-"""By name: planners that yield plans for a case, best first by their own cost."""
+"""By name: whose checkout a planner is in, and it: plans for a case, best first by its own cost."""
 
 
 def nodes_of(*entries: tuple[str, int, int], network: float) -> Cluster:
@@ -79,8 +80,8 @@ def compare(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
             "took_s": time.perf_counter() - started,
         }
     ]
-    for name, planner in PEERS.items():
-        checkout = getattr(options, name)
+    for name, (owner, planner) in PEERS.items():
+        checkout = getattr(options, owner)
         if checkout is None:
             continue
         started = time.perf_counter()
@@ -114,7 +115,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if no peer is faster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in PEERS:
+    for name in dict.fromkeys(owner for owner, _ in PEERS.values()):
         parser.add_argument(f"--{name}", type=Path, help="its checkout")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has what they need")
     parser.add_argument("--timeout-s", type=float, default=600, help="of one run of a peer")

@@ -2,8 +2,8 @@
 
 It needs numpy. It reads profiles of layers by device, tensor degree and samples, which are written here from our cost
 model; a hostfile and a clusterfile. It knows four device names, so kinds of ours take them in turn; and every node must
-have as many devices as the first one. Where it asks for the bandwidth between nodes, its code takes the one inside
-(`get_inter_bandwidth`).
+have as many devices as the first one, so nodes of ours are cut into nodes of their greatest common size. Where it asks
+for the bandwidth between nodes, its code takes the one inside (`get_inter_bandwidth`).
 
 Its stages have data-parallel degrees of their own. Plans of ours have pipelines, so its best plan whose stages share
 one degree is judged.
@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 
 from benchmarks.peers.judge import Case, NoPlan, PeerStage, plan_of
@@ -33,6 +34,7 @@ NAMES = ("A100", "V100", "P100", "T4")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 VARIANCE, MAX_PERMUTATION = 1, 4
+MOST_SLOTS = 9  # a digit in its hostfile
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator[Plan]:
@@ -42,12 +44,12 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
         NoPlan: it does not end, or cannot be asked.
     """
     costs = CalibratedStageCosts(case.cluster, case.model, Workload(seq_len=case.seq_len))
-    sizes = {len(node.devices) for node in case.cluster.nodes}
-    if len(costs.pools.kinds) > len(NAMES) or len(sizes) > 1 or max(sizes) > 9:
-        raise NoPlan("it takes up to four kinds of devices on nodes of one size, up to 9")
+    size = gcd(*(len(node.devices) for node in case.cluster.nodes))
+    if len(costs.pools.kinds) > len(NAMES) or size > MOST_SLOTS:
+        raise NoPlan(f"it takes up to four kinds of devices on nodes of up to {MOST_SLOTS}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write(folder, case, costs)
+        _write(folder, case, costs, size)
         model = case.model
         options = {
             "model_name": "GPT",
@@ -61,7 +63,7 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
             "hostfile_path": folder / "hostfile",
             "clusterfile_path": folder / "clusterfile.json",
             "profile_data_path": folder / "profiles",
-            "max_profiled_tp_degree": max(sizes_up_to(max(sizes))),
+            "max_profiled_tp_degree": max(sizes_up_to(size)),
             "max_profiled_batch_size": max(BATCHES),
             "min_group_scale_variance": VARIANCE,
             "max_permute_len": MAX_PERMUTATION,
@@ -71,27 +73,27 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
     yield from _read(case, costs, printed)
 
 
-def _write(folder: Path, case: Case, costs: CalibratedStageCosts) -> None:
-    """Profiles, hostfile and clusterfile."""
+def _write(folder: Path, case: Case, costs: CalibratedStageCosts, slots: int) -> None:
+    """Profiles, hostfile and clusterfile, with nodes of ``slots`` devices."""
     (folder / "profiles").mkdir()
     for kind in range(len(costs.pools.kinds)):
-        for size in sizes_up_to(len(costs.pools.largest[kind].ranks)):
+        for size in sizes_up_to(slots):
             for samples in BATCHES:
                 profile = _profile(costs, kind, size, samples)
                 if profile is not None:
                     path = folder / "profiles" / f"DeviceType.{NAMES[kind]}_tp{size}_bs{samples}.json"
                     path.write_text(json.dumps(profile))
-    nodes = case.cluster.nodes
-    (folder / "hostfile").write_text("".join(f"ip{i} slots={len(node.devices)}\n" for i, node in enumerate(nodes)))
     kind_of = {pool.node: pool.kind for pool in costs.pools.pools}
+    nodes = [(kind_of[i], node) for i, node in enumerate(case.cluster.nodes) for _ in range(len(node.devices) // slots)]
+    (folder / "hostfile").write_text("".join(f"ip{i} slots={slots}\n" for i in range(len(nodes))))
     entries = {
         f"ip{i}": {
-            "instance_type": NAMES[kind_of[i]],
+            "instance_type": NAMES[kind],
             "inter_bandwidth": case.cluster.network.bytes_per_s / 1e9,
             "intra_bandwidth": node.link.bytes_per_s / 1e9,
             "memory": node.devices[0].memory_bytes / 2**30,
         }
-        for i, node in enumerate(nodes)
+        for i, (kind, node) in enumerate(nodes)
     }
     (folder / "clusterfile.json").write_text(json.dumps(entries))
 

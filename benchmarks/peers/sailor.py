@@ -3,12 +3,13 @@
 Its planner is a C++ library, ``libplanner``, which its own Makefile makes in `LIBRARY` for one Python: the one that
 ``--python`` names. It reads profiles of layers by device, micro-batch and tensor degree, sizes of a model's layers, and
 bandwidths, which are all written here from our cost model. It knows three devices by name, with their memory in its
-code, so kinds of ours take the names with the next larger memory, and what does not fit is left to our cost model. It
-uses tensor degrees of 1, 2 and 4, has no nodes, and gives all lanes equal numbers of micro-batches, rounded up; here
-they share the batch exactly.
+code, so kinds of ours take the names with the next larger memory, the kinds with most memory first, and what does not
+fit is left to our cost model; where only a smaller one is left, a kind takes that. Of more than three kinds it is given
+the three that are fastest in all. It uses tensor degrees of 1, 2 and 4, has no nodes, and gives all lanes equal numbers
+of micro-batches, rounded up; here they share the batch exactly.
 
-Of the planners that its own paper compares it with for unlike devices, FlashFlex and Metis are run from their own
-code beside it.
+Of the planners that its repository compares it with for unlike devices, FlashFlex and Metis are run from their own
+code beside it, and AMP from its (`benchmarks.peers.amp`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.plans import Plan
 
-__all__ = ["plans"]
+__all__ = ["DEGREES", "EDGE_S", "HALF", "ZONE", "on_nodes", "plans", "sizes_of_layers"]
 
 LIBRARY = Path("sailor/Planner/sailor_planner/cpp_src")
 MEMORY_GIB = {"V100-16": 16, "A100-40": 40, "GH-96": 96}
@@ -56,45 +57,47 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
         found = json.loads((folder / "plans.json").read_text())
     if not found:
         raise NoPlan("it finds no plan that fits")
-    kinds = {index: names.index(device) for index, device in enumerate(sorted(names))}
+    kind_of = {name: kind for kind, name in names.items()}
+    kinds = {index: kind_of[name] for index, name in enumerate(sorted(kind_of))}
     for plan in found:
         with contextlib.suppress(NoPlan):
-            yield _converted(case, costs, kinds, plan)
+            yield on_nodes(case, costs, kinds, plan)
 
 
-def _names(costs: CalibratedStageCosts) -> list[str]:
-    """Its name for every kind of ours: the free one with the least memory that is enough."""
+def _names(costs: CalibratedStageCosts) -> dict[int, str]:
+    """Its name for every kind of ours that it is given: the free one with the least memory that is enough."""
     sizes = [kind.device.memory_bytes / 2**30 for kind in costs.pools.kinds]
-    chosen: dict[int, str] = {}
-    for kind in sorted(range(len(sizes)), key=lambda kind: sizes[kind]):
-        free = (
-            name for name, gib in MEMORY_GIB.items() if name not in chosen.values() and NEAR_GIB * gib > sizes[kind]
-        )
-        name = next(free, None)
-        if name is None:
-            raise NoPlan(f"it takes up to {len(MEMORY_GIB)} kinds of devices")
-        chosen[kind] = name
-    return [chosen[kind] for kind in range(len(sizes))]
+    speeds = [0.0] * len(sizes)
+    for pool in costs.pools.pools:
+        speeds[pool.kind] += len(pool.ranks) * costs.pools.kinds[pool.kind].device.peak_flops_per_s
+    given = sorted(range(len(sizes)), key=lambda kind: -speeds[kind])[: len(MEMORY_GIB)]
+    free, chosen = sorted(MEMORY_GIB, key=MEMORY_GIB.__getitem__), dict[int, str]()
+    for kind in sorted(given, key=lambda kind: (-sizes[kind], -speeds[kind])):
+        enough = (name for name in free if NEAR_GIB * MEMORY_GIB[name] > sizes[kind])
+        chosen[kind] = next(enough, free[-1])
+        free.remove(chosen[kind])
+    return chosen
 
 
-def _write(folder: Path, case: Case, costs: CalibratedStageCosts, names: list[str]) -> None:
+def _write(folder: Path, case: Case, costs: CalibratedStageCosts, names: dict[int, str]) -> None:
     """Everything that its planner reads."""
     model = case.model
-    for kind, name in enumerate(names):
+    for kind, name in names.items():
         (folder / name).mkdir()
         _dump(folder / name / "profile.json", {str(n): _profile(costs, kind, n) for n in SAMPLES})
-    _dump(folder / "model.json", {model.name: {str(n): _sizes(costs, n) for n in DEGREES}})
+    _dump(folder / "model.json", {model.name: {str(n): sizes_of_layers(costs, n) for n in DEGREES}})
     _dump(
         folder / "training.json",
         {"model": model.name, "optimizer": "Adam", "global_batch_size": case.batch, "num_layers": model.num_layers},
     )
     rate = case.cluster.network.bytes_per_s
-    to_all = {ZONE: {name: {str(n): [[0.0, 0.0, rate / 1e9], rate] for n in DEGREES} for name in names}}
-    _dump(folder / "network.json", {ZONE: {name: {str(n): to_all for n in DEGREES} for name in names}})
+    to_all = {ZONE: {name: {str(n): [[0.0, 0.0, rate / 1e9], rate] for n in DEGREES} for name in names.values()}}
+    _dump(folder / "network.json", {ZONE: {name: {str(n): to_all for n in DEGREES} for name in names.values()}})
     _dump(folder / "prices.json", {ZONE: {ZONE: 0.0}})
-    counts = dict.fromkeys(names, 0)
+    counts = dict.fromkeys(names.values(), 0)
     for pool in costs.pools.pools:
-        counts[names[pool.kind]] += len(pool.ranks)
+        if pool.kind in names:
+            counts[names[pool.kind]] += len(pool.ranks)
     _dump(folder / "quotas.json", {name: {ZONE: count} for name, count in counts.items()})
     files = ["network.json", "training.json", "model.json", "prices.json"]
     question = {
@@ -124,7 +127,7 @@ def _profile(costs: CalibratedStageCosts, kind: int, samples: int) -> dict[str, 
     return profile
 
 
-def _sizes(costs: CalibratedStageCosts, degree: int) -> dict[str, Any]:
+def sizes_of_layers(costs: CalibratedStageCosts, degree: int) -> dict[str, Any]:
     """Parameters and kept activations of every layer on one of ``degree`` devices, in elements."""
     model = costs.model
     option = costs.stage(0, degree, "one" if degree == 1 else "tensor", 1, 1)
@@ -139,8 +142,19 @@ def _sizes(costs: CalibratedStageCosts, degree: int) -> dict[str, Any]:
     return {str(i): each for i, each in enumerate([*layers, entry(table, output)])}
 
 
-def _converted(case: Case, costs: CalibratedStageCosts, kinds: Mapping[int, int], plan: dict[str, Any]) -> Plan:
-    """Its lanes as pipelines: large groups of devices take their places first, and lanes stay on their nodes."""
+def on_nodes(case: Case, costs: CalibratedStageCosts, kinds: Mapping[int, int], plan: dict[str, Any]) -> Plan:
+    """Return lanes of groups of devices as pipelines: large groups take their places first, lanes stay on their nodes.
+
+    Args:
+        case: what was asked.
+        costs: gives the devices.
+        kinds: of ours, by the planner's number.
+        plan: its ``micro_batch_size``, ``layers`` of every stage with the embedding and the head as layers of their
+            own, and ``groups`` by stage and lane: kind and number of devices.
+
+    Raises:
+        NoPlan: a group spans machines, or the lanes do not share the batch.
+    """
     size, counts = plan["micro_batch_size"], list(plan["layers"])
     counts[0] -= 1  # the embedding and the head are layers of its own
     counts[-1] -= 1

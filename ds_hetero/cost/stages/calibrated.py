@@ -87,6 +87,7 @@ class CalibratedStageCosts:
         self.seq_len = workload.seq_len
         self.pools = Pools(cluster)
         self.stage = cache(self._stage)
+        self._pass_s = cache(self._pass_uncached)
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
         self._hop = cache(self._hop_uncached)
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
@@ -107,12 +108,7 @@ class CalibratedStageCosts:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
         tokens = micro_batch_size * self.seq_len
-        forward_s, backward_s = (self._layer_s(kind, size, micro_batch_size, each) for each in (_FORWARD, _BACKWARD))
-        all_reduce_s = 0.0
-        if size > 1:
-            collective = Collective.over(self._devices(kind, size))
-            all_reduce_s = 2 * 2 * collective(tokens * model.hidden_size * work.element_bytes)
-        forward_s, backward_s = forward_s + all_reduce_s, backward_s + all_reduce_s
+        forward_s, backward_s = (self._pass_s(kind, size, micro_batch_size, each) for each in (_FORWARD, _BACKWARD))
         if work.activation_checkpointing:
             backward_s += forward_s
         s_per_flop = 1 / (device.peak_flops_per_s * device.efficiency.matmul)
@@ -132,6 +128,14 @@ class CalibratedStageCosts:
             first_bytes=model.vocab_size * model.hidden_size / size * state,
             last_bytes=self._head_bytes(tokens, size, state / size),
         )
+
+    def _pass_uncached(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
+        """One pass of a layer on one of ``size`` devices, with its two all-reduces of activations."""
+        alone_s = self._layer_s(kind, size, micro_batch_size, each)
+        if size == 1:
+            return alone_s
+        volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
+        return alone_s + 2 * 2 * Collective.over(self._devices(kind, size))(volume)
 
     def _layer_s(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
         """One pass of a layer on one of ``size`` devices that cut it by heads and columns, without communication."""

@@ -41,6 +41,11 @@ Ints = npt.NDArray[np.int64]
 
 GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
 BUCKET_BYTES = 25 * 2**20  # of `AsymmetricGradientSync`; the first is made while all gradients are still there
+# Rows of `_Held`: places of the first layer and of the one after the last in a flat array of nodes by layers, the two
+# layers, the node; ranks that cut a layer, that add to one gradient, all; seconds of memory per byte; parameters.
+_FIRST, _AFTER, _NODE = 0, 1, 4
+_IN_NODES, _LAYERS = slice(0, 2), slice(2, 4)
+_CUT, _COPIES, _RANKS, _MEMORY_S, _PARAMETERS = range(5)
 ROUNDS = 60  # of fitting owners to memory
 LEAST_WEIGHT = 1e-6
 ALMOST = 0.999  # of what a rank may own, which a round aims at
@@ -61,8 +66,12 @@ class GradientTimes:
     ) -> None:
         self._cluster, self._workload, self._memory_s_per_byte = cluster, workload, memory_s_per_byte
         self._held = cache(self._held_uncached)
-        self._inner_s_per_byte_N = cluster.node_p2p_s_per_byte.diagonal()
-        self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s
+        between_QQ = cluster.node_p2p_s_per_byte[cluster.place_nodes]
+        self._place_N = cluster.place
+        self._between_QN = between_QQ[:, cluster.place]
+        self._beside_N1 = between_QQ.diagonal()[cluster.place][:, None]
+        self._inner_N1 = cluster.node_p2p_s_per_byte.diagonal()[:, None]
+        self._nic_s_per_byte_N = 1 / cluster.nic_bytes_per_s if np.isfinite(cluster.nic_bytes_per_s).any() else None
         table = model.vocab_size * model.hidden_size
         layers = [model.layer_parameters] * model.num_layers
         self._parameters_L = np.array([table, *layers, table + model.hidden_size], dtype=np.float64)
@@ -76,50 +85,47 @@ class GradientTimes:
         """
         shares = self._shares(pipelines, weights_J)
         wire_s = self._wire_s(shares, weights_J) / 2  # the way back is the way there, with the roles swapped
-        summing, update, back = (float((bytes_J * shares.held.memory_s_J).max()) for bytes_J in self._own_bytes(shares))
-        return SyncTimes(wire_s, summing + update + max(wire_s, back))
+        summing_s, update_s, back_s = (self._own_bytes(shares) * shares.held.numbers[_MEMORY_S]).max(axis=1).tolist()
+        return SyncTimes(wire_s, summing_s + update_s + max(wire_s, back_s))
 
-    def _own_bytes(self, shares: _Shares) -> tuple[Floats, Floats, Floats]:
-        """What a rank of every part reads and writes to pack and add up, to update, and for the way back, ``[J]``."""
-        work = self._workload
-        wire, total_L = work.element_bytes, shares.count_NL.sum(axis=0)
-        ones_L, shared_L = np.ones_like(total_L), total_L > 1
+    def _own_bytes(self, shares: _Shares) -> Floats:
+        """What a rank of every part reads and writes to pack and add up, to update, for the way back: ``[3, J]``."""
+        wire, total_L = self._workload.element_bytes, shares.count_NL.sum(axis=0)
+        shared_L = total_L > 1
         converted = wire + GRADIENT_SUM_BYTES if wire != GRADIENT_SUM_BYTES else 0
-        added_L = np.where(shared_L, GRADIENT_SUM_BYTES + total_L * (wire + 2 * GRADIENT_SUM_BYTES), converted)
-        copied_L = GRADIENT_SUM_BYTES + wire + np.where(shared_L, 2 * wire * total_L, 0)
-        held_J = shares.held_J(ones_L) * 2 * wire
-        update_J = shares.owned_J(ones_L) * (2 * work.optimizer_bytes + 2 * GRADIENT_SUM_BYTES)
-        return held_J + shares.owned_J(added_L), update_J, held_J + shares.owned_J(copied_L)
+        of_owned_3L = np.empty((3, len(total_L)))
+        of_owned_3L[0] = np.where(shared_L, GRADIENT_SUM_BYTES + total_L * (wire + 2 * GRADIENT_SUM_BYTES), converted)
+        of_owned_3L[1] = 2 * self._workload.optimizer_bytes + 2 * GRADIENT_SUM_BYTES
+        of_owned_3L[2] = GRADIENT_SUM_BYTES + wire + np.where(shared_L, 2 * wire * total_L, 0)
+        bytes_3J = shares.owned_J(of_owned_3L)
+        bytes_3J[::2] += 2 * wire * shares.held.numbers[_PARAMETERS]
+        return bytes_3J
 
     def _wire_s(self, shares: _Shares, weights_J: Floats | None) -> float:
         """Gradients to their owners and parameters back, at the busiest port."""
-        held, inner_N1 = shares.held, self._inner_s_per_byte_N[:, None]
-        received = max(
-            (shares.weights_J * shares.of_parts((shares.count_NL - 1) * inner_N1)).max(),
-            (shares.weights_J * shares.of_parts(self._outer_s_per_byte(shares.count_NL))).max(),
+        held, weights = shares.held, shares.weights_J
+        inner_J, outer_J = shares.of_parts(
+            (shares.count_NL - 1) * self._inner_N1, self._outer_s_per_byte(shares.count_NL)
         )
-        worst = received
+        worst = max((weights * inner_J).max(), (weights * outer_J).max())
         if weights_J is not None:  # else every rank receives as much as it sends
-            own_J = shares.weights_J * shares.of_parts(inner_N1 * np.ones_like(shares.weight_NL))
-            worst = max(
-                worst,
-                (shares.of_parts(shares.weight_NL * inner_N1) - own_J).max(),
-                shares.of_parts(self._outer_s_per_byte(shares.weight_NL)).max(),
+            inner_J, outer_J, own_J = shares.of_parts(
+                shares.weight_NL * self._inner_N1, self._outer_s_per_byte(shares.weight_NL), self._inner_N1
             )
-        if np.isfinite(self._cluster.nic_bytes_per_s).any():
-            total_L = shares.count_NL.sum(axis=0)
-            arriving_J = shares.weights_J * shares.of_parts(total_L - shares.count_NL)
-            leaving_J = shares.of_parts(shares.weight_NL.sum(axis=0) - shares.weight_NL)
-            for bytes_J in (arriving_J, leaving_J)[: 1 if weights_J is None else 2]:
-                at_node_N = np.zeros(len(self._cluster.nodes))
-                np.add.at(at_node_N, held.node_J, held.ranks_J * bytes_J)
+            worst = max(worst, (inner_J - weights * own_J).max(), outer_J.max())
+        if self._nic_s_per_byte_N is not None:
+            arriving_J, leaving_J = shares.of_parts(
+                shares.count_NL.sum(axis=0) - shares.count_NL, shares.weight_NL.sum(axis=0) - shares.weight_NL
+            )
+            for bytes_J in (weights * arriving_J, leaving_J)[: 1 if weights_J is None else 2]:
+                at_node_N = np.bincount(held.places[_NODE], held.numbers[_RANKS] * bytes_J, len(self._place_N))
                 worst = max(worst, (at_node_N * self._nic_s_per_byte_N).max())
         return float(worst)
 
     def owned_parameters(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats) -> Floats:
         """Parameters that every rank of a part owns, ``[J]``."""
         shares = self._shares(pipelines, weights_J)
-        return shares.owned_J(np.ones(len(self._parameters_L)))
+        return np.asarray(shares.owned_J(np.ones((1, len(self._parameters_L))))[0])
 
     def fit(self, pipelines: Sequence[PlacedPipeline], most_J: Floats) -> Floats | None:
         """Return weights under which no rank owns more than it may, as even as that allows; None if there are none.
@@ -145,58 +151,49 @@ class GradientTimes:
 
     def _shares(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats | None) -> _Shares:
         held = _Held.joined([self._held(pipeline.blocks, pipeline.layers) for pipeline in pipelines])
-        num_nodes, num_layers = len(self._cluster.nodes), len(self._parameters_L)
+        shape = len(self._place_N), len(self._parameters_L) + 1
 
         def holders(of_one_J: Floats) -> Floats:
-            change_NL = np.zeros((num_nodes, num_layers + 1))
-            np.add.at(change_NL, (held.node_J, held.start_J), of_one_J)
-            np.add.at(change_NL, (held.node_J, held.stop_J), -of_one_J)
-            return np.asarray(change_NL.cumsum(axis=1)[:, :num_layers])
+            change = np.bincount(held.places[_FIRST], of_one_J, shape[0] * shape[1])
+            change -= np.bincount(held.places[_AFTER], of_one_J, shape[0] * shape[1])
+            return np.asarray(change.reshape(shape).cumsum(axis=1)[:, :-1])
 
-        count_NL = holders(held.copies_J)
-        weight_NL = count_NL if weights_J is None else holders(held.copies_J * weights_J)
-        part_L = 2 * self._parameters_L * self._workload.element_bytes / weight_NL.sum(axis=0)
+        count_NL = holders(held.numbers[_COPIES])
+        weight_NL = count_NL if weights_J is None else holders(held.numbers[_COPIES] * weights_J)
         own_J = np.ones(1) if weights_J is None else weights_J
-        return _Shares(held, own_J, count_NL, weight_NL, part_L, self._parameters_L)
+        share_L = self._parameters_L / weight_NL.sum(axis=0)
+        return _Shares(held, own_J, count_NL, weight_NL, share_L, 2 * self._workload.element_bytes)
 
     def _outer_s_per_byte(self, count_NL: Floats) -> Floats:
         """Seconds that a rank of every node takes for one byte to all holders on other nodes, ``[N, L]``."""
-        place_N = self._cluster.place
-        s_per_byte_QQ = self._cluster.node_p2p_s_per_byte[self._cluster.place_nodes]
-        count_QL = np.zeros((len(s_per_byte_QQ), count_NL.shape[1]))
-        np.add.at(count_QL, place_N, count_NL)
-        everywhere_QL = np.einsum("pq,ql->pl", s_per_byte_QQ, count_QL)  # too small for a BLAS with threads
-        return np.asarray(everywhere_QL[place_N] - s_per_byte_QQ.diagonal()[place_N][:, None] * count_NL)
+        everywhere_QL = np.einsum("qn,nl->ql", self._between_QN, count_NL)  # too small for a BLAS with threads
+        return np.asarray(everywhere_QL[self._place_N] - self._beside_N1 * count_NL)
 
     def _held_uncached(self, blocks: tuple[Block, ...], layers: tuple[int, ...]) -> _Held:
         """Stages as intervals of layers, the embedding before the first layer and the head after the last."""
         stops = np.cumsum(layers) + 1
         starts = np.concatenate([[0], stops[:-1]])
         stops[-1] += 1
-        places, numbers = [], []
+        row, places, numbers = len(self._parameters_L) + 1, [], []
         for block, start, stop in zip(blocks, starts.tolist(), stops.tolist(), strict=True):
+            parameters = self._parameters_L[start:stop].sum()
             for part in block.parts:
-                places.append((part.node, start, stop))
+                places.append((part.node * row + start, part.node * row + stop, start, stop, part.node))
                 cut, copies = (1, part.size) if block.inner == "sequence" else (part.size, 1)
-                numbers.append((cut, copies, part.size, self._memory_s_per_byte[part.kind]))
-        return _Held(*np.array(places).T, *np.array(numbers, dtype=np.float64).T)
+                numbers.append((cut, copies, part.size, self._memory_s_per_byte[part.kind], parameters / cut))
+        return _Held(np.array(places).T, np.array(numbers, dtype=np.float64).T)
 
 
 class _Held(NamedTuple):
     """What the stages of a pipeline hold, a stage on several pools once for each."""
 
-    node_J: Ints
-    start_J: Ints  # first layer
-    stop_J: Ints  # layer after the last
-    cut_J: Floats  # ranks that cut a layer
-    copies_J: Floats  # ranks that add to one gradient
-    ranks_J: Floats
-    memory_s_J: Floats  # per byte
+    places: Ints  # by `_FIRST` ... `_NODE`, ``[5, J]``
+    numbers: Floats  # by `_CUT` ... `_PARAMETERS`, ``[5, J]``
 
     @classmethod
     def joined(cls, held: Sequence[_Held]) -> _Held:
         """Of several pipelines."""
-        return cls(*(np.concatenate(columns) for columns in zip(*held, strict=True)))
+        return cls(*(np.concatenate(arrays, axis=1) for arrays in zip(*held, strict=True)))
 
 
 class _Shares(NamedTuple):
@@ -206,21 +203,26 @@ class _Shares(NamedTuple):
     weights_J: Floats
     count_NL: Floats
     weight_NL: Floats
-    part_L: Floats  # bytes both ways
-    parameters_L: Floats
+    share_L: Floats  # parameters that an owner of weight 1 owns
+    bytes_both_ways: int  # of a parameter
 
-    def of_parts(self, per_layer_NL: Floats) -> Floats:
-        """Sum of ``part_L * per_layer_NL`` over the layers of every part, for what one of its ranks holds."""
-        held, sums_NL = self.held, np.zeros((len(per_layer_NL), per_layer_NL.shape[1] + 1))
-        (self.part_L * per_layer_NL).cumsum(axis=1, out=sums_NL[:, 1:])
-        node_J = held.node_J if len(per_layer_NL) > 1 else np.zeros_like(held.node_J)
-        return np.asarray((sums_NL[node_J, held.stop_J] - sums_NL[node_J, held.start_J]) / held.cut_J)
+    def of_parts(self, *per_layer_NL: Floats) -> Floats:
+        """Sums over the layers of every part of bytes both ways of an owner of weight 1, ``[K, J]``.
 
-    def held_J(self, per_layer_L: Floats) -> Floats:
-        """Sum of ``per_layer_L`` over the parameters that a rank of every part holds."""
-        sums_L = np.concatenate([[0.0], (self.parameters_L * per_layer_L).cumsum()])
-        return np.asarray((sums_L[self.held.stop_J] - sums_L[self.held.start_J]) / self.held.cut_J)
+        Args:
+            per_layer_NL: K factors, for what one of its ranks holds.
+        """
+        num_nodes, num_layers = self.count_NL.shape
+        part_L = self.bytes_both_ways * self.share_L
+        sums_KNL = np.zeros((len(per_layer_NL), num_nodes, num_layers + 1))
+        for sums_NL, each_NL in zip(sums_KNL, per_layer_NL, strict=True):
+            np.multiply(part_L, each_NL, out=sums_NL[:, 1:])
+        ends_K2J = sums_KNL.cumsum(axis=2).reshape(len(per_layer_NL), -1).take(self.held.places[_IN_NODES], axis=1)
+        return np.asarray((ends_K2J[:, 1] - ends_K2J[:, 0]) / self.held.numbers[_CUT])
 
-    def owned_J(self, per_layer_L: Floats) -> Floats:
-        """Sum of ``per_layer_L`` over the parameters that a rank of every part owns."""
-        return self.weights_J * self.held_J(per_layer_L / self.weight_NL.sum(axis=0))
+    def owned_J(self, per_parameter_KL: Floats) -> Floats:
+        """Sums of ``per_parameter_KL`` over the parameters that a rank of every part owns, ``[K, J]``."""
+        sums_KL = np.zeros((len(per_parameter_KL), len(self.share_L) + 1))
+        np.multiply(self.share_L, per_parameter_KL, out=sums_KL[:, 1:])
+        ends_K2J = sums_KL.cumsum(axis=1).take(self.held.places[_LAYERS], axis=1)
+        return np.asarray(self.weights_J * (ends_K2J[:, 1] - ends_K2J[:, 0]) / self.held.numbers[_CUT])

@@ -23,13 +23,14 @@ HexiScale's Eq. 9 (arXiv:2409.01143) and Tangram's Eq. 7 (arXiv:2606.16907) lack
 whatever the stage does meanwhile. On random pipelines they are up to a fifth off, the formulas above by 0.2 % in the
 mean.
 
-Dimension key: C candidates, S stages.
+Dimension key: C candidates, S stages, P round trips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from ds_hetero.plans.timetable import default_in_flight
 __all__ = ["PipelineRun", "PipelineTimes", "closed_form", "run_pipeline"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class PipelineTimes(NamedTuple):
@@ -74,16 +76,21 @@ def closed_form(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> Pipelin
     num_stages = stage_s.shape[1]
     through_CS = stage_s.cumsum(axis=1)  # up to and with this stage and the hops before it
     through_CS[:, 1:] += 2 * hop_s.cumsum()
-    round_trip_CSS = through_CS[:, None, :] - (through_CS - stage_s)[:, :, None]
-    stages = np.arange(num_stages)
-    on_the_way_SS = stages - stages[:, None] + 1
-    upper = on_the_way_SS >= 1
-    period_C = (round_trip_CSS[:, upper] / on_the_way_SS[upper]).max(axis=1)
+    first_P, last_P, on_the_way_P = _round_trips(num_stages)
+    round_trip_CP = through_CS[:, last_P] - (through_CS - stage_s)[:, first_P]
+    period_C = (round_trip_CP / on_the_way_P).max(axis=1)
     beyond_CS = through_CS[:, -1:] - through_CS
-    ahead_S = num_stages - 1 - stages
+    ahead_S = np.arange(num_stages - 1, -1, -1)
     idle_CS = np.maximum(0.0, beyond_CS - ahead_S * forward_s) + np.maximum(0.0, beyond_CS - ahead_S * backward_s)
     spare_CS = num_stages * (period_C[:, None] - stage_s)
     return PipelineTimes((through_CS + idle_CS - spare_CS).max(axis=1), period_C, through_CS[:, -1])
+
+
+@lru_cache
+def _round_trips(num_stages: int) -> tuple[Ints, Ints, Ints]:
+    """First and last stage of every round trip, and the micro-batches that are on it, ``[P]``."""
+    first_P, last_P = np.triu_indices(num_stages)
+    return first_P, last_P, last_P - first_P + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
@@ -112,7 +113,8 @@ def plan_pipelines(
         if cluster.num_ranks <= FEW_RANKS:
             finalists += _other_searches(models, task)
         if costs is None and "sequence" in inners:
-            rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal)
+            known = min((finalist.value for finalist in finalists), default=inf)
+            rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal, known)
     except KeyboardInterrupt:
         if not finalists:
             raise

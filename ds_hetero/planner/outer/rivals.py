@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost import make_cost_model
+from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
@@ -81,9 +82,18 @@ def _best_of(name: str, plans: Sequence[Candidate | None]) -> Rival:
 
 
 def best_sequence(
-    cluster: Cluster, model: ModelSpec, workload: Workload, samples: int, sizes: Sequence[int], objective: Objective
+    cluster: Cluster,
+    model: ModelSpec,
+    workload: Workload,
+    samples: int,
+    sizes: Sequence[int],
+    objective: Objective,
+    known: float = inf,
 ) -> Rival:
     """Return the best plan of one stage: sequence parallelism over all devices under DeepSpeed's ZeRO.
+
+    Where even perfect balance with free exchanges is worse than what is known, only schedules that need no search are
+    tried.
 
     Args:
         cluster: all devices.
@@ -92,6 +102,7 @@ def best_sequence(
         samples: the global batch.
         sizes: of micro-batches that may be tried.
         objective: what is made small.
+        known: its value for the best other plan.
     """
     name, num_ranks = "sequence parallelism", cluster.num_ranks
     if workload.seq_len < num_ranks:
@@ -101,8 +112,10 @@ def best_sequence(
     free = (cost.capacity_bytes_D - static_bytes(model, work, num_ranks)).min()
     if free <= 0:
         return Rival(name=name, reason=f"model states under ZeRO-{work.zero_stage} alone do not fit into memory")
+    works = [replace(work, micro_batch=size, micro_batches=samples // size) for size in sizes if samples % size == 0]
+    least_s = min((_least_s(make_cost_model("calibrated", cluster, model, each)) for each in works), default=inf)
     candidates = list(Baselines.under(cost).candidates)
-    if num_ranks <= SEARCHED_RANKS:
+    if num_ranks <= SEARCHED_RANKS and _value(cluster, workload, samples, objective, least_s) < known:
         problem, rank_of = make_problem(cost)
         schedules = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[:1]]
         candidates += [ScheduleCandidate(describe(each, cluster), each, cost.predict(each)) for each in schedules]
@@ -110,22 +123,27 @@ def best_sequence(
     if not feasible:
         return Rival(name=name, reason=str(candidates[0].prediction.reason))
     fastest = min(feasible, key=lambda candidate: candidate.prediction.iteration_s)
-    plans = [
-        _plan(cluster, model, replace(work, micro_batch=size, micro_batches=samples // size), fastest)
-        for size in sizes
-        if samples % size == 0
-    ]
+    plans = [_plan(cluster, model, each, fastest) for each in works]
     fitting = [plan for plan in plans if plan is not None]
     if not fitting:
         return Rival(name=name, reason=f"no micro-batch of {sizes} samples fits and divides the global batch")
     best = min(fitting, key=_step_s)
-    kinds = {kind: cluster.devices.index(kind) for kind in dict.fromkeys(cluster.devices)}
-    own = Objective.of(objective.name, list(kinds), samples * workload.seq_len, objective.at_most_s)
-    number = {device: i for i, device in enumerate(kinds)}
-    per_s = sum(own.per_s[number[device]] for device in cluster.devices)
-    busy = _step_s(best) * sum(own.per_busy_s[number[device]] for device in cluster.devices)
-    value = own.value(_step_s(best), per_s, busy)
+    value = _value(cluster, workload, samples, objective, _step_s(best))
     return Rival(name=f"sequence parallelism, {fastest.name}", step_s=_step_s(best), value=value, plan=best)
+
+
+def _least_s(cost: CostModel) -> float:
+    """A step that no schedule undercuts: perfect balance with free exchanges, or ZeRO's traffic."""
+    return cost.workload.micro_batches * cost.model.num_layers * max(cost.bound_s, cost.floor_s)
+
+
+def _value(cluster: Cluster, workload: Workload, samples: int, objective: Objective, step_s: float) -> float:
+    """What an objective says of a step of all devices, which are busy all the time."""
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(cluster.devices))}
+    own = Objective.of(objective.name, list(kinds), samples * workload.seq_len, objective.at_most_s)
+    per_s = sum(own.per_s[kinds[device]] for device in cluster.devices)
+    busy = step_s * sum(own.per_busy_s[kinds[device]] for device in cluster.devices)
+    return own.value(step_s, per_s, busy)
 
 
 def _plan(cluster: Cluster, model: ModelSpec, work: Workload, chosen: ScheduleCandidate) -> Plan | None:

@@ -138,19 +138,24 @@ class Evaluator:
             self.cuts.best(shape.blocks, shape.micro_batch_size, len(shapes), number) or cut
             for shape, number, cut in zip(shapes, counts, cuts, strict=True)
         ]
-        best = self._finish(shapes, cuts, counts, rate)
+        best = self._finish(shapes, cuts, counts, rate, self._sync(shapes, cuts, counts))
         if any(new is not old for new, old in zip(again, cuts, strict=True)):
-            best = min(best, self._finish(shapes, again, counts, rate), key=lambda plan: plan.value)
-            counts = split_batch([cut.fill_s for cut in again], [cut.period_s for cut in again], sizes, self.samples)
-            if counts is not None:
-                best = min(best, self._finish(shapes, again, counts, rate), key=lambda plan: plan.value)
+            sync = self._sync(shapes, again, counts)
+            best = min(best, self._finish(shapes, again, counts, rate, sync), key=lambda plan: plan.value)
+            moved = split_batch([cut.fill_s for cut in again], [cut.period_s for cut in again], sizes, self.samples)
+            if moved is not None and moved != counts:
+                best = min(best, self._finish(shapes, again, moved, rate, sync), key=lambda plan: plan.value)
         return best
 
-    def _finish(self, shapes: tuple[Shape, ...], cuts: list[Cut], counts: list[int], rate: float) -> Candidate:
+    def _sync(self, shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> SyncTimes:
+        self.spent_s += self._fit_s
+        return self.costs.sync_times(place(shapes, cuts, counts))
+
+    def _finish(
+        self, shapes: tuple[Shape, ...], cuts: list[Cut], counts: list[int], rate: float, sync: SyncTimes
+    ) -> Candidate:
         times = [cut.time_s(number) for cut, number in zip(cuts, counts, strict=True)]
         pipelines_s = max(times)
-        sync = self.costs.sync_times(place(shapes, cuts, counts))
-        self.spent_s += self._fit_s
         step_s = self.costs.step_s(pipelines_s, sync, cuts[times.index(pipelines_s)].overlap_s)
         return Candidate(
             shapes=shapes,
