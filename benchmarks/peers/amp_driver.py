@@ -26,19 +26,14 @@ def main(folder: Path) -> None:
     nodes = {**question["nodes"], "zone": question["zone"]}
     found = planner(str(folder / "profiles")).get_sorted_plans(nodes, question["training"])
     index_of = {name: index for index, name in enumerate(question["nodes"])}
+    timed = [plan for plan in found if math.isfinite(plan["iteration_time"])]
     plans = []
-    for plan in sorted((plan for plan in found if math.isfinite(plan["iteration_time"])), key=_its_time)[
-        : question["most"]
-    ]:
+    for plan in sorted(timed, key=lambda plan: float(plan["iteration_time"]))[: question["most"]]:
         (lanes,) = plan["pipeline_list"]
         groups = [[[index_of[devices[0][0]], degree] for devices, degree in stage] for stage in lanes["tmp_per_stage"]]
         layers = [len(stage) for stage in lanes["layers_per_stage"]]
         plans.append({"micro_batch_size": plan["mbs"], "layers": layers, "groups": groups})
     (folder / "plans.json").write_text(json.dumps(plans))
-
-
-def _its_time(plan: dict) -> float:
-    return plan["iteration_time"]
 
 
 if __name__ == "__main__":

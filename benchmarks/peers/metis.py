@@ -1,9 +1,11 @@
 """Metis (github.com/SamsungLabs/Metis, CC BY-NC 4.0: it may be run, and none of it is copied here).
 
 It needs numpy. It reads profiles of layers by device, tensor degree and samples, which are written here from our cost
-model; a hostfile and a clusterfile. It knows four device names, so kinds of ours take them in turn; and every node must
-have as many devices as the first one, so nodes of ours are cut into nodes of their greatest common size. Where it asks
-for the bandwidth between nodes, its code takes the one inside (`get_inter_bandwidth`).
+model; a hostfile and a clusterfile. It knows four device names, so kinds of ours take them in turn. Every node must
+have as many devices as the first one, so nodes of ours are cut into nodes of their greatest common power of two; and its
+search begins with one stage, whose devices are a power of two (`InterStagePlanGenerator`), so it is given the fastest
+nodes that make up one. Where it asks for the bandwidth between nodes, its code takes the one inside
+(`get_inter_bandwidth`).
 
 Its stages have data-parallel degrees of their own. Plans of ours have pipelines, so its best plan whose stages share
 one degree is judged.
@@ -16,7 +18,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
@@ -34,7 +36,7 @@ NAMES = ("A100", "V100", "P100", "T4")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MIB = 2**20
 VARIANCE, MAX_PERMUTATION = 1, 4
-MOST_SLOTS = 9  # a digit in its hostfile
+MOST_SLOTS = 8  # a power of two; it reads one digit
 
 
 def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator[Plan]:
@@ -44,12 +46,13 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
         NoPlan: it does not end, or cannot be asked.
     """
     costs = CalibratedStageCosts(case.cluster, case.model, Workload(seq_len=case.seq_len))
-    size = gcd(*(len(node.devices) for node in case.cluster.nodes))
-    if len(costs.pools.kinds) > len(NAMES) or size > MOST_SLOTS:
-        raise NoPlan(f"it takes up to four kinds of devices on nodes of up to {MOST_SLOTS}")
+    slots = gcd(*(len(node.devices) for node in case.cluster.nodes), MOST_SLOTS)
+    if len(costs.pools.kinds) > len(NAMES):
+        raise NoPlan(f"it takes up to {len(NAMES)} kinds of devices")
+    nodes = _nodes(case, slots)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write(folder, case, costs, size)
+        _write(folder, case, costs, nodes, slots)
         model = case.model
         options = {
             "model_name": "GPT",
@@ -63,17 +66,25 @@ def plans(checkout: Path, python: str, case: Case, timeout_s: float) -> Iterator
             "hostfile_path": folder / "hostfile",
             "clusterfile_path": folder / "clusterfile.json",
             "profile_data_path": folder / "profiles",
-            "max_profiled_tp_degree": max(sizes_up_to(size)),
+            "max_profiled_tp_degree": max(sizes_up_to(slots)),
             "max_profiled_batch_size": max(BATCHES),
             "min_group_scale_variance": VARIANCE,
             "max_permute_len": MAX_PERMUTATION,
         }
         command = [python, "cost_het_cluster.py", *(f"--{key}={value}" for key, value in options.items())]
         printed = printed_by(command, checkout, timeout_s)
-    yield from _read(case, costs, printed)
+    yield from _read(case, costs, printed, {node: slots * nodes.count(node) for node in set(nodes)})
 
 
-def _write(folder: Path, case: Case, costs: CalibratedStageCosts, slots: int) -> None:
+def _nodes(case: Case, slots: int) -> list[int]:
+    """Nodes of ours that it is given, one for every ``slots`` devices: a power of two of them, the fastest."""
+    speed = [node.devices[0].peak_flops_per_s for node in case.cluster.nodes]
+    every = [i for i, node in enumerate(case.cluster.nodes) for _ in range(len(node.devices) // slots)]
+    fastest = sorted(every, key=lambda i: -speed[i])[: 1 << (len(every).bit_length() - 1)]
+    return sorted(fastest)
+
+
+def _write(folder: Path, case: Case, costs: CalibratedStageCosts, nodes: Sequence[int], slots: int) -> None:
     """Profiles, hostfile and clusterfile, with nodes of ``slots`` devices."""
     (folder / "profiles").mkdir()
     for kind in range(len(costs.pools.kinds)):
@@ -84,16 +95,15 @@ def _write(folder: Path, case: Case, costs: CalibratedStageCosts, slots: int) ->
                     path = folder / "profiles" / f"DeviceType.{NAMES[kind]}_tp{size}_bs{samples}.json"
                     path.write_text(json.dumps(profile))
     kind_of = {pool.node: pool.kind for pool in costs.pools.pools}
-    nodes = [(kind_of[i], node) for i, node in enumerate(case.cluster.nodes) for _ in range(len(node.devices) // slots)]
     (folder / "hostfile").write_text("".join(f"ip{i} slots={slots}\n" for i in range(len(nodes))))
     entries = {
         f"ip{i}": {
-            "instance_type": NAMES[kind],
+            "instance_type": NAMES[kind_of[node]],
             "inter_bandwidth": case.cluster.network.bytes_per_s / 1e9,
-            "intra_bandwidth": node.link.bytes_per_s / 1e9,
-            "memory": node.devices[0].memory_bytes / 2**30,
+            "intra_bandwidth": case.cluster.nodes[node].link.bytes_per_s / 1e9,
+            "memory": case.cluster.nodes[node].devices[0].memory_bytes / 2**30,
         }
-        for i, (kind, node) in enumerate(nodes)
+        for i, node in enumerate(nodes)
     }
     (folder / "clusterfile.json").write_text(json.dumps(entries))
 
@@ -131,7 +141,7 @@ def _profile(costs: CalibratedStageCosts, kind: int, size: int, samples: int) ->
     }
 
 
-def _read(case: Case, costs: CalibratedStageCosts, printed: str) -> Iterator[Plan]:
+def _read(case: Case, costs: CalibratedStageCosts, printed: str, devices: Mapping[int, int]) -> Iterator[Plan]:
     """The plans of its table that ours can say, in its order."""
     for line in printed.splitlines():
         parts = re.fullmatch(r"\d+, [\d.]+, (\(.*?\)|\[.*?\]), (\[[\d, ]*\]), (\[.*?\]), (\d+), (\[[\d, ]*\])", line)
@@ -141,19 +151,24 @@ def _read(case: Case, costs: CalibratedStageCosts, printed: str) -> Iterator[Pla
         groups, strategies, layers = (ast.literal_eval(parts[i]) for i in (2, 3, 5))
         if len({data for data, _ in strategies}) == 1:
             with contextlib.suppress(NoPlan):
-                yield _converted(case, costs, (order, groups, strategies), int(parts[4]), layers)
+                nodes = [
+                    pool.node
+                    for name in order
+                    for pool in costs.pools.pools
+                    if NAMES[pool.kind] == name
+                    for _ in range(devices.get(pool.node, 0))
+                ]
+                yield _converted(case, (nodes, groups, strategies), int(parts[4]), layers)
 
 
 def _converted(
     case: Case,
-    costs: CalibratedStageCosts,
-    placed: tuple[list[str], list[int], list[tuple[int, int]]],
+    placed: tuple[list[int], list[int], list[tuple[int, int]]],
     micro_batches: int,
     layers: Sequence[int],
 ) -> Plan:
-    """Lanes of one plan: its ranks are devices by kind, in the order of ``placed``."""
-    order, groups, strategies = placed
-    nodes = [pool.node for name in order for pool in costs.pools.pools if NAMES[pool.kind] == name for _ in pool.ranks]
+    """Lanes of one plan: nodes of its ranks, devices of its stages, and degrees of data and tensor parallelism."""
+    nodes, groups, strategies = placed
     data = strategies[0][0]
     size, rest = divmod(case.batch // micro_batches, data)
     if rest:

@@ -14,10 +14,13 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model
+from ds_hetero.planner.outer import rivals
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
+from ds_hetero.planner.outer.rivals import best_sequence
+from ds_hetero.planner.outer.search import exact
 from ds_hetero.planner.outer.search.bound import balance_bound_s
 from ds_hetero.planner.outer.search.evaluate import Evaluator
 from ds_hetero.planner.outer.search.exact import solve_exact
@@ -114,6 +117,35 @@ def test_plans_of_few_devices_are_never_slower_than_other_searches_and_near_the_
         hexiscale, tangram = plan_hexiscale(costs, goal, samples), plan_tangram(costs, goal, samples)
         assert ours.step_s <= (np.inf if hexiscale is None else hexiscale.step_s) * (1 + 1e-9)
         assert ours.step_s <= (np.inf if tangram is None else tangram.candidate.step_s) * (1 + 1e-9)
+
+
+def test_the_exact_reference_leaves_out_only_what_is_slower(monkeypatch):
+    rng, compared = random.Random(11), 0
+    while compared < 2:
+        cluster = random_cluster(rng, most=2)
+        costs = CalibratedStageCosts(cluster, MODEL, WORK)
+        evaluate = Evaluator(costs, 16, Objective.of("time", [kind.device for kind in costs.pools.kinds], 1))
+        if cluster.num_ranks > 4:
+            continue
+        optimum = solve_exact(evaluate)
+        with monkeypatch.context() as without_bounds:
+            without_bounds.setattr(exact, "batch_bound_s", lambda *_: 0.0)
+            everything = solve_exact(evaluate)
+        assert (optimum is None) == (everything is None)
+        if optimum is not None:
+            compared += 1
+            assert optimum.value == everything.value
+            assert solve_exact(evaluate, below=optimum.value) is None
+            assert solve_exact(evaluate, below=optimum.value * (1 + 1e-9)).value == optimum.value
+
+
+def test_sequence_parallelism_that_cannot_win_is_not_searched(monkeypatch):
+    goal = Objective("time", 1.0, (0.0,) * 3, (0.0,) * 3)
+    everything = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal)
+    with monkeypatch.context() as without_search:
+        without_search.setattr(rivals, "search", None)
+        uniform = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal, known=1e-3)
+    assert uniform.step_s >= everything.step_s > 1e-3
 
 
 def test_the_same_inputs_give_the_same_plan():

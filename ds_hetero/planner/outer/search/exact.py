@@ -51,9 +51,11 @@ def solve_exact(
         for groups in _partitions(tuple(blocks.items())):
             for size in sizes:
                 times = [fastest(group, size, len(groups)) for group in groups]
-                if None in times:
+                fitting = [each for each in times if each is not None]
+                if len(fitting) < len(times):
                     continue
-                bound_s = batch_bound_s(*zip(*times, strict=True), [size] * len(groups), evaluate.samples)
+                fill_s, period_s = zip(*fitting, strict=True)
+                bound_s = batch_bound_s(fill_s, period_s, [size] * len(groups), evaluate.samples)
                 if evaluate.objective.value(evaluate.costs.step_s(bound_s, NO_SYNC, 0.0), rate, 0.0) >= below:
                     continue
                 for pipelines in itertools.product(*map(orders_of, groups)):
