@@ -2,7 +2,7 @@
 
 It needs numpy. It reads profiles of layers by device, tensor degree and samples, which are written here from our cost
 model; a hostfile and a clusterfile. It knows four device names, so kinds of ours take them in turn. Every node must
-have as many devices as the first one, so nodes of ours are cut into nodes of their greatest common power of two; and its
+have as many devices as the first one, so nodes of ours are cut into nodes of their greatest common power of two. Its
 search begins with one stage, whose devices are a power of two (`InterStagePlanGenerator`), so it is given the fastest
 nodes that make up one. Where it asks for the bandwidth between nodes, its code takes the one inside
 (`get_inter_bandwidth`).
