@@ -282,10 +282,10 @@ def test_the_command_line_plans_predicts_draws_and_plans_again(tmp_path, capsys)
     assert run(["show", *OPTIONS, "--plan", str(path), "--out", str(picture)]) == 0
     assert "<svg" in picture.read_text()
     capsys.readouterr()
-    assert run(["replan", *OPTIONS, "--plan", str(path), "--lost", "7", "--json"]) == 0
+    assert run(["replan", *OPTIONS, "--plan", str(path), "--lost", "7", "5", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["rank_before"] == list(range(7))
-    assert read_plan(again["plan"]).ranks[-1] <= 6
+    assert again["rank_before"] == [0, 1, 2, 3, 4, 6]
+    assert read_plan(again["plan"]).ranks[-1] <= 5
 
 
 def test_the_command_line_plans_under_the_published_model(capsys):
@@ -336,6 +336,9 @@ def test_bad_input_is_one_message(arguments, message, capsys):
     ("command", "message"),
     [
         (["replan", *OPTIONS, "--lost", "99"], "lost ranks [99] do not exist; the cluster has ranks 0 to 7"),
+        (["replan", *OPTIONS, "--lost", "5", "99"], "lost ranks [99] do not exist; the cluster has ranks 0 to 7"),
+        (["replan", *OPTIONS, "7"], "--lost 7"),
+        (["simulate", *OPTIONS[2:], "--cluster", "hexiscale-setting-1"], "of 10.5 GiB a device"),
         (["replan", *OPTIONS, "--lost-node", "nowhere"], "the nodes of the cluster are a800, 4090, 3090"),
         (["replan", *OPTIONS, *(option for rank in range(8) for option in ("--lost", str(rank)))], "nothing is left"),
         (["replan", *OPTIONS], "say what has changed"),

@@ -161,7 +161,8 @@ def replicas(
 @click.option("--cluster", required=True, help="Cluster file, YAML or JSON, or the name of a ready one.")
 @MODEL
 @training_options(batch=False, memory=False)
-@click.option("--lost", type=int, multiple=True, help="A rank that is lost; once per rank.")
+@click.option("--lost", type=int, multiple=True, help="Ranks that are lost: --lost 5 9.")
+@click.argument("more_lost", type=int, nargs=-1, metavar="")
 @click.option("--lost-node", multiple=True, help="A node whose ranks are all lost.")
 @click.option("--added", help="Cluster file of nodes that are new.")
 @COST_MODEL
@@ -173,6 +174,7 @@ def replan(
     model: str,
     workload: Workload,
     lost: Sequence[int],
+    more_lost: Sequence[int],
     lost_node: Sequence[str],
     added: str | None,
     cost_model: str,
@@ -181,6 +183,10 @@ def replan(
 ) -> None:
     """Plan pipelines again after devices are lost or added, and say what must move."""
     from ds_hetero.cli.pipelines import commands
+    from ds_hetero.errors import PlanError
 
+    if more_lost and not lost:
+        ranks = " ".join(map(str, more_lost))
+        raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
     task = commands.Task.read(cluster, model, cost_model, workload)
-    commands.replan(task, plan, list(lost), list(lost_node), added, out, as_json)
+    commands.replan(task, plan, [*lost, *more_lost], list(lost_node), added, out, as_json)

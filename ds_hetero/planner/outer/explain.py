@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.stage import NO_SYNC, Block, StageCosts
+from ds_hetero.cost.stages.stage import NO_SYNC, Block, StageCosts, StageOption
 from ds_hetero.planner.outer.blocks import block_of
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
 from ds_hetero.planner.outer.search.cuts import Cut, links_between, stage_options
@@ -113,16 +113,21 @@ def _memory_text(costs: StageCosts, finished: Finished) -> str:
     return tightest[1]
 
 
-def nothing_fits(costs: StageCosts, at_most_s: float | None) -> str:
-    """Say by how much the model misses, where, and what would fit."""
-    model, cluster = costs.model, costs.cluster
-    stages = [block_of(pool, 1) for pool in costs.pools.pools for _ in pool.ranks][: model.num_layers]
-    options = stage_options(costs, tuple(stages), 1, 1)
-    assert options is not None
+def nothing_fits(models: Sequence[StageCosts], at_most_s: float | None) -> str:
+    """Say by how much the model misses, where, and what would fit, under the cost model with most room."""
+    stages = [block_of(pool, 1) for pool in models[0].pools.pools for _ in pool.ranks][: models[0].model.num_layers]
     last = len(stages) - 1
-    rooms = [
-        option.max_layers(j == 0, j == last, costs.kept_in_flight(j, last + 1)) for j, option in enumerate(options)
-    ]
+
+    def rooms_of(costs: StageCosts) -> tuple[list[StageOption], list[int]]:
+        options = stage_options(costs, tuple(stages), 1, 1)
+        assert options is not None
+        kept = [costs.kept_in_flight(j, last + 1) for j in range(last + 1)]
+        rooms = [option.max_layers(j == 0, j == last, kept[j]) for j, option in enumerate(options)]
+        return options, rooms
+
+    costs = max(models, key=lambda each: sum(rooms_of(each)[1]))
+    model, cluster = costs.model, costs.cluster
+    options, rooms = rooms_of(costs)
     missing = model.num_layers - sum(rooms)
     if missing <= 0 and min(rooms) and at_most_s is not None:
         return f"no plan of {model.name} takes at most {at_most_s} s per step. Allow more, or use a smaller batch."
@@ -140,5 +145,5 @@ def nothing_fits(costs: StageCosts, at_most_s: float | None) -> str:
     return (
         f"no plan of {model.name} with sequences of {costs.seq_len} tokens fits on {cluster.num_ranks} devices. A "
         f"pipeline of one stage per device ({devices}) has room for {sum(rooms)} of {model.num_layers} layers; {where}."
-        " What would fit: a smaller model, shorter sequences, activation checkpointing, or more or larger devices."
+        " What would fit: a smaller model, shorter sequences, or more or larger devices."
     )

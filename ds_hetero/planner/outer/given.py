@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.text import bytes_text
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
+from ds_hetero.planner.outer.explain import block_text
 from ds_hetero.planner.outer.finish import Finished
+from ds_hetero.planner.outer.search.cuts import stage_options
 from ds_hetero.planner.outer.search.evaluate import judge_layers
 from ds_hetero.plans import Plan, Stage
 
@@ -84,8 +87,9 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
     candidate = judge_layers(costs, objective, placed)
     if candidate is None:
         raise PlanError(
-            f"the plan does not fit into memory, or a stage cannot run as it says, for {costs.model.name} with "
-            f"sequences of {costs.seq_len} tokens under the {costs.name} cost model. Plan again."
+            f"the plan does not fit {costs.model.name} with sequences of {costs.seq_len} tokens on this cluster under "
+            f"the {costs.name} cost model: {_misfit(costs, placed)}. Give the cluster that it was made for, or plan "
+            "again."
         )
     in_flight, times = [], []
     for pipeline, cut, number in zip(plan.pipelines, candidate.cuts, candidate.micro_batches, strict=True):
@@ -98,6 +102,24 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
     last = candidate.cuts[times.index(max(times))]
     step_s = costs.step_s(max(times), candidate.sync, last.overlap_s)
     return Finished(candidate, tuple(in_flight), tuple(times), step_s)
+
+
+def _misfit(costs: StageCosts, placed: Sequence[PlacedPipeline]) -> str:
+    """The stage that cannot run, or the one that exceeds its devices' memory most."""
+    worst, text = 0.0, "owners of optimizer state have no room for it"
+    for i, pipeline in enumerate(placed):
+        last = len(pipeline.blocks) - 1
+        for j, (block, layers) in enumerate(zip(pipeline.blocks, pipeline.layers, strict=True)):
+            options = stage_options(costs, (block,), pipeline.micro_batch_size, len(placed))
+            where = f"stage {j} of pipeline {i}, {layers} layers on {block_text(costs, block)}"
+            if options is None:
+                return f"{where}, cannot run: its devices do not divide the heads, or cannot share a sequence"
+            for part in options[0].parts:
+                need = part.memory_bytes(layers, j == 0, j == last, costs.kept_in_flight(j, last + 1))
+                if need - part.capacity_bytes > worst:
+                    worst = need - part.capacity_bytes
+                    text = f"{where}, needs {bytes_text(need)} of {bytes_text(part.capacity_bytes)} GiB a device"
+    return text
 
 
 def _keep_schedules(costs: CalibratedStageCosts, plan: Plan, placed: Sequence[PlacedPipeline]) -> None:

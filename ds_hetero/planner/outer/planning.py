@@ -121,7 +121,7 @@ def plan_pipelines(
         interrupted = True
     best, plan, value, reasons = _winner(finalists, rivals.get("sequence"))
     if plan is None:
-        raise PlanError(nothing_fits(models[0], at_most_s))
+        raise PlanError(nothing_fits(models, at_most_s))
     return PlannedPipelines(
         plan=plan,
         costs=models[0] if best is None else best.costs,

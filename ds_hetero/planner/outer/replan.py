@@ -125,7 +125,7 @@ def replan(
             first = first or (result.first.step_s, time.perf_counter() - started)
             finalists.append((costs, finish(costs, result.best)))
     if first is None:
-        raise PlanError(nothing_fits(models[0], None))
+        raise PlanError(nothing_fits(models, None))
     costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))
     new_plan = to_plan(costs, finished)
     rank_before: tuple[int | None, ...] = (*survivors, *[None] * (0 if added is None else added.num_ranks))
