@@ -1,13 +1,29 @@
-"""Blocks of devices: the sizes that they come in, the devices that a plan leaves idle, and the ranks that they get."""
+"""Blocks of devices: their sizes, what they take, the links between them, idle devices, and the ranks that they get."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
-from ds_hetero.cost.stages.stage import Block, Pool, Pools
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["MAX_SIZE", "block_of", "cut_pool", "idle_devices", "ranks_of_blocks", "sizes_up_to"]
+from ds_hetero.cost.stages.stage import Block, Pool, Pools, StageCosts, StageOption
+
+__all__ = [
+    "MAX_SIZE",
+    "block_of",
+    "cut_pool",
+    "hops_s",
+    "idle_devices",
+    "links_between",
+    "ranks_of_blocks",
+    "sizes_up_to",
+    "stage_options",
+]
+
+Floats = npt.NDArray[np.float64]
 
 MAX_SIZE = 8  # devices of a block
 
@@ -57,3 +73,38 @@ def ranks_of_blocks(pools: Pools, pipelines: Sequence[Sequence[Block]]) -> list[
             ranks[i][j] += tuple(pool[: part.size])
             del pool[: part.size]
     return ranks
+
+
+def stage_options(
+    costs: StageCosts, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int
+) -> list[StageOption] | None:
+    """What the stages of a pipeline take; None if some block cannot run one."""
+    options = []
+    for block in blocks:
+        if block.others:
+            option = costs.mixed_stage(block.parts, micro_batch_size, pipelines)
+        else:
+            option = costs.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
+        if option is None:
+            return None
+        options.append(option)
+    return options
+
+
+def links_between(costs: StageCosts, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    """Class of the link between neighbouring stages, ``[S - 1]``; of several links the slowest."""
+    return tuple(_link_between(costs, a, b) for a, b in pairwise(blocks))
+
+
+def _link_between(costs: StageCosts, a: Block, b: Block) -> int:
+    cluster = costs.cluster
+    if not (a.others or b.others):
+        return int(cluster.link_class[a.node, b.node])
+    classes = {int(cluster.link_class[mine.node, theirs.node]) for mine in a.parts for theirs in b.parts}
+    return min(classes, key=lambda each: cluster.link_classes[each].bytes_per_s)
+
+
+def hops_s(costs: StageCosts, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int) -> Floats:
+    """Hops between neighbouring stages, ``[S - 1]``."""
+    neighbours = zip(links, blocks, blocks[1:], strict=False)
+    return np.array([costs.hop_s(link, a, b, micro_batch_size) for link, a, b in neighbours], dtype=np.float64)

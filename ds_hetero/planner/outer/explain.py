@@ -9,9 +9,9 @@ from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import NO_SYNC, Block, StageCosts, StageOption
-from ds_hetero.planner.outer.blocks import block_of
+from ds_hetero.planner.outer.blocks import block_of, links_between, stage_options
 from ds_hetero.planner.outer.finish import Finished, memory_bytes
-from ds_hetero.planner.outer.search.cuts import Cut, links_between, stage_options
+from ds_hetero.planner.outer.search.cuts import Cut
 from ds_hetero.planner.outer.search.evaluate import Candidate
 
 __all__ = ["block_text", "nothing_fits", "reasons_of", "shape_text"]

@@ -10,8 +10,8 @@ from itertools import accumulate
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
-from ds_hetero.planner.outer.blocks import ranks_of_blocks
-from ds_hetero.planner.outer.search.cuts import Cut, stage_options
+from ds_hetero.planner.outer.blocks import ranks_of_blocks, stage_options
+from ds_hetero.planner.outer.search.cuts import Cut
 from ds_hetero.planner.outer.search.evaluate import Candidate, Shape
 from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.plans.timetable import default_in_flight

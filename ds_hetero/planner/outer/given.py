@@ -13,9 +13,9 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
+from ds_hetero.planner.outer.blocks import stage_options
 from ds_hetero.planner.outer.explain import block_text
 from ds_hetero.planner.outer.finish import Finished
-from ds_hetero.planner.outer.search.cuts import stage_options
 from ds_hetero.planner.outer.search.evaluate import judge_layers
 from ds_hetero.plans import Plan, Stage
 

@@ -12,15 +12,15 @@ Dimension key: C candidates, S stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import Block, StageCosts, StageOption
+from ds_hetero.planner.outer.blocks import hops_s, links_between, stage_options
 
-__all__ = ["Cut", "LayerCuts", "hops_s", "links_between", "make_cut", "stage_options"]
+__all__ = ["Cut", "LayerCuts", "make_cut"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -150,41 +150,6 @@ class LayerCuts:
         if len(cuts) < 2:
             return cuts[0] if cuts else None
         return min(cuts, key=lambda cut: cut.time_s(micro_batches))
-
-
-def stage_options(
-    costs: StageCosts, blocks: tuple[Block, ...], micro_batch_size: int, pipelines: int
-) -> list[StageOption] | None:
-    """What the stages of a pipeline take; None if some block cannot run one."""
-    options = []
-    for block in blocks:
-        if block.others:
-            option = costs.mixed_stage(block.parts, micro_batch_size, pipelines)
-        else:
-            option = costs.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
-        if option is None:
-            return None
-        options.append(option)
-    return options
-
-
-def links_between(costs: StageCosts, blocks: tuple[Block, ...]) -> tuple[int, ...]:
-    """Class of the link between neighbouring stages, ``[S - 1]``; of several links the slowest."""
-    return tuple(_link_between(costs, a, b) for a, b in pairwise(blocks))
-
-
-def _link_between(costs: StageCosts, a: Block, b: Block) -> int:
-    cluster = costs.cluster
-    if not (a.others or b.others):
-        return int(cluster.link_class[a.node, b.node])
-    classes = {int(cluster.link_class[mine.node, theirs.node]) for mine in a.parts for theirs in b.parts}
-    return min(classes, key=lambda each: cluster.link_classes[each].bytes_per_s)
-
-
-def hops_s(costs: StageCosts, blocks: tuple[Block, ...], links: tuple[int, ...], micro_batch_size: int) -> Floats:
-    """Hops between neighbouring stages, ``[S - 1]``."""
-    neighbours = zip(links, blocks, blocks[1:], strict=False)
-    return np.array([costs.hop_s(link, a, b, micro_batch_size) for link, a, b in neighbours], dtype=np.float64)
 
 
 def make_cut(
