@@ -3,7 +3,7 @@
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
                  two all-reduces of b S H elements in the forward and two in the backward of a layer
     sequence     see `ds_hetero.cost.stages.sequence`
-    hop          every receiver takes its part of the activations once, receivers take from the senders by turns
+    hop          see `ds_hetero.cost.stages.hops`
     gradients    see `ds_hetero.cost.stages.gradients`
     memory       parameters, fp32 gradient sums and owned optimizer state of the slice, and a bucket of gradients; what
                  micro-batches in flight keep; the working set of one layer; buffers of hops; logits on the last stage
@@ -89,7 +89,9 @@ class CalibratedStageCosts:
         self.stage = cache(self._stage)
         self._pass_s = cache(self._pass_uncached)
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
-        self._hop = cache(self._hop_uncached)
+        self._hops = HopTimes(
+            cluster, workload.element_bytes * model.hidden_size, self.seq_len, self.pools, self.sequence
+        )
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
         self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
 
@@ -228,31 +230,8 @@ class CalibratedStageCosts:
     # --- hops and pipelines
 
     def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
-        """One direction: latency and the busiest port, of a sender, a receiver or the node."""
-        ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
-        return self._hop(link, *ends, micro_batch_size)
-
-    def _end(self, block: Block, micro_batch_size: int) -> _End:
-        kinds = (block.kind, *(part.kind for part in block.others))
-        if block.inner != "sequence":
-            return _End(kinds, block.size, None)
-        if not block.others:
-            return _End(kinds, block.size, 1 / block.size)
-        shared = self.sequence.passes(block.parts, micro_batch_size)
-        assert shared is not None, "a stage that cannot run has no hops"
-        return _End(kinds, block.size, max(shared.tokens) / (micro_batch_size * self.seq_len))
-
-    def _hop_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
-        wire = self.cluster.link_classes[link]
-        volume = samples * self.seq_len * self.model.hidden_size * self.workload.element_bytes
-        received = volume if target.share is None else volume * target.share
-        total = volume * target.size if target.share is None else volume
-        sent = -(-target.size // source.size) * received if source.share is None else total * source.share
-        busiest_s = max(received, sent) / (wire.bytes_per_s * wire.p2p_efficiency)
-        kinds = [self.pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
-        inside = any(wire == each.link for each in kinds)
-        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
-        return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
+        """See `ds_hetero.cost.stages.hops`."""
+        return self._hops.seconds(link, source, target, micro_batch_size)
 
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
         """See `ds_hetero.cost.stages.pipeline_time.closed_form`."""
@@ -316,11 +295,3 @@ class CalibratedStageCosts:
     def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
         """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
         return pipelines_s + max(0.0, sync.reduce_s - overlap_s) + sync.exposed_s
-
-
-class _End(NamedTuple):
-    """One side of a hop."""
-
-    kinds: tuple[int, ...]
-    size: int
-    share: float | None  # of the tokens that the device with most of them has; None if every device has all
