@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.gradients import BUCKET_BYTES, GRADIENT_SUM_BYTES, GradientTimes
+from ds_hetero.cost.stages.hops import HopTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
