@@ -71,6 +71,8 @@ _ROBERTAS = (
     "data2vec-text",
     "xmod",
 )
+_TRAINER = "tests/integration/test_trainer.py::"
+_TRL = "tests/integration/test_trl.py::"
 _LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
 _SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
 _OWN_TERMS = "tests/integration/test_own_terms.py::"
@@ -162,7 +164,14 @@ _MODEL_ROWS = (
     _refused("dropout inside attention", "dropout", note="set it to 0"),
     _refused("rotary embeddings that depend on the length (`dynamic`, `longrope`)", "rope"),
     _refused("a router's auxiliary loss", "router loss", note="set `router_aux_loss_coef` to 0"),
-    _refused("heads that pool over the sequence: classification, question answering, multiple choice", "pooling"),
+    Row(
+        what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
+        status="tested",
+        tests=("tests/integration/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
+        note="whole batches; a batch of `handle.dataloader` is refused",
+    ),
+    _refused("heads that pool over the sequence: question answering, multiple choice", "pooling"),
+    _refused("classification behind an encoder's pooler", "pooler"),
     _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
     _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),
     _refused(
@@ -279,21 +288,32 @@ _LOOP_ROWS = (
         note="run them on whole batches, or the trained model in `handle.sharded()`",
     ),
     Row(
-        what="label smoothing, `compute_loss_func`",
-        status="refused",
-        tests=(_LOSSES_REFUSED,),
+        what="label smoothing, `compute_loss_func` (HF Trainer), evaluation over the ranks of a replica",
+        status="tested",
+        tests=(_TRAINER + "test_losses_of_all_logits_train_and_evaluate_as_on_one_process",),
+        note="every rank holds the logits of whole batches",
     ),
-    _refused("reward models (TRL RewardTrainer)"),
-    _refused("GRPO, DFT", note="by TRL itself"),
+    Row(
+        what="losses of whole sequences in a loop, by `handle.sharded_call`; ZeRO 0 to 3, a reference model beside",
+        status="tested",
+        tests=("tests/integration/test_sharded_call.py::test_a_preference_loss_trains_as_on_one_process",),
+    ),
+    Row(
+        what="TRL 1.16, batches of whole sequences: DPO (a reference model, or the adapter taken off), RewardTrainer "
+        "(decoder models), GKD; ZeRO 2 and 3, evaluation",
+        status="tested",
+        tests=(_TRL + "test_five_steps_equal_one_process",),
+    ),
+    _refused("GRPO, RLOO; SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
     Row(what='`train_sampling_strategy="batch_rebalance"`', status="refused", tests=(_LOSSES_REFUSED,)),
     Row(
-        what="DPO, KTO, CPO, ORPO: loaders without labels, or with pairs",
+        what="other trainers with loaders without labels, or with pairs",
         status="refused",
         tests=(_LOSSES_REFUSED,),
         note="by the trainer's name",
     ),
     Row(
-        what="GKD, and trainers that put the model's inputs together themselves",
+        what="loops that put the model's inputs together themselves, from shards",
         status="refused",
         tests=(_SHARDS,),
         note="at the first forward",

@@ -20,19 +20,29 @@ import accelerate.data_loader
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, DummyScheduler
-from torch import nn
+from accelerate.utils import DistributedType, DummyScheduler, recursively_apply
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.facts import enabled, section_of
+from ds_hetero.integrations.loader import WholeLoader
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
 
-__all__ = ["PRIVATE_NAMES", "WORKS", "asks_for_engine", "install", "loaders_over_replicas", "skip_first_batches"]
+__all__ = [
+    "PRIVATE_NAMES",
+    "WORKS",
+    "asks_for_engine",
+    "gathering_over_replicas",
+    "install",
+    "loaders_over_replicas",
+    "one_process_per_replica",
+    "skip_first_batches",
+]
 
 WORKS = ">=1.13,<2"
 PRIVATE_NAMES = (
@@ -95,12 +105,55 @@ def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Itera
         _sharding.reset(token)
 
 
+@contextlib.contextmanager
+def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
+    """Have an Accelerator gather one value of each replica inside, whose ranks hold the same."""
+    stock, sp_size = accelerator.gather, accelerator.parallelism_config.sp_size
+
+    def first_of_replica(gathered: Tensor) -> Tensor:
+        by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
+        return by_rank[::sp_size].flatten(0, 1)
+
+    def gather(values: Any) -> Any:
+        with _counting(dist.get_world_size()):  # the process group's, whatever one process per replica has made of it
+            return recursively_apply(first_of_replica, stock(values))
+
+    accelerator.gather = gather
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+@contextlib.contextmanager
+def one_process_per_replica() -> Iterator[None]:
+    """Have accelerate see no sequence parallelism inside, and replicas as its processes."""
+    state = AcceleratorState()
+    parallelism = state.parallelism_config
+    _set_state(parallelism_config=None)
+    try:
+        with _counting(state.num_processes // parallelism.sp_size):
+            yield
+    finally:
+        _set_state(parallelism_config=parallelism)
+
+
+@contextlib.contextmanager
+def _counting(num_processes: int) -> Iterator[None]:
+    before = AcceleratorState().num_processes
+    _set_state(num_processes=num_processes)
+    try:
+        yield
+    finally:
+        _set_state(num_processes=before)
+
+
 def skip_first_batches(stock: Any) -> Any:
     """Of a sharded loader, steps are skipped and not the wrapped loader's batches."""
 
     @functools.wraps(stock)
     def skip(dataloader: Any, num_batches: int = 0) -> Any:
-        if isinstance(dataloader, ShardedLoader):
+        if isinstance(dataloader, ShardedLoader | WholeLoader):
             return dataloader.skipping(num_batches, stock)
         return stock(dataloader, num_batches)
 
@@ -213,13 +266,9 @@ def _stepping_by_replicas(stock: Any) -> Any:
         if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
             stock(scheduler, *args, **kwargs)
             return
-        num_processes = state.num_processes
         parallelism = state.parallelism_config
-        _set_state(num_processes=num_processes // (parallelism.sp_size if parallelism is not None else 1))
-        try:
+        with _counting(state.num_processes // (parallelism.sp_size if parallelism is not None else 1)):
             stock(scheduler, *args, **kwargs)
-        finally:
-            _set_state(num_processes=num_processes)
 
     return step
 

@@ -14,9 +14,11 @@ from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.registry import PipelinedModel, PreparedModel, Registry
+from ds_hetero.integrations.sharded_calls import call_sharded
 from ds_hetero.integrations.token_mean import token_mean
+from ds_hetero.integrations.transformers.forward_mode import Wanted, sharding
 from ds_hetero.integrations.transformers.shard_loss import has_loss_of_batch
-from ds_hetero.integrations.transformers.sharded_model import sharding
+from ds_hetero.integrations.transformers.sharded_call import TokenResults
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
@@ -233,6 +235,34 @@ class Handle:
         chosen = self._choose("mean")
         replica = None if isinstance(chosen, nn.Module) else chosen.model.replica
         return token_mean(values, batch, where, replica, num_items)
+
+    def sharded_call(
+        self, model: Any, *, hidden_state: bool = False, logits: bool = False, **batch: Any
+    ) -> TokenResults | Any:
+        """Call a model with a whole batch, which is cut where the model is entered; see `ShardedCall`.
+
+        For losses of whole sequences: preferences, rewards, distillation. Each rank computes its shard, uneven as
+        everywhere, and gets the results of all tokens:
+
+            log_probs = handle.sharded_call(engine, input_ids=ids, labels=labels).log_probs  # [B, L]
+
+        What follows is computed on every rank, from the same numbers, to one loss per replica; give it to the engine's
+        ``backward``. A model with a section runs sharded in ``eval()`` and without gradients too, as reference models
+        do.
+
+        Args:
+            model: an engine, or a model that one trains; a reference model is an engine of its own.
+            hidden_state: return ``hidden_state`` [B, L, D] of the last layer, too.
+            logits: return ``logits`` [B, L, V], too: as much memory on every rank as one process needs for them.
+            batch: what the model takes, whole and the same on all ranks of a replica, on the model's device.
+
+        Returns:
+            `TokenResults`; of a model whose head pools over the sequence, its own outputs.
+
+        Caller: every rank of the replica; at the first call while training, every rank of the world.
+        """
+        wanted = Wanted(own_outputs=False, logits=logits, hidden_state=hidden_state)
+        return call_sharded(self.registry, model, batch, wanted)
 
     def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.loader_names import KNOWN_LOADERS
+from ds_hetero.integrations.transformers.model_checks import POOLS
 from ds_hetero.integrations.transformers.recent_shards import note_shard
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
@@ -69,6 +70,8 @@ class ModelLoader(ShardedLoader):
 
     def _expect_split_model(self) -> None:
         """Refuse to give shards to a model that takes whole sequences by now."""
+        if self._model.pools:
+            raise ModelError(POOLS.format(type(self._model.pretrained).__name__))
         if self._model.is_restored:
             raise ConfigError(
                 "this loader cuts batches for a model that is not split any more: its handle was undone, or the model "
@@ -86,18 +89,38 @@ class ModelLoader(ShardedLoader):
 
 
 class WholeLoader:
-    """The wrapped loader's batches on ``device``, for a model that is not split."""
+    """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
 
-    def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
+    Args:
+        dataloader: yields mappings.
+        device: where tensors shall be.
+        model: that is trained by sharded calls, to be checked with the first batch; None without.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], device: torch.device, model: ShardedModel | None = None) -> None:
         self.dataloader: Any = dataloader
-        self._target = device
+        self._target, self._model = device, model
 
     def __len__(self) -> int:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dataloader:
+            if self._model is not None:
+                self._verify(self._model, batch)
             yield {name: e.to(self._target) if isinstance(e, Tensor) else e for name, e in batch.items()}
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeLoader:
+        """A loader without the first ``num_batches``; see `ShardedLoader.skipping`."""
+        return WholeLoader(skip(self.dataloader, num_batches), self._target, self._model)
+
+    def _verify(self, model: ShardedModel, batch: Any) -> None:
+        """Check the model with the tokens of a batch, each the label of the one before it."""
+        if model.pools or not model.needs_check or "input_ids" not in batch:
+            return
+        piece = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        if check_first_batch(model, {**piece, "labels": batch["input_ids"]}):
+            model.note_checked()
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":  # looked up by copy before there is any attribute

@@ -45,6 +45,7 @@ __all__ = [
     "expect_same_scalar",
     "has_unscaled_term",
     "is_scaled",
+    "mean_over_replica",
     "measure_tokens",
     "rescaled_loss",
     "sequence_parallel_loss",
@@ -93,6 +94,30 @@ def sequence_parallel_loss(
         value = replica_sum * factor / replica.sp_size
     dtype = loss_sum.dtype
     return _with_factor(loss_sum, value.to(dtype), factor.to(dtype))
+
+
+def mean_over_replica(
+    mean: Tensor, num_tokens: Tensor | int, replica: Replica, num_items: Tensor | float | None = None
+) -> Tensor:
+    """S_R / n_R of the ranks' means S_r / n_r, by the convention ``"replica_mean"``.
+
+    Args:
+        mean: scalar, over this rank's tokens. Where there are none, it counts as 0, even if it is NaN.
+        num_tokens: how many there are.
+        replica: this rank's replica.
+        num_items: what to divide by in place of n_R.
+
+    Caller: every rank of the replica.
+    Collectives: one all_reduce of two numbers forward, none backward.
+    """
+    num_tokens = torch.as_tensor(num_tokens, device=mean.device)
+    mean = mean.masked_fill(num_tokens == 0, 0.0)
+    total = torch.stack([mean.detach().double() * num_tokens, num_tokens.double()])
+    dist.all_reduce(total, group=replica.sp_group)
+    divisor = total[1].clamp(min=1) if num_items is None else torch.as_tensor(num_items, device=mean.device).double()
+    value, factor = total[0] / divisor, replica.sp_size * num_tokens / divisor
+    whole: Tensor = _MeanOverReplica.apply(mean, value.to(mean.dtype), factor.to(mean.dtype))  # type: ignore[no-untyped-call]
+    return whole
 
 
 def rescaled_loss(
@@ -246,3 +271,7 @@ class _ValueWithFactor(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (factor,) = ctx.saved_tensors
         return grad * factor, None, None
+
+
+class _MeanOverReplica(_ValueWithFactor):
+    """Of another name, since it is not of the engine's scale yet."""

@@ -183,7 +183,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {**_EXPERTS, "output_router_logits": True},
         "its router loss",
     ),
-    "pooling": ("LlamaConfig", "LlamaForSequenceClassification", {}, "its head pools over the whole sequence"),
+    "pooling": ("LlamaConfig", "LlamaForQuestionAnswering", {}, "its head pools over the whole sequence"),
+    "pooler": ("BertConfig", "BertForSequenceClassification", {}, "BertModel itself pools over the sequence"),
     "encoder-decoder": (
         "T5Config",
         "T5ForConditionalGeneration",

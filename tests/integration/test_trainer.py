@@ -67,9 +67,10 @@ def make_trainer(ds: dict[str, Any] | None, sp_size: int, kind: type | None = No
     torch.manual_seed(0)
     dataset = options.pop("dataset", None) or samples(options.pop("num_samples", 11))
     config = options.pop("config", TrainingArguments)
-    more = {"processing_class": _tokenizer()} if kind else {"eval_dataset": samples(4)}
+    more = options.pop("more", None) or ({"processing_class": _tokenizer()} if kind else {"eval_dataset": samples(4)})
     more |= {"data_collator": options.pop("data_collator")} if "data_collator" in options else {}
-    return (kind or Trainer)(model=llama(), args=config(**{**arguments, **options}), train_dataset=dataset, **more)
+    model = options.pop("model", None) or llama()
+    return (kind or Trainer)(model=model, args=config(**{**arguments, **options}), train_dataset=dataset, **more)
 
 
 def _tokenizer() -> Any:
@@ -323,9 +324,7 @@ def _make_trainers_of_different_files(rank: int) -> str:
 def test_losses_that_would_see_a_part_of_the_sequence_are_refused() -> None:
     first, second = ranks(_refuse, 2)
     assert first == second
-    smoothing, function, rebalance, unlabelled, pairs = first
-    assert smoothing.startswith("label_smoothing_factor=0.1 of Trainer") and "Set it to 0" in smoothing
-    assert function.startswith("compute_loss_func of Trainer") and "override compute_loss" in function
+    rebalance, unlabelled, pairs = first
     assert rebalance.startswith('train_sampling_strategy="batch_rebalance" deals samples out to ranks')
     assert unlabelled.startswith("the batches of Trainer have no labels (they hold input_ids")
     assert pairs.startswith("the batches of Trainer cannot be split over the sequence: a batch needs input_ids")
@@ -340,18 +339,58 @@ def _refuse(rank: int) -> list[str]:
     ds_hetero.register()
     ds = ds_config(1, UNEVEN_2, train_micro_batch_size_per_gpu=1)
     texts = []
-    for arguments in ({"label_smoothing_factor": 0.1}, {}, {"train_sampling_strategy": "batch_rebalance"}, {}, {}):
+    for arguments in ({"train_sampling_strategy": "batch_rebalance"}, {}, {}):
         trainer = make_trainer(ds, 2, per_device_train_batch_size=1, **arguments)
         if len(texts) == 1:
-            trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
-        if len(texts) == 3:
             trainer.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"] for row in rows])}
-        if len(texts) == 4:
+        if len(texts) == 2:
             trainer.data_collator = lambda rows: {"chosen_input_ids": torch.stack([row["input_ids"] for row in rows])}
         with pytest.raises(HeteroError) as caught:
             trainer.train()
         texts.append(str(caught.value))
     return texts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "loss"),
+    [
+        pytest.param(2, "smoothing", id="label smoothing"),
+        pytest.param(2, "function", id="compute_loss_func", marks=pytest.mark.slow),
+        pytest.param(4, "smoothing", id="label smoothing, two replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_all_logits_train_and_evaluate_as_on_one_process(world_size: int, loss: str) -> None:
+    options = {"num_samples": 8, "gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
+    batch_size = world_size // 2
+    evaluation = {"per_device_eval_batch_size": batch_size}
+    expected_logs, expected = one_process(_train_by_logits, None, loss, batch_size, {**options, **evaluation})
+    for logs, trained in ranks(_train_by_logits, world_size, 2, loss, 1, {**options, "per_device_eval_batch_size": 1}):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
+
+
+def _train_by_logits(rank: int, stage: int | None, loss: str, batch_size: int, options: dict[str, Any]) -> Any:
+    """By a loss that the Trainer computes from the logits and labels of whole sequences."""
+    import ds_hetero
+
+    ds = None
+    if stage is not None:
+        ds_hetero.register()
+        ds = ds_config(stage, UNEVEN_2, train_micro_batch_size_per_gpu=batch_size, gradient_accumulation_steps=2)
+    more = {"label_smoothing_factor": 0.1} if loss == "smoothing" else {}
+    trainer = make_trainer(ds, 2, per_device_train_batch_size=batch_size, **options, **more)
+    if loss == "function":
+        trainer.compute_loss_func = _focal_loss
+    trainer.train()
+    return logged(trainer), parameters(trainer.model, stage or 0)
+
+
+def _focal_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    labels = labels[:, 1:]
+    log_p = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    losses = -log_p * (1 - log_p.exp()).square()
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return losses[labels != -100].sum() / count
 
 
 PIPELINES = {

@@ -20,9 +20,10 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
-from ds_hetero.integrations.loader import ModelLoader
+from ds_hetero.integrations.loader import ModelLoader, WholeLoader
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.attention import keep_attention_function
+from ds_hetero.integrations.transformers.forward_mode import wanted_results
 from ds_hetero.job.pipelines import trains_pipelines
 from ds_hetero.job.start import World
 from ds_hetero.runtime.pipeline.batches import SameBatches
@@ -159,7 +160,8 @@ class Ulysses:
     def adapter(self, stock: Any) -> Any:
         """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
 
-        With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's.
+        With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
+        loop of sharded calls, a `WholeLoader`.
         """
 
         @functools.wraps(stock)
@@ -168,6 +170,10 @@ class Ulysses:
             if prepared is None and self._has_pipelines:
                 adapter.__class__ = SameBatches
                 SameBatches.__init__(adapter, dl, torch.device(device))
+                return
+            if prepared is not None and wanted_results() is not None:
+                adapter.__class__ = WholeLoader
+                WholeLoader.__init__(adapter, dl, torch.device(device), prepared.model)
                 return
             if prepared is not None:
                 adapter.__class__ = ModelLoader

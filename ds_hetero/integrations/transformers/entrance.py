@@ -1,36 +1,46 @@
 """The call of a sharded model: what happens before its ``forward``, and to what it returns.
 
 PEFT and others call ``model.forward`` itself, past the hooks of the module, so an attribute of the model takes its
-place, as TRL does.
+place, as TRL does. A model whose head pools over the sequence computes its head from whole results of its decoder:
+there a sharded call is entered and left where the decoder is.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 
 from ds_hetero.integrations.transformers.attention import ShardedForward
-from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.forward_mode import Wanted, wanted_results
 from ds_hetero.integrations.transformers.shard_loss import add_loss
+from ds_hetero.integrations.transformers.sharded_call import Called, ShardedCall
 
 __all__ = ["Entrance"]
+
+_OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
 
 
 class Entrance:
     """Stands in the place of a model's ``forward``; `close` puts that back.
 
     Args:
-        pretrained: the outermost transformers model.
+        model: whose ``pretrained`` is the outermost transformers model.
+        at_decoder: sharded calls are entered and left where the decoder is.
     """
 
-    def __init__(self, pretrained: PretrainedModel) -> None:
-        self._pretrained = pretrained
-        self._former = vars(pretrained).get("forward")  # that of TRL, for one
+    def __init__(self, model: Called, at_decoder: bool) -> None:
+        self._model, self._at_decoder = model, at_decoder
+        self._pretrained = model.pretrained
+        self._former = vars(self._pretrained).get("forward")  # that of TRL, for one
+        self._names = list(inspect.signature(type(self._pretrained).forward).parameters)[1:]
         self._latest: ShardedForward | None = None
-        pretrained.forward = MethodType(self._standing_in(), pretrained)  # type: ignore[method-assign]
+        self._call: ShardedCall | None = None
+        self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Put back the ``forward`` that the model had."""
@@ -38,29 +48,86 @@ class Entrance:
         if self._former is not None:
             self._pretrained.forward = self._former  # type: ignore[method-assign]
 
-    def note(self, forward: ShardedForward) -> None:
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a sharded call is running."""
+        return self._call is not None
+
+    def enter_decoder(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the decoder is to be called with.
+
+        Args:
+            arguments: what it was called with, by name.
+
+        Raises:
+            BatchError: see `ShardedCall`.
+        """
+        if not self._at_decoder:
+            return arguments
+        self._call = None
+        wanted = _wanted_of(arguments)
+        if wanted is None:
+            return arguments
+        self._call = ShardedCall(self._model, arguments, _OWN_OUTPUTS)
+        return {**self._call.inputs, **({"use_cache": False} if "use_cache" in arguments else {})}
+
+    def run_decoder(self, forward: ShardedForward) -> None:
         """The decoder runs ``forward`` in the call of the model that is running."""
         self._latest = forward
+
+    def leave_decoder(self, outputs: Any) -> Any:
+        """What the decoder is to return; None for ``outputs`` themselves, or where it has failed."""
+        if self._call is None or outputs is None:
+            self._call = None if self._at_decoder else self._call
+            return None
+        if not self._at_decoder:
+            self._call.note_hidden_state(outputs[0])
+            return None
+        call, self._call = self._call, None
+        return call.put_together(outputs)
 
     def _standing_in(self) -> Any:
         former = self._former
         plain = type(self._pretrained).forward if former is None else getattr(former, "__func__", None)
 
+        def run(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+            return former(*args, **kwargs) if plain is None else plain(pretrained, *args, **kwargs)  # type: ignore[misc]
+
         @functools.wraps(type(self._pretrained).forward)
         def forward(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            output = former(*args, **kwargs) if plain is None else plain(pretrained, *args, **kwargs)  # type: ignore[misc]
+            wanted = self._begin(kwargs)
+            if wanted is not None:
+                return self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
+            output = run(pretrained, *args, **kwargs)
             self._end(kwargs, output)
             return output
 
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self) -> None:
+    def _begin(self, kwargs: dict[str, Any]) -> Wanted | None:
+        """What the call is to return, if it is a sharded call."""
         self._latest = None
+        return None if self._at_decoder or self._call is not None else _wanted_of(kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Any:
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self._call = call = ShardedCall(self._model, arguments, wanted)
+        without_cache = {"use_cache": False} if "use_cache" in self._names else {}
+        try:
+            outputs = run(**{**call.inputs, **without_cache})
+        finally:
+            self._call = self._latest = None
+        return call.put_together(outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, kwargs: dict[str, Any], output: Any) -> None:
         forward, self._latest = self._latest, None
         if forward is not None:
             add_loss(output, kwargs, forward)
+
+
+def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:
+    """What a call is to return, if it is a sharded call: no part of a generation, which keeps keys and values."""
+    return wanted_results() if arguments.get("past_key_values") is None else None

@@ -60,8 +60,8 @@ def expect_shard_shapes(kwargs: Mapping[str, Any]) -> None:
     if positions is None and is_shard(kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
         raise BatchError(
             "the model was given the tokens of a shard without its position_ids. Give it the batch from the loader "
-            "as it is, model(**batch). A trainer that puts the model's inputs together itself (GKD, for one) cannot be "
-            "split over the sequence: run it without sequence parallelism."
+            "as it is, model(**batch). A loop that puts the model's inputs together itself needs whole batches: call "
+            "the model by handle.sharded_call."
         )
     if positions is None:
         raise BatchError(

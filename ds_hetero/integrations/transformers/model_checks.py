@@ -22,12 +22,16 @@ from ds_hetero.integrations.transformers.recurrent_layers import (
     mixes_by_door,
 )
 
-__all__ = ["check_model", "decoder_of", "embeddings_of", "head_counts", "pretrained_of"]
+__all__ = ["POOLS", "check_model", "decoder_of", "embeddings_of", "head_counts", "pools", "pretrained_of"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+_POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+POOLS = (
+    "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
+    "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
+)
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 # By model_type, attention that goes through transformers' interface and is another's all the same.
 _OWN_ATTENTION = {
@@ -73,6 +77,11 @@ def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
         return None
 
 
+def pools(pretrained: PretrainedModel) -> bool:
+    """Whether the head pools over the sequence that its decoder returns, as for classification and rewards."""
+    return type(pretrained).__name__.endswith("ForSequenceClassification")
+
+
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
     """Query heads and key/value heads.
 
@@ -111,6 +120,8 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
         yield "it is an encoder-decoder; cross attention is not supported"
     if type(pretrained).__name__.endswith(_POOLED):
         yield "its head pools over the whole sequence, of which each rank holds a part"
+    if pools(pretrained) and getattr(decoder_of(pretrained), "pooler", None) is not None:
+        yield f"{type(decoder_of(pretrained)).__name__} itself pools over the sequence, of which each rank holds a part"
     if "position_ids" not in inspect.signature(type(decoder_of(pretrained)).forward).parameters:
         yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
 

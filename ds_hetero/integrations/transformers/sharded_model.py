@@ -6,13 +6,14 @@ import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, Token
+from contextvars import Token
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.attention import (
     NAME,
     ShardedForward,
@@ -29,7 +30,8 @@ from ds_hetero.integrations.transformers.forward_inputs import (
     is_placeholder,
     local_batch,
 )
-from ds_hetero.integrations.transformers.model_checks import decoder_of, embeddings_of, pretrained_of
+from ds_hetero.integrations.transformers.forward_mode import sharding_is_set
+from ds_hetero.integrations.transformers.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
@@ -43,22 +45,10 @@ from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.schedule import Schedule
 
-__all__ = ["ShardedModel", "sharding"]
+__all__ = ["ShardedModel"]
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 _KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
-
-_sharding: ContextVar[bool | None] = ContextVar("_sharding", default=None)
-
-
-@contextlib.contextmanager
-def sharding(on: bool) -> Iterator[None]:
-    """Have forwards inside take shards, or whole batches, whatever ``model.training`` says."""
-    token = _sharding.set(on)
-    try:
-        yield
-    finally:
-        _sharding.reset(token)
 
 
 class ShardedModel:
@@ -112,7 +102,7 @@ class ShardedModel:
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
-        self._entrance = Entrance(self.pretrained)
+        self._entrance = Entrance(self, at_decoder=self.pools or self._decoder is self.model)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
@@ -146,6 +136,11 @@ class ShardedModel:
     def waits_in_forward(self) -> bool:
         """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
         return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+
+    @property
+    def pools(self) -> bool:
+        """Whether its head pools over the sequence, so that only sharded calls can split it."""
+        return pools(self.pretrained)
 
     @property
     def moves_labels(self) -> bool:
@@ -194,6 +189,16 @@ class ShardedModel:
         is_due = self._verify == "always" or (self._verify == "first_batch" and not self._is_checked)
         return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
+    def check_once(self, check: Callable[[], bool]) -> None:
+        """Run ``check`` before a sharded call that is trained on, if the model has yet to be checked.
+
+        Args:
+            check: compares the model whole and sharded; returns whether there was a batch to do it with.
+        """
+        is_trained = self._decoder.training and torch.is_grad_enabled() and not self.pools
+        if is_trained and self.needs_check and check():
+            self.note_checked()
+
     def note_checked(self) -> None:
         """The model passed under the present schedule."""
         self._is_checked = True
@@ -227,7 +232,7 @@ class ShardedModel:
         return is_unscaled
 
     def _takes_shards(self, decoder: nn.Module) -> bool:
-        override = _sharding.get()
+        override = sharding_is_set()
         return decoder.training or not self._mode_was_set if override is None else override
 
     def _train(self, decoder: nn.Module, mode: bool = True) -> nn.Module:
@@ -237,14 +242,17 @@ class ShardedModel:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        is_forced = _sharding.get() is True
-        if not self._takes_shards(decoder) or (kwargs.get("past_key_values") is not None and not is_forced):
+        kwargs = self._entrance.enter_decoder({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        is_forced, is_in_call = sharding_is_set() is True, self._entrance.is_in_call
+        has_cache = kwargs.get("past_key_values") is not None and not is_forced
+        if not is_in_call and (not self._takes_shards(decoder) or has_cache):
             tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
             expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
             self._whole_token = begin_whole_forward()
             return (), kwargs
         expect_shard_shapes(kwargs)
+        if self.pools and not is_in_call:
+            raise ModelError(POOLS.format(type(self.pretrained).__name__))
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and not is_forced:
@@ -254,7 +262,7 @@ class ShardedModel:
         if self._has_doors:
             kwargs[KEYWORD] = forward
         self._token = begin_sharded_forward(forward)
-        self._entrance.note(forward)
+        self._entrance.run_decoder(forward)
         if self.places_documents:
             expect_no_noise(self._embeddings)
         tokens = kwargs["position_ids"].shape[1]
@@ -262,7 +270,7 @@ class ShardedModel:
         return (), kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, decoder: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         if self._token is not None:
             forward = end_sharded_forward(self._token)
             self._token = None
@@ -272,6 +280,7 @@ class ShardedModel:
         if self._whole_token is not None:
             end_whole_forward(self._whole_token)
             self._whole_token = None
+        return self._entrance.leave_decoder(output)
 
     def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:
         """Agree on the batch with the other ranks, and record it."""

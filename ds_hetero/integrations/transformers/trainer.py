@@ -1,6 +1,6 @@
 """The Hugging Face Trainer: each sample once, and the loss of the accumulated batch as in one process.
 
-All private names of `transformers.Trainer` that ds_hetero knows are in this file.
+`PRIVATE_NAMES` are those of `transformers.Trainer` that ds_hetero knows.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +16,22 @@ import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
 
-from ds_hetero.errors import CheckpointError, ConfigError, HeteroError, PeerError
+from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
 from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.integrations.loader import is_placeholder
 from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers.sharded_model import sharding
+from ds_hetero.integrations.transformers.forward_mode import sharding, wanted_results
+from ds_hetero.integrations.transformers.trainer_calls import (
+    calls_sharded,
+    evaluating,
+    expect_equal_replicas,
+    takes_whole_batches,
+    training_step,
+)
 from ds_hetero.integrations.transformers.trainer_checks import expect_labels, expect_splittable, naming_trainer
-from ds_hetero.job.checkpoint_folder import why_not_written
+from ds_hetero.integrations.transformers.trainer_saving import failing_together, marking_unfinished, saving_stages
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
-from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
@@ -48,8 +52,11 @@ PRIVATE_NAMES = (
     "transformers:Trainer.get_sp_size",
     "transformers:Trainer.get_total_train_batch_size",
     "transformers:Trainer.loss_is_scaled_for_ga",
+    "transformers:Trainer.evaluate",
+    "transformers:Trainer.predict",
     "transformers:Trainer.save_model",
     "transformers:Trainer.set_initial_training_values",
+    "transformers:Trainer.training_step",
     "transformers.trainer:skip_first_batches",
 )
 
@@ -64,10 +71,13 @@ def install(registry: Registry) -> None:
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
     replace(Trainer, "_track_num_input_tokens", _counting_tokens_once)
     replace(transformers.trainer, "skip_first_batches", skip_first_batches)
-    replace(Trainer, "save_model", lambda stock: _saving_stages(registry, stock))
+    replace(Trainer, "training_step", training_step)
+    for name in ("evaluate", "predict"):
+        replace(Trainer, name, lambda stock: evaluating(_is_sharded, stock))
+    replace(Trainer, "save_model", lambda stock: saving_stages(registry, stock))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
-        replace(Trainer, name, _failing_together)
-    replace(Trainer, "_save_checkpoint", _marking_unfinished)
+        replace(Trainer, name, failing_together)
+    replace(Trainer, "_save_checkpoint", marking_unfinished)
 
 
 def _accumulating_micro_steps(stock: Any) -> Any:
@@ -81,11 +91,15 @@ def _accumulating_micro_steps(stock: Any) -> Any:
     def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         trainer, arguments = given["self"], given["args"]
+        is_whole = _is_sharded(trainer) and takes_whole_batches(trainer)
         if _is_sharded(trainer):
             expect_splittable(trainer)
         batches = _replica_batches(trainer)
+        if is_whole and batches is not None:
+            expect_equal_replicas(trainer)
         if batches is None:
-            return stock(*args, **kwargs)
+            with calls_sharded(trainer) if is_whole else contextlib.nullcontext():
+                return stock(*args, **kwargs)
         if not arguments.average_tokens_across_devices:
             raise ConfigError(
                 "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
@@ -125,7 +139,8 @@ def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
         if is_pipelined:
             _expect_loss_only(trainer)
             trainer.gather_function = _same_on_all_ranks
-        if not (kwargs.get("is_training") or is_pipelined) or not _is_sharded(trainer):
+        over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(trainer)
+        if not over_replicas or not _is_sharded(trainer):
             return stock(trainer, *args, **kwargs)
         with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(trainer)):
             return stock(trainer, *args, **kwargs)
@@ -177,6 +192,9 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
             return stock(trainer, epoch_iterator, num_batches, device)[0], None
         if prepared is None:
             return stock(trainer, epoch_iterator, num_batches, device)
+        if wanted_results() is not None:
+            batches, items = stock(trainer, epoch_iterator, num_batches, device)
+            return batches, None if items is None else items * trainer.get_sp_size()  # gathered once per replica
         with sharding(True), naming_trainer(trainer):
             batches, _ = stock(trainer, epoch_iterator, num_batches, device)
         if not batches:
@@ -205,7 +223,7 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
             trainer.loss_is_scaled_for_ga = True
             return (outputs.loss, outputs) if return_outputs else outputs.loss
         prepared = registry.find(trainer.model)
-        if prepared is None or not prepared.model.takes_shards:
+        if prepared is None or not prepared.model.takes_shards or wanted_results() is not None:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["shift_labels"]
         outputs = model(**{"labels": labels, **inputs})
@@ -231,74 +249,6 @@ def _counting_tokens_once(stock: Any) -> Any:
         stock(trainer, inputs)
 
     return track_num_input_tokens
-
-
-def _saving_stages(registry: Registry, stock: Any) -> Any:
-    """The weights of a model that is cut into stages are written by the stages, in the folder's usual format."""
-
-    @functools.wraps(stock)
-    def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        pipelined = registry.find_pipelined(trainer.model)
-        if pipelined is None:
-            stock(trainer, output_dir, _internal_call)
-            return
-        folder = output_dir if output_dir is not None else trainer.args.output_dir
-        pipelined.save_pretrained(folder)
-        if trainer.args.should_save:
-            if trainer.processing_class is not None:
-                trainer.processing_class.save_pretrained(folder)
-            torch.save(trainer.args, Path(folder, "training_args.bin"))
-
-    return save_model
-
-
-def _failing_together(stock: Any) -> Any:
-    """A step of saving a checkpoint that ends on all ranks if it fails on one; they wait for each other in the next."""
-
-    @functools.wraps(stock)
-    def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
-        if by_user or not asks_for_engine(trainer.accelerator):
-            stock(trainer, *args, **kwargs)
-            return
-
-        def save_own_part() -> None:
-            try:
-                stock(trainer, *args, **kwargs)
-            except (HeteroError, PeerError):
-                raise
-            except Exception as error:  # torch and safetensors raise almost anything here
-                reason = why_not_written(Path(trainer.args.output_dir), error)
-                raise CheckpointError(
-                    f"{stock.__name__} of the Trainer cannot write the checkpoint: {reason}."
-                ) from error
-
-        on_all_ranks(save_own_part)
-
-    return save
-
-
-def _marking_unfinished(stock: Any) -> Any:
-    """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
-    save_all = _failing_together(stock)
-
-    @functools.wraps(stock)
-    def save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
-        try:
-            save_all(trainer, model, trial)
-        except CheckpointError as error:
-            folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            if trainer.args.should_save and folder.exists():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                with contextlib.suppress(OSError):  # what refuses a file may refuse this as well
-                    folder.rename(unfinished)
-            raise CheckpointError(
-                f"{error} What the Trainer has written is in {folder} or {unfinished.name}; delete it, and resume from "
-                "the checkpoint before."
-            ) from error
-
-    return save_checkpoint
 
 
 def _replica_batches(trainer: Any) -> ReplicaBatches | None:

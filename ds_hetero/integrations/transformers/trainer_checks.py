@@ -10,7 +10,7 @@ from ds_hetero.errors import BatchError, ConfigError
 
 __all__ = ["expect_labels", "expect_splittable", "naming_trainer"]
 
-_WITHOUT = "Train it without sequence parallelism, on one rank per sequence."
+_WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or in a loop by handle.sharded_call."
 
 
 def expect_splittable(trainer: Any) -> None:
@@ -19,18 +19,7 @@ def expect_splittable(trainer: Any) -> None:
     Raises:
         ConfigError: with the argument and what to do.
     """
-    name, arguments = type(trainer).__name__, trainer.args
-    if trainer.label_smoother is not None:
-        raise ConfigError(
-            f"label_smoothing_factor={arguments.label_smoothing_factor} of {name} takes its mean over a rank's part of "
-            "each sequence. Set it to 0, and override compute_loss to add handle.mean(...) of what smoothing adds."
-        )
-    if trainer.compute_loss_func is not None:
-        raise ConfigError(
-            f"compute_loss_func of {name} would see a rank's part of each sequence only. Leave it out: compute the "
-            "loss in the model, or override compute_loss and add terms by handle.mean."
-        )
-    if arguments.train_sampling_strategy == "batch_rebalance":
+    if trainer.args.train_sampling_strategy == "batch_rebalance":
         raise ConfigError(
             'train_sampling_strategy="batch_rebalance" deals samples out to ranks, which share each sequence here. Use '
             '"group_by_length", or "placement": "documents" in the "heterogeneity" section, which balances ranks by '
@@ -59,6 +48,5 @@ def expect_labels(trainer: Any, batch: Mapping[str, Any]) -> None:
     if "shift_labels" not in batch:
         raise BatchError(
             f"the batches of {type(trainer).__name__} have no labels (they hold {', '.join(sorted(batch))}): its loss "
-            f"is not a mean over tokens, and needs whole sequences. {_WITHOUT} A loss of your own can be computed on "
-            "shards in a loop, with handle.mean."
+            f"is not a mean over tokens, and needs whole sequences. {_WITHOUT}"
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.attention import comparing_forwards
+from ds_hetero.integrations.transformers.forward_mode import sharding
 from ds_hetero.integrations.transformers.self_check.comparison import (
     GRADIENT,
     LOSS,
@@ -34,7 +35,7 @@ from ds_hetero.integrations.transformers.self_check.comparison import (
 from ds_hetero.integrations.transformers.self_check.piece import has_left_padding, has_restarts, piece_of, real_tokens
 from ds_hetero.integrations.transformers.self_check.recorded_run import RecordedRun, record_run
 from ds_hetero.integrations.transformers.self_check.traceless import traceless
-from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.placement import stream_placement
 from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.collectives import on_all_ranks

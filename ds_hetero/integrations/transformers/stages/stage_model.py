@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.errors import BatchError, ModelError
+from ds_hetero.integrations.transformers.forward_mode import sharding
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
-from ds_hetero.integrations.transformers.sharded_model import ShardedModel, sharding
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.integrations.transformers.stages.export import write_stages
 from ds_hetero.integrations.transformers.stages.meta import fill_parameters
 from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of, with_memory, without_memory

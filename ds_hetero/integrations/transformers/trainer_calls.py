@@ -1,0 +1,80 @@
+"""Trainers whose loss is of whole sequences: their batches stay whole, and their models are called by sharded calls.
+
+Such a trainer sees what it sees as one process per replica: whole batches, the model's own outputs put together, and
+numbers gathered once per replica. So its loss, its metrics and its evaluation are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.accelerate import gathering_over_replicas, one_process_per_replica
+from ds_hetero.integrations.transformers.forward_mode import Wanted, sharded_calls, wanted_results
+from ds_hetero.integrations.trl.trainers import needs_whole_sequences
+
+__all__ = ["calls_sharded", "evaluating", "expect_equal_replicas", "takes_whole_batches", "training_step"]
+
+_OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
+
+
+def takes_whole_batches(trainer: Any) -> bool:
+    """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
+    from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    return from_logits or needs_whole_sequences(trainer)
+
+
+def expect_equal_replicas(trainer: Any) -> None:
+    """Refuse a loss of whole sequences where replicas take different batches.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
+        "these take different batches. Give all replicas of the schedule the same micro_batch_size and micro_batches."
+    )
+
+
+@contextlib.contextmanager
+def calls_sharded(trainer: Any) -> Iterator[None]:
+    """Have the models of a trainer be called by sharded calls, and its numbers be gathered once per replica."""
+    if wanted_results() is not None:  # an evaluation inside of the training
+        yield
+        return
+    with sharded_calls(_OWN_OUTPUTS), gathering_over_replicas(trainer.accelerator):
+        yield
+
+
+def evaluating(is_sharded: Any, stock: Any) -> Any:
+    """Replace ``Trainer.evaluate`` and ``Trainer.predict``.
+
+    Args:
+        is_sharded: whether a Trainer trains with sequence parallelism by this engine.
+        stock: the method.
+    """
+
+    @functools.wraps(stock)
+    def evaluate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (is_sharded(trainer) and takes_whole_batches(trainer)):
+            return stock(trainer, *args, **kwargs)
+        with calls_sharded(trainer):
+            return stock(trainer, *args, **kwargs)
+
+    return evaluate
+
+
+def training_step(stock: Any) -> Any:
+    """Replace ``Trainer.training_step``: it computes its loss as one process per replica does."""
+
+    @functools.wraps(stock)
+    def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if wanted_results() is None:
+            return stock(trainer, *args, **kwargs)
+        with one_process_per_replica():
+            return stock(trainer, *args, **kwargs)
+
+    return step

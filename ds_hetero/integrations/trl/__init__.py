@@ -1,0 +1,1 @@
+"""TRL: the names of its trainers and outputs that ds_hetero knows."""

@@ -1,0 +1,180 @@
+"""TRL's trainers of whole sequences train, log and evaluate on uneven ranks as on one process.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.test_trainer import make_trainer, one_process, ranks
+from tests.integration.tiny import UNEVEN_2, UNEVEN_4, VOCAB, assert_same_parameters, ds_config, llama, parameters
+
+# Of log entries, what depends on time.
+_TIMES = ("runtime", "per_second", "flos")
+STEPS, BATCH = 5, 2
+
+
+def words(count: int, seed: int) -> str:
+    """So many words of the tokenizer, the end of a text among them only at its end."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(str(int(word)) for word in torch.randint(3, VOCAB, (count,), generator=generator))
+
+
+def tokenizer() -> Any:
+    """A word per id, with a chat template that shows what was said."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="1", pad_token="2", model_max_length=64)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return fast
+
+
+def preferences(count: int) -> Any:
+    """Prompts with a chosen and a rejected text, all of unlike lengths."""
+    from datasets import Dataset
+
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(5 + i % 4, 3 * i),
+                "chosen": f" {words(9 + 2 * (i % 3), 3 * i + 1)} 1",
+                "rejected": f" {words(14 - i % 5, 3 * i + 2)} 1",
+            }
+            for i in range(count)
+        ]
+    )
+
+
+def chats(count: int) -> Any:
+    """A question and an answer each."""
+    from datasets import Dataset
+
+    said = [(words(5 + i % 4, 2 * i), words(9 + 2 * (i % 3), 2 * i + 1)) for i in range(count)]
+    return Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in said
+        ]
+    )
+
+
+def reward_model() -> Any:
+    """With a head of one score."""
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels, config.pad_token_id = 1, 2
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    return model
+
+
+def adapted() -> Any:
+    """With an adapter to be trained."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(
+        llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    )
+
+
+def _dpo(common: dict[str, Any], model: Any = None) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    reference = {"ref_model": llama(hidden_act="gelu")} if model is None else {}
+    common["dataset"], common["eval_dataset"] = preferences(2 * STEPS * BATCH), preferences(3)
+    return DPOTrainer, DPOConfig, model or llama(), reference, {"beta": 0.5}
+
+
+def _reward(common: dict[str, Any]) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    common["dataset"], common["eval_dataset"] = preferences(2 * STEPS * BATCH), preferences(3)
+    return RewardTrainer, RewardConfig, reward_model(), {}, {"center_rewards_coefficient": 0.1}
+
+
+def _gkd(common: dict[str, Any]) -> Any:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    common["dataset"], common["eval_dataset"] = chats(2 * STEPS * BATCH), chats(3)
+    teacher = {"teacher_model": llama(initializer_range=0.3)}  # far from the student: else rounding decides
+    return GKDTrainer, GKDConfig, llama(), teacher, {"lmbda": 0.0, "beta": 0.3, "temperature": 0.8}
+
+
+KINDS: dict[str, Any] = {
+    "DPO": _dpo,
+    "DPO, the adapter taken off": lambda common: _dpo(common, adapted()),
+    "reward": _reward,
+    "GKD": _gkd,
+}
+
+
+def _train(rank: int, stage: int | None, schedule: Any, kind: str, batch_size: int) -> Any:
+    """Logs without times, and trained parameters; ``stage`` None is one process without DeepSpeed."""
+    import ds_hetero
+
+    sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
+    ds = None
+    if stage is not None:
+        ds_hetero.register()
+        ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=batch_size, gradient_accumulation_steps=2)
+    options: dict[str, Any] = {}
+    trainer_class, config, model, more, settings = KINDS[kind](options)
+    trainer = make_trainer(
+        ds,
+        sp_size,
+        trainer_class,
+        config=config,
+        model=model,
+        more={**more, "processing_class": tokenizer(), "eval_dataset": options.pop("eval_dataset")},
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        eval_strategy="steps",
+        eval_steps=3,
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+        **settings,
+    )
+    trainer.train()
+    logs = [
+        {name: value for name, value in entry.items() if not any(time in name for time in _TIMES)}
+        for entry in trainer.state.log_history
+    ]
+    return logs, parameters(trainer.model, stage or 0)
+
+
+def _assert_trains_alike(world_size: int, stage: int, schedule: Any, kind: str) -> None:
+    sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
+    expected_logs, expected = one_process(_train, None, schedule, kind, BATCH * world_size // sp_size)
+    for logs, trained in ranks(_train, world_size, stage, schedule, kind, BATCH):
+        assert [sorted(entry) for entry in logs] == [sorted(entry) for entry in expected_logs]
+        for ours, theirs in zip(logs, expected_logs, strict=True):
+            for name, value in theirs.items():
+                np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} in {theirs}")
+        assert_same_parameters(trained, expected)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_five_steps_equal_one_process(kind: str, stage: int) -> None:
+    _assert_trains_alike(2, stage, UNEVEN_2, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replicas_and_a_rank_without_tokens_equal_one_process(kind: str) -> None:
+    _assert_trains_alike(4, 3, UNEVEN_4, kind)
+    _assert_trains_alike(4, 2, UNEVEN_2, kind)
