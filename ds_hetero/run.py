@@ -1,33 +1,79 @@
-"""Run a script as it is, with this engine registered: ``python -m ds_hetero.run SCRIPT ARGS``, under any launcher.
+"""Run a script, a module or an installed command as it is, with this engine registered, under any launcher.
 
 torchrun --nproc-per-node 4 -m ds_hetero.run train.py --deepspeed ds_config.json
+torchrun --nproc-per-node 4 -m ds_hetero.run -m package.train --deepspeed ds_config.json
 deepspeed --module ds_hetero.run train.py --deepspeed ds_config.json
+
+A command that starts the processes of the job itself, as ``trl sft`` does, starts them without this engine: run the
+module that trains instead.
 """
 
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import ds_hetero
 
 __all__ = ["main"]
 
+_USAGE = "python -m ds_hetero.run SCRIPT ARGS, or -m MODULE ARGS, or COMMAND ARGS"
+
 
 def main() -> None:
-    """Register, then run the script named first on the command line with the arguments after it."""
+    """Register, then run what is named first on the command line with the arguments after it."""
     arguments = sys.argv[1:]
     local_rank = [arguments.pop(0)] if arguments and arguments[0].startswith("--local_rank") else []
-    if not arguments or not Path(arguments[0]).is_file():
-        problem = f"{arguments[0]!r} is no file" if arguments else "no script was given"
-        print(f"python -m ds_hetero.run SCRIPT ARGS: {problem}.", file=sys.stderr)
-        sys.exit(2)
-    script = arguments[0]
+    if not arguments:
+        _refuse("no script was given")
+    if arguments[0] == "-m":
+        _run_module(arguments[1:], local_rank)
+        return
+    script = _script_of(arguments[0])
     sys.argv = [script, *local_rank, *arguments[1:]]
     sys.path[0] = str(Path(script).resolve().parent)
     ds_hetero.register()
     runpy.run_path(script, run_name="__main__")
+
+
+def _run_module(arguments: list[str], local_rank: list[str]) -> None:
+    """As ``python -m``: found from the working directory first."""
+    sys.path[0] = str(Path.cwd())
+    if not arguments or not _exists(arguments[0]):
+        _refuse(f"{arguments[0]!r} is no module" if arguments else "-m without a module")
+    sys.argv = [arguments[0], *local_rank, *arguments[1:]]  # the module's file takes the first place
+    ds_hetero.register()
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a package above it does not exist, or the name is none
+        return False
+
+
+def _script_of(name: str) -> str:
+    """The file of a script, or of an installed command that is one of Python's."""
+    if Path(name).is_file():
+        return name
+    command = shutil.which(name) if Path(name).name == name else None
+    if command is None:
+        _refuse(f"{name!r} is no file and no installed command")
+    with Path(command).open("rb") as file:
+        first = file.readline(200)
+    if not (first.startswith(b"#!") and b"python" in first):
+        _refuse(f"the command {name!r} ({command}) is not a script of Python")
+    return command
+
+
+def _refuse(problem: str) -> NoReturn:
+    print(f"{_USAGE}: {problem}.", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

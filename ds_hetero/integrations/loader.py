@@ -58,6 +58,8 @@ class ModelLoader(ShardedLoader):
         if not self._model.takes_shards:
             yield from WholeLoader(self.whole, self._target)
             return
+        if self._model.pools:
+            raise ModelError(POOLS.format(type(self._model.pretrained).__name__))
         for shard in super().__iter__():
             self._verify()
             inputs = model_inputs(shard, self._target)
@@ -70,8 +72,6 @@ class ModelLoader(ShardedLoader):
 
     def _expect_split_model(self) -> None:
         """Refuse to give shards to a model that takes whole sequences by now."""
-        if self._model.pools:
-            raise ModelError(POOLS.format(type(self._model.pretrained).__name__))
         if self._model.is_restored:
             raise ConfigError(
                 "this loader cuts batches for a model that is not split any more: its handle was undone, or the model "

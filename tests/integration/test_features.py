@@ -168,6 +168,24 @@ def _check_bf16(rank: int) -> None:
     np.testing.assert_allclose(losses, expected, rtol=1e-2)  # 8 bits of mantissa
 
 
+@pytest.mark.parametrize("by", ["configuration", pytest.param("loop", marks=pytest.mark.slow)])
+def test_autocast_trains_as_on_one_process(by: str) -> None:
+    run_deepspeed(_check_autocast, 2, by)
+
+
+def _check_autocast(rank: int, by: str) -> None:
+    """By "torch_autocast" of DeepSpeed, and by a context around a loop."""
+    whole, autocast = batches(3), torch.autocast("cpu", torch.bfloat16)
+    if by == "configuration":
+        losses = train(*start(llama(), stage=2, torch_autocast={"enabled": True, "dtype": "bfloat16"}), whole)
+    else:
+        with autocast:
+            losses = train(*start(llama(), stage=2), whole)
+    with autocast:
+        expected, _ = train_on_one_process(llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-2)  # 8 bits of mantissa
+
+
 def test_models_that_were_not_prepared_stay_as_they_were() -> None:
     run_deepspeed(_check_other_models, 2)
 

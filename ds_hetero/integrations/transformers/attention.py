@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers import masks
+from ds_hetero.integrations.transformers.autocast import cast_alike, without_autocast
 from ds_hetero.integrations.transformers.former_attention import former_implementation, naming_former, owner_of
 from ds_hetero.integrations.transformers.masks import MaskKind, mask_kind
 from ds_hetero.integrations.transformers.protocols import AttentionLayer, ModelConfig
@@ -264,7 +265,7 @@ def _sharded_attention(
     layer: str, qkv: tuple[Tensor, Tensor, Tensor], mask: ShardedMask, options: _LayerOptions
 ) -> Tensor:
     """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
-    query, key, value = qkv
+    query, key, value = cast_alike(*qkv)
     forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
     heads, expected = (query.shape[1], key.shape[1]), _heads_of(forward.replica)
     if heads != expected:
@@ -287,7 +288,8 @@ def _sharded_attention(
         softcap=options.softcap,
         sinks=options.s_aux,
     )
-    out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
+    with without_autocast(query.device):
+        out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
     if forward.is_placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[..., :value_dim]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.attention import comparing_forwards
+from ds_hetero.integrations.transformers.autocast import without_autocast
 from ds_hetero.integrations.transformers.forward_mode import sharding
 from ds_hetero.integrations.transformers.self_check.comparison import (
     GRADIENT,
@@ -116,7 +117,7 @@ def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[in
     """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
     runs = _Runs(model, piece)
     eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
-    with traceless(model.model), model.unrecorded():
+    with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
         whole, sharded = runs.pair(None)
         noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
         errors = compare(whole, sharded, runs.held)
@@ -147,8 +148,8 @@ class _Runs:
         placed = _placed(model, piece)
         intervals = placed.placement.intervals(replica.rank)
         self.held = Held(intervals, real_tokens(piece))
-        self._device = next(model.model.parameters()).device
-        self._shard = model_inputs(placed.shard(replica.rank), self._device)
+        self.device = next(model.model.parameters()).device
+        self._shard = model_inputs(placed.shard(replica.rank), self.device)
         self._shape = (placed.batch.batch_size, placed.batch.length)
         self._own_shape = tuple(self._shard["position_ids"].shape[:2])
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
@@ -206,7 +207,7 @@ class _Runs:
         return sequence_parallel_loss(mean * num_labels, num_labels, self._model.replica)
 
     def _on_device(self, entry: Any) -> Any:
-        return entry.to(self._device) if isinstance(entry, Tensor) else entry
+        return entry.to(self.device) if isinstance(entry, Tensor) else entry
 
 
 def _placed(model: ShardedModel, piece: Mapping[str, Any]) -> PlacedBatch:
