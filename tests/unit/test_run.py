@@ -1,4 +1,4 @@
-"""`python -m ds_hetero.run` runs scripts, modules and installed commands as Python alone would, and names what it cannot."""
+"""`python -m ds_hetero.run` runs scripts, modules and installed commands as Python does, and names what it cannot."""
 
 import json
 import sys
