@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,13 +21,20 @@ import accelerate.data_loader
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, DummyScheduler, recursively_apply
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    DistributedType,
+    DummyScheduler,
+    ParallelismConfig,
+    recursively_apply,
+)
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.facts import enabled, section_of
+from ds_hetero.integrations.default_parallelism import size_of_configuration
 from ds_hetero.integrations.loader import WholeLoader
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
@@ -41,6 +49,7 @@ __all__ = [
     "install",
     "loaders_over_replicas",
     "one_process_per_replica",
+    "size_of_accelerate",
     "skip_first_batches",
 ]
 
@@ -165,7 +174,7 @@ def _counting_processes(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        stock(accelerator, *args, **kwargs)
+        stock(accelerator, *args, **_with_parallelism(kwargs))
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
         if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
@@ -177,6 +186,29 @@ def _counting_processes(stock: Any) -> Any:
             )
 
     return init
+
+
+def _with_parallelism(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an Accelerator, with a ParallelismConfig if the script and its environment give none."""
+    plugin = arguments.get("deepspeed_plugin")
+    given = arguments.get("parallelism_config") is not None or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")
+    sp_size = None if given or plugin is None else size_of_configuration(plugin.deepspeed_config)
+    if sp_size is None:
+        return arguments
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    parallelism = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=sp_size,
+        dp_shard_size=int(os.environ["WORLD_SIZE"]) // sp_size,
+        sp_handler=handler,
+    )
+    return {**arguments, "parallelism_config": parallelism}
+
+
+def size_of_accelerate() -> int | None:
+    """The sequence-parallel size that accelerate was given; None where there is none."""
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return None if parallelism is None or parallelism.sp_size == 1 else int(parallelism.sp_size)
 
 
 def _preparing(registry: Registry, stock: Any) -> Any:

@@ -38,7 +38,7 @@ def make_trainer(ds: dict[str, Any] | None, sp_size: int, kind: type | None = No
     from transformers import Trainer, TrainingArguments
 
     parallelism = None
-    if ds is not None:
+    if ds is not None and sp_size:
         from accelerate import ParallelismConfig
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -118,7 +118,7 @@ def _train(
         ds_hetero.register()
         micro, steps = options["per_device_train_batch_size"], options["gradient_accumulation_steps"]
         ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps)
-    trainer = make_trainer(ds, sp_size, **options)
+    trainer = make_trainer(ds, 0 if options.pop("without_parallelism", False) else sp_size, **options)
     trainer.train()
     assert trainer.state.is_world_process_zero == (rank == 0)
     return logged(trainer), parameters(trainer.model, stage or 0)
@@ -146,6 +146,17 @@ def test_training_equals_one_process(world_size: int, schedule: Any, stage: int,
     expected_logs, expected = _training_of_one_process(batch_size, num_samples, steps)
     for logs, trained in ranks(_train, world_size, stage, schedule, {**options, "per_device_train_batch_size": 1}):
         assert_same_logs(logs, expected_logs, norm=stage > 0)
+        assert_same_parameters(trained, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_without_parallelism_config_the_size_is_that_of_the_schedule(world_size: int) -> None:
+    options = {"num_samples": 8, "gradient_accumulation_steps": 1, "eval_strategy": "epoch"}
+    expected_logs, expected = _training_of_one_process(world_size // 2, 8, 1)
+    own = {**options, "per_device_train_batch_size": 1, "without_parallelism": True}
+    for logs, trained in ranks(_train, world_size, 2, UNEVEN_2, own):
+        assert_same_logs(logs, expected_logs)
         assert_same_parameters(trained, expected)
 
 

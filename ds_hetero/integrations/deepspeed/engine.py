@@ -31,6 +31,7 @@ from torch import nn
 
 from ds_hetero.config import expect_section_name
 from ds_hetero.errors import ModelError
+from ds_hetero.integrations.accelerate import size_of_accelerate
 from ds_hetero.integrations.deepspeed import checkpoints, registered, saving, tiled_loss
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
@@ -164,7 +165,12 @@ class EngineInstaller:
         given, ds_config = self._given, self._ds_config
         model = given["model"]
         _expect_supported(model, ds_config)
-        sizes = {**size_in_configuration(ds_config), **_size_of_mesh(given), **_size_of_mpu(given.get("mpu"))}
+        sizes = {
+            **size_in_configuration(ds_config),
+            **_size_of_mesh(given),
+            **_size_of_mpu(given.get("mpu")),
+            "sp_size of accelerate's ParallelismConfig": size_of_accelerate(),
+        }
         prepared = self._registry.prepare(model, ds_config, sizes)
         engine, *rest = self._build(prepared, sp_size_of(sizes))
         self._hook(engine, prepared)
