@@ -77,7 +77,7 @@ def plain_results(model: Any, batch: dict[str, Tensor]) -> Any:
     labels = batch["labels"][:, 1:]
     taken = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
     return SimpleNamespace(
-        loss=outputs.loss,
+        loss=-taken.sum() / labels.ne(-100).sum(),  # transformers' own is of single precision
         log_probs=F.pad(taken, (1, 0)),
         hidden_state=outputs.hidden_states[-1],
         logits=outputs.logits,
