@@ -230,7 +230,7 @@ def _give_shards(rank: int) -> None:
     for given in (copies, {"input_ids": copies["input_ids"]}):
         with pytest.raises(BatchError, match="this LlamaForCausalLM is not trained by ds_hetero"):
             reference(**given)
-    with pytest.raises(BatchError, match=r"the tokens of a shard without its position_ids.*A trainer that puts"):
+    with pytest.raises(BatchError, match=r"the tokens of a shard without its position_ids.*A loop that puts"):
         engine(input_ids=copies["input_ids"])
     engine.eval()
     for given in (shard, copies):

@@ -52,10 +52,11 @@ def test_a_module_is_found_from_the_working_directory(registered, monkeypatch, t
 
 
 def test_an_installed_command_is_run_as_a_script(registered, monkeypatch, tmp_path):
-    command = tmp_path / "shows-arguments"
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "shows-arguments"
     command.write_text(f"#!{sys.executable}\n{SHOW}")
     command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     argv, _ = shown(monkeypatch, "shows-arguments", "sft")
     assert argv == [str(command), "sft"] and registered == [1]
 
