@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import gathering_over_replicas, one_process_per_replica
 from ds_hetero.integrations.transformers.forward_mode import Wanted, sharded_calls, wanted_results
+from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.trl.trainers import needs_whole_sequences
 
 __all__ = ["calls_sharded", "evaluating", "expect_equal_replicas", "takes_whole_batches", "training_step"]
@@ -45,8 +47,23 @@ def calls_sharded(trainer: Any) -> Iterator[None]:
     if wanted_results() is not None:  # an evaluation inside of the training
         yield
         return
-    with sharded_calls(_OWN_OUTPUTS), gathering_over_replicas(trainer.accelerator):
-        yield
+    before = trainer.model_accepts_loss_kwargs  # False where the Trainer counts labels for sequence parallelism
+    trainer.model_accepts_loss_kwargs = _accepts_loss_kwargs(trainer)
+    try:
+        with sharded_calls(_OWN_OUTPUTS), gathering_over_replicas(trainer.accelerator):
+            yield
+    finally:
+        trainer.model_accepts_loss_kwargs = before
+
+
+def _accepts_loss_kwargs(trainer: Any) -> bool:
+    """Whether the Trainer counts the labels of a step on one process, by its own rule."""
+    model = pretrained_of(trainer.model)
+    accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return accepts
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def evaluating(is_sharded: Any, stock: Any) -> Any:
