@@ -9,9 +9,6 @@ __all__ = ["WORKS", "needs_whole_sequences"]
 WORKS = ">=1.16,<2"
 _OF_WHOLE_SEQUENCES = {
     "DPOTrainer",
-    "KTOTrainer",
-    "CPOTrainer",
-    "ORPOTrainer",
     "RewardTrainer",
     "GKDTrainer",
 }
