@@ -197,3 +197,14 @@ def test_messages_show_long_values_of_options_in_short(command, option, capsys):
     assert main([*command, option, "x" * 5_000 + ".yaml"]) == 2
     message = capsys.readouterr().err
     assert "xxx" in message and len(message) < 600 and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", *_JOB, "--micro-batch", "x" * 5_000], ["plan", "--" + "x" * 5_000], ["--" + "x" * 5_000], ["x" * 5_000]],
+)
+def test_messages_of_the_command_line_reader_are_short(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    message = capsys.readouterr().err
+    assert "xxx" in message and len(message) < 600
