@@ -45,6 +45,7 @@ def _measure_twice(rank, folder):
     return *first, *measure_cached(folder=folder, window_s=0.001, show_progress=False)
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_busy_machine_is_used_and_not_kept(tmp_path):
     for content, is_new, text in run_ranks(_measure_beside_a_busy_process, 2, tmp_path):
         assert is_new and cluster_from_dict(content).num_ranks == 2

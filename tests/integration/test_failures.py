@@ -112,6 +112,7 @@ def _note_fault(folder: str) -> None:
     Path(folder, "fault").write_text(repr(time.monotonic()))
 
 
+@pytest.mark.slow
 def test_slow_and_paused_ranks_are_waited_for() -> None:
     ends = run_to_the_end(_dawdle, 2)
     assert [end.code for end in ends] == [0, 0], ends

@@ -114,6 +114,7 @@ def _check_recomputation(rank: int, reentrant: bool) -> None:
     assert_same_parameters(parameters(model, 2), parameters(twin))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_on_one_process() -> None:
     run_deepspeed(_check_compiled, 2)
 

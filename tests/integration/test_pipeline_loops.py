@@ -112,7 +112,11 @@ def train_sft(rank: int, plan: Any, options: dict[str, Any]) -> Any:
     return logged(trainer), of_tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True, "packing_strategy": "wrapped"}], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"packing": True, "packing_strategy": "wrapped"}],
+    ids=["padded", "packed"],
+)
 def test_trl_trains_pipelines_as_one_process(options: dict[str, Any]) -> None:
     expected = one_process(train_sft, None, options)
     for logs, of_tokens in ranks(train_sft, 4, PIPELINES, options):

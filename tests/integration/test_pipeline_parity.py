@@ -60,6 +60,7 @@ def errors(rank, plans, cases, dtype):
     return worst
 
 
+@pytest.mark.slow
 def test_the_case_study_trains_as_one_process_in_fp32():
     cases = {"packed": CASES["packed"] | CASES["tied"]}
     outcomes = run_deepspeed(errors, 8, {"case study": CASE_STUDY}, cases, torch.float32)

@@ -127,6 +127,7 @@ def slowed(rank):
     return worst, layers, told
 
 
+@pytest.mark.slow
 def test_a_rank_that_slows_down_loses_layers_within_20_steps():
     (first, at_first, told), (second, at_second, _) = run_deepspeed(slowed, 2)
     assert max(first, second) < 1e-12

@@ -215,7 +215,9 @@ def test_adapters_are_trained_alone():
     assert max(worst for worst, _ in run_deepspeed(trains_as_one_process, 5, plan, {}, False, True)) < 1e-12
 
 
-@pytest.mark.parametrize(("world_size", "seeds"), [(3, range(4)), (6, range(8, 11))])
+@pytest.mark.parametrize(
+    ("world_size", "seeds"), [(3, range(4)), pytest.param(6, range(8, 11), marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(500)
 def test_random_plans_train_as_one_process(world_size, seeds):
     outcomes = run_deepspeed(random_plans_train_as_one_process, world_size, world_size, seeds, timeout_s=400)
@@ -303,6 +305,7 @@ def train(handle, engine, steps):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_checkpoint_loads_under_every_other_plan(tmp_path):
     names = ["tensor stage and single stages", "alone", "sequence stage and single stages"]

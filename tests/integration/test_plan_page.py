@@ -144,6 +144,7 @@ def test_names_from_files_are_text_and_no_tags(browser, capsys, tmp_path):
     page.close()
 
 
+@pytest.mark.slow
 def test_pipelines_and_documents_have_their_sections(browser, capsys, tmp_path):
     pipelines = ("--parallel", "full", "--global-batch", 16, "--seq-len", 4096)
     for options, wanted in ((pipelines, "A step"), (("--lengths", "arxiv"), "Documents and their lanes")):

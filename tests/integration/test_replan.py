@@ -128,7 +128,7 @@ def _replanning(config: dict[str, Any], **replan: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("prefetch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_becomes_slow_gets_less_to_do(tmp_path: Path, prefetch: bool) -> None:
     """Within 20 steps at 90 % of the best there is; shards from before the change are trained on too."""
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
@@ -183,6 +183,7 @@ def test_noise_changes_no_schedule() -> None:
         assert found["changes"] == []
 
 
+@pytest.mark.slow
 def test_the_planner_searches_for_the_replica_that_needs_it() -> None:
     """Two replicas with two micro-batches a step, on a described cluster; rank 3 becomes slow."""
     steps = 22

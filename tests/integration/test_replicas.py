@@ -88,7 +88,9 @@ def plain_loop_of_one_process() -> tuple[list[float], list[float], dict[str, np.
     return losses, norms, parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_a_plain_loop_equals_one_process(stage: int, plain_loop_of_one_process: Any) -> None:
     losses, norms, expected = plain_loop_of_one_process
     for our_losses, our_norms, trained in run_deepspeed(_plain_loop, 4, stage):
@@ -175,7 +177,14 @@ def _refuse(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "stream"), [(0, False), (1, True), (2, False), (3, False)], ids=["0", "1, a stream", "2", "3"]
+    ("stage", "stream"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        (1, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (3, False),
+    ],
+    ids=["0", "1, a stream", "2", "3"],
 )
 def test_an_accelerate_loop_equals_one_process(stage: int, stream: bool) -> None:
     (expected,) = run_deepspeed(_accelerate_loop, 1, None, stream, env={"ACCELERATE_USE_CPU": "true"})
@@ -257,7 +266,9 @@ def trainer_of_one_process() -> Any:
     return one_process(_train, None, {"eval_strategy": "epoch"})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_the_trainer_equals_one_process(stage: int, trainer_of_one_process: Any) -> None:
     expected_logs, expected = trainer_of_one_process
     for logs, trained in ranks(_train, 4, stage, {"eval_strategy": "epoch"}):

@@ -123,6 +123,7 @@ def test_a_slow_rank_is_named_and_nothing_changes(schedule):
     assert not any("straggler" in line for line in other)
 
 
+@pytest.mark.slow
 def test_looking_for_stragglers_costs_half_a_percent_of_a_step_at_most():
     """Computing time of the monitor, over steps of 20 ms and more."""
     config = _config(None, replan={"report_only": True}, schedule="ulysses")

@@ -161,6 +161,7 @@ def test_a_rank_that_does_not_answer_ends_the_test_with_its_name(
     assert lines[-1]["name"] == "what comes after" and lines[-1]["status"] == "skip"
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     codes = run_deepspeed(_selftest, 2, str(tmp_path), ["--timeout-s", "3"], env={"WORLD_SIZE": "3"})
     assert codes == [1, 1]
