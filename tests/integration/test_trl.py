@@ -16,6 +16,7 @@ from tests.integration.tiny import UNEVEN_2, UNEVEN_4, VOCAB, assert_same_parame
 
 # Of log entries, what depends on time.
 _TIMES = ("runtime", "per_second", "flos")
+_CELLS = "num_input_tokens_seen"  # with padding, of which two replicas' batches have less than one batch of all rows
 STEPS, BATCH = 5, 2
 
 
@@ -162,7 +163,8 @@ def _assert_trains_alike(world_size: int, stage: int, schedule: Any, kind: str) 
     for logs, trained in ranks(_train, world_size, stage, schedule, kind, BATCH):
         assert [sorted(entry) for entry in logs] == [sorted(entry) for entry in expected_logs]
         for ours, theirs in zip(logs, expected_logs, strict=True):
-            for name, value in theirs.items():
+            for name in theirs.keys() - ({_CELLS} if world_size > sp_size else set()):
+                value = theirs[name]
                 np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} in {theirs}")
         assert_same_parameters(trained, expected)
 
