@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from ds_hetero.job.checkpoint_folder import why_not_written
 TORN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")  # torch.save, disk full
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
+@contextmanager
+def _small_files() -> Iterator[None]:
+    """Bound every file of this process, pytest's own output among them: around one call only."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_the_error_of_the_file_system_in_the_chain_counts(tmp_path: Path) -> None:
@@ -28,8 +32,10 @@ def test_the_error_of_the_file_system_in_the_chain_counts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "part"])
-def test_the_file_system_is_asked_again(name: str, tmp_path: Path, small_files: None) -> None:
-    assert why_not_written(tmp_path / name, TORN).endswith("File too large")
+def test_the_file_system_is_asked_again(name: str, tmp_path: Path) -> None:
+    with _small_files():
+        reason = why_not_written(tmp_path / name, TORN)
+    assert reason.endswith("File too large")
 
 
 def test_a_part_cut_short_is_told_without_the_words_of_cpp(tmp_path: Path) -> None:
