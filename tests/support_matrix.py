@@ -52,6 +52,9 @@ class Row:
 _MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
 _SELF_CHECK = "tests/integration/test_self_check.py::test_models_that_would_train_on_something_else_are_refused"
 _BREADTH = "tests/integration/test_self_check_breadth.py::test_no_exact_architecture_raises_an_alarm"
+_TOWERS = "tests/integration/test_towers.py::test_gradients_equal_those_of_the_undivided_model"
+_TOWERS_CHECKED = "tests/integration/test_towers.py::test_the_self_check_passes_them"
+_TOWERS_TRAINED = "tests/integration/test_towers.py::test_training_equals_one_process"
 _RECURRENT = "tests/integration/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
 _REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
 _FEATURES = "tests/integration/test_features.py::"
@@ -133,6 +136,19 @@ _MODEL_ROWS = (
     ),
     Row(what="short convolutions beside attention: LFM2", status="tested", tests=(_RECURRENT,)),
     Row(
+        what="images before a text decoder: Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA, SmolVLM",
+        status="tested",
+        tests=(_TOWERS, _TOWERS_CHECKED, _TOWERS_TRAINED),
+        note="towers run whole on every rank; plain, padded, recomputed, rotary positions of several axes; videos are "
+        "untried",
+    ),
+    Row(
+        what="sounds before a text decoder: Qwen2-Audio, Voxtral",
+        status="tested",
+        tests=(_TOWERS, _TOWERS_CHECKED),
+        note="likewise",
+    ),
+    Row(
         what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded: "
         + ", ".join(f"`{name}`" for name in CAUSAL),
         status="self-checked",
@@ -185,8 +201,12 @@ _MODEL_ROWS = (
         tests=("tests/integration/test_models.py::test_prompt_tuning_is_refused",),
     ),
     _refused(
-        "vision and audio models: LLaVA, Idefics, PaliGemma, Mistral 3, Gemma 3 with images ...", note="text-only too"
+        "images that see in both directions: Gemma 3 with images, PaliGemma",
+        "masks by blocks of images",
+        "images before a prefix",
+        note="text alone too",
     ),
+    _refused("cross attention to images: Mllama", "cross attention to images"),
     _refused(
         "attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, StableLM, XGLM, DeBERTa, Longformer, BigBird ..."
     ),

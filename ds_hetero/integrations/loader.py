@@ -42,6 +42,7 @@ class ModelLoader(ShardedLoader):
             model.replica,
             batches=batches,
             keep_labels=not model.moves_labels,
+            keep_inputs=model.cuts_inputs,
             placer=model.place,
             plan_ahead=(lambda: model.placer) if model.places_documents else None,
             by_documents=model.places_documents,

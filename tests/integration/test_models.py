@@ -25,6 +25,15 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
 }
+_VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 # Config class, model class, changes; where eager is named, sdpa cannot do what the model asks for.
@@ -215,6 +224,32 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "JetMoeForCausalLM",
         {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
         "its attention has num_key_value_heads of keys per expert",
+    ),
+    "masks by blocks of images": (
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        {"text_config": {**_SIZES, "head_dim": 8}, "vision_config": _VISION},
+        "it makes the masks of its text decoder before it, by blocks of images",
+    ),
+    "images before a prefix": (
+        "PaliGemmaConfig",
+        "PaliGemmaForConditionalGeneration",
+        {"text_config": {**_SIZES, "model_type": "gemma", "head_dim": 8}, "vision_config": _VISION},
+        "it makes the masks of its text decoder before it, by blocks of images",
+    ),
+    "cross attention to images": (
+        "MllamaConfig",
+        "MllamaForConditionalGeneration",
+        {
+            "text_config": {**_SIZES, "pad_token_id": 0, "cross_attention_layers": [1]},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_global_layers": 1,
+            },
+        },
+        "its text attends to its images by cross attention",
     ),
     "windows in both directions": (
         "ModernBertConfig",

@@ -21,6 +21,12 @@ from ds_hetero.integrations.transformers.recurrent_layers import (
     has_scan_without_door,
     mixes_by_door,
 )
+from ds_hetero.integrations.transformers.towers import (
+    front_of,
+    has_towers,
+    makes_masks,
+    text_decoder_of,
+)
 
 __all__ = ["POOLS", "check_model", "decoder_of", "embeddings_of", "head_counts", "pools", "pretrained_of"]
 
@@ -32,7 +38,6 @@ POOLS = (
     "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
 )
-_MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 # By model_type, attention that goes through transformers' interface and is another's all the same.
 _OWN_ATTENTION = {
     "doge": "its attention chooses keys by their content, in masks of its own",
@@ -66,7 +71,7 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
 
 def decoder_of(pretrained: PretrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
-    return pretrained.base_model
+    return text_decoder_of(pretrained) if has_towers(pretrained) else pretrained.base_model
 
 
 def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
@@ -114,7 +119,9 @@ def check_model(model: nn.Module) -> None:
 
 
 def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    if not (pretrained.is_backend_compatible() or _asks_registry(pretrained)):
+    decoder: Any = decoder_of(pretrained)
+    compatible = getattr(decoder, "is_backend_compatible", pretrained.is_backend_compatible)
+    if not (compatible() or _asks_registry(pretrained)):
         yield "it does not use transformers' attention interface, so its attention cannot be replaced"
     if getattr(pretrained.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder; cross attention is not supported"
@@ -134,9 +141,6 @@ def _asks_registry(pretrained: PretrainedModel) -> bool:
 
 def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     config = pretrained.config.get_text_config()
-    for name in _MODALITIES:
-        if getattr(pretrained.config, name, None) is not None:
-            yield f"it has a {name}; only text is supported"
     by_door = (*LAYER_TYPES, *_TOKENWISE_TYPES) if has_doors(decoder_of(pretrained)) else ()
     supported = (*_LAYER_TYPES, *by_door)
     unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(supported))
@@ -165,7 +169,7 @@ def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
             yield f"{name} ({type(module).__name__}) chooses keys by the content of the whole sequence"
             break
     layer_types = getattr(pretrained.config.get_text_config(), "layer_types", None) or ()
-    directions = {module.is_causal for module in pretrained.modules() if hasattr(module, "is_causal")}
+    directions = {module.is_causal for module in decoder_of(pretrained).modules() if hasattr(module, "is_causal")}
     if "sliding_attention" in layer_types and directions == {False}:
         yield "its sliding windows look in both directions; without a window, or causal, they are supported"
 
@@ -176,12 +180,24 @@ def _rope_types(parameters: dict[str, Any]) -> set[Any]:
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}
 
 
+def _tower_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    if not has_towers(pretrained):
+        return
+    decoder = decoder_of(pretrained)
+    if decoder in (pretrained, pretrained.base_model):
+        yield "its towers and its text decoder are one module, so that there is no place to cut between them"
+    elif getattr(pretrained.config.get_text_config(), "cross_attention_layers", None):
+        yield "its text attends to its images by cross attention, which is not supported"
+    if makes_masks(front_of(pretrained)):
+        yield "it makes the masks of its text decoder before it, by blocks of images that see in both directions"
+
+
 def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     doors = has_doors(decoder_of(pretrained))
     if has_scan_without_door(decoder_of(pretrained)):
         yield "its state-space layers are of the first Mamba, whose scan cannot be split by heads"
-    for name, module in pretrained.named_modules():
+    for name, module in decoder_of(pretrained).named_modules():
         mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
         mixes |= isinstance(module, convolutions) and any(size > 1 for size in module.kernel_size)
         mixes &= not (doors and mixes_by_door(module))
@@ -201,5 +217,6 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _interface_problems,
     _config_problems,
     _attention_problems,
+    _tower_problems,
     _module_problems,
 )

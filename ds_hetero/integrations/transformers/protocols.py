@@ -55,6 +55,9 @@ class PretrainedModel(Protocol):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What calling the model runs; its parameters say which arguments it takes."""
 
+    def get_decoder(self) -> nn.Module:
+        """The part of it that turns embeddings of tokens into hidden states."""
+
     def get_output_embeddings(self) -> nn.Module:
         """The head that turns hidden states into logits."""
 

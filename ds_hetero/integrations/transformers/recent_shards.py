@@ -37,6 +37,8 @@ def note_shard(shard: Mapping[str, Any]) -> None:
     info = shard_info(positions)
     if not is_part(positions) or info is None or positions.shape[1] == info.placement.length:
         return
+    if info.inputs_are_whole:
+        return
     if not positions.shape[1]:
         tokens = torch.full((len(positions), 1), PLACEHOLDER_POSITION)
     if isinstance(tokens, Tensor):

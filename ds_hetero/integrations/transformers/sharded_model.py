@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.errors import ModelError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.transformers.attention import (
     NAME,
     ShardedForward,
@@ -30,10 +31,11 @@ from ds_hetero.integrations.transformers.forward_inputs import (
     is_placeholder,
     local_batch,
 )
-from ds_hetero.integrations.transformers.forward_mode import sharding_is_set
+from ds_hetero.integrations.transformers.forward_mode import sharding_is_set, wanted_results
 from ds_hetero.integrations.transformers.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
+from ds_hetero.integrations.transformers.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
@@ -93,12 +95,9 @@ class ShardedModel:
         self.is_restored = False
         self._decoder = decoder_of(self.pretrained)
         self._embeddings = embeddings_of(self.pretrained)
+        self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
-        configs: list[ModelConfig] = [m.config for m in self.pretrained.modules() if hasattr(m, "config")]  # type: ignore[misc]
-        self._configs = list({id(config): config for config in configs}.values())
-        for config in self._configs:
-            remember_implementation(config, self)
-        self.pretrained.set_attn_implementation(NAME)
+        self._configs = self._switch_attention()
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
@@ -107,6 +106,25 @@ class ShardedModel:
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
         ]
+        if self._door is not None:
+            front = front_of(self.pretrained)
+            self._hooks.append(front.register_forward_pre_hook(self._before_towers, with_kwargs=True))
+            self._hooks.append(front.register_forward_hook(self._after_towers, always_call=True))
+
+    def _switch_attention(self) -> list[ModelConfig]:
+        """Have the decoder use our attention, and towers before it theirs; return the configurations that say so."""
+        part: Any = self.pretrained if self._door is None else self._decoder
+        inside: list[ModelConfig] = [m.config for m in part.modules() if hasattr(m, "config")]
+        outside: list[ModelConfig] = []
+        if self._door is not None:  # what makes masks before the decoder comes to us, too
+            outside = [self.pretrained.config, front_of(self.pretrained).config]  # type: ignore[list-item]
+        configs = list({id(config): config for config in (*inside, *outside)}.values())
+        for config in configs:
+            remember_implementation(config, self)
+        part.set_attn_implementation(NAME)
+        for config in outside:
+            config._attn_implementation_internal = NAME
+        return configs
 
     def keep_alive(self, record: object) -> None:
         """Have ``record`` live as long as the model, whose hooks hold this object."""
@@ -143,9 +161,39 @@ class ShardedModel:
         return pools(self.pretrained)
 
     @property
+    def decoder(self) -> nn.Module:
+        """What turns embeddings of this rank's tokens into their hidden states."""
+        return self._decoder
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether forwards take whole sequences, of which the decoder is given this rank's part, see `towers`."""
+        return self._door is not None
+
+    @contextlib.contextmanager
+    def looking_at(self, window: Window) -> Iterator[None]:
+        """Have forwards of whole batches inside compute a window of them; of a model with towers."""
+        assert self._door is not None
+        self._door.window = window
+        try:
+            yield
+        finally:
+            self._door.window = None
+
+    @property
     def moves_labels(self) -> bool:
         """Whether a token predicts the label of the next one, as in language models, and not its own."""
         return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
+
+    @functools.cached_property
+    def shifts_labels_itself(self) -> bool:
+        """Whether the loss of a model with towers moves labels by itself; ours is made from its logits then."""
+        if not self.moves_labels or not self.cuts_inputs:
+            return False
+        try:
+            return "loss_function" not in inspect.getsource(type(self.pretrained).forward)
+        except (OSError, TypeError):  # made while the program runs
+            return False
 
     def change_replica(self, replica: Replica) -> None:
         """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
@@ -161,7 +209,15 @@ class ShardedModel:
 
         Args:
             placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
+
+        Raises:
+            ConfigError: the model has towers.
         """
+        if placer is not None and self.cuts_inputs:
+            raise ConfigError(
+                f'"placement": "documents" is for batches of tokens alone, and {type(self.pretrained).__name__} puts '
+                'images or sounds before its text decoder. Set "placement" to "stream".'
+            )
         self.placer, self.places_documents = placer or stream_placement, placer is not None
 
     def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
@@ -244,12 +300,18 @@ class ShardedModel:
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = self._entrance.enter_decoder({**dict(zip(self._parameters, args, strict=False)), **kwargs})
         is_forced, is_in_call = sharding_is_set() is True, self._entrance.is_in_call
-        has_cache = kwargs.get("past_key_values") is not None and not is_forced
+        is_entered = self._door is not None and self._door.is_entered
+        has_cache = kwargs.get("past_key_values") is not None and not (is_forced or is_entered)
         if not is_in_call and (not self._takes_shards(decoder) or has_cache):
             tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
             expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
             self._whole_token = begin_whole_forward()
+            if self._door is not None and self._door.window is not None:
+                kwargs = self._door.cut_to_window(kwargs, self._door.window)
             return (), kwargs
+        made: Tensor | None = None
+        if self._door is not None:
+            kwargs, made = self._door.cut(kwargs, self.replica.rank)
         expect_shard_shapes(kwargs)
         if self.pools and not is_in_call:
             raise ModelError(POOLS.format(type(self.pretrained).__name__))
@@ -259,15 +321,36 @@ class ShardedModel:
             kwargs["use_cache"] = False
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+        tokens = kwargs["position_ids"].shape[1]
+        if made is not None:
+            kwargs["position_ids"] = made
         if self._has_doors:
             kwargs[KEYWORD] = forward
         self._token = begin_sharded_forward(forward)
         self._entrance.run_decoder(forward)
         if self.places_documents:
             expect_no_noise(self._embeddings)
-        tokens = kwargs["position_ids"].shape[1]
-        self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)
+        if self._door is None:
+            self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)
         return (), kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_towers(self, front: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._door is not None
+        if self._entrance.is_in_call or wanted_results() is not None:
+            raise ModelError(
+                f"{type(self.pretrained).__name__} puts images or sounds before its text decoder, and sharded calls "
+                "cannot cut those. Train it with batches of handle.dataloader, or call it inside handle.unsharded()."
+            )
+        is_generating = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        if self._takes_shards(self._decoder) and not is_generating:
+            return (), self._door.enter(args, kwargs)
+        expect_whole(type(self.pretrained).__name__, *args, *kwargs.values())
+        return args, kwargs
+
+    def _after_towers(self, front: nn.Module, args: Any, output: Any) -> None:
+        assert self._door is not None
+        self._door.leave()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, decoder: nn.Module, args: Any, output: Any) -> Any:

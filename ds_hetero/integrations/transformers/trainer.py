@@ -36,6 +36,7 @@ from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reade
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
 __all__ = ["PRIVATE_NAMES", "install"]
 
@@ -226,11 +227,15 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
         if prepared is None or not prepared.model.takes_shards or wanted_results() is not None:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["shift_labels"]
-        outputs = model(**{"labels": labels, **inputs})
-        mean = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        for_model = {} if prepared.model.shifts_labels_itself else {"labels": labels}
+        outputs = model(**{**for_model, **inputs})
         num_tokens = labels.ne(IGNORE_INDEX).sum()
+        if for_model:
+            loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0])
+        else:
+            loss_sum = cross_entropy_sum(outputs["logits"], labels)
         with prepared.model.clock.phase(IDLE, "loss"):
-            loss = sequence_parallel_loss(mean * num_tokens, num_tokens, prepared.model.replica, num_items_in_batch)
+            loss = sequence_parallel_loss(loss_sum, num_tokens, prepared.model.replica, num_items_in_batch)
         trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
         return (loss, outputs) if return_outputs else loss
 

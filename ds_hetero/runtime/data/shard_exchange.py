@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer, Rows
 from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.data.shard_info import ShardInfo, attach
+from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
 from ds_hetero.runtime.data.shards import PlacedBatch, cut
 from ds_hetero.runtime.replica import Replica
 
@@ -36,6 +36,7 @@ def manifest(placed: PlacedBatch) -> bytes:
         "documents_from": batch.documents_from,
         "position_runs": batch.position_runs,
         "placement": placed.placement.fingerprint,
+        "inputs_are_whole": batch.keeps_inputs,
         "sequences": [(name, _name(t.dtype), list(t.shape)) for name, t in batch.sequences.items()],
         "constants": [(name, _name(t.dtype), list(t.shape)) for name, t in batch.constants.items()],
     }
@@ -112,7 +113,7 @@ class _AnnouncedShard:
         for entry, part in zip(self.entries, parts, strict=True):
             shard[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be
             _as_bytes(shard[entry.name]).copy_(part)
-        attach(shard["position_ids"], self.info)
+        attach(shard["position_ids"], replace(self.info, whole_positions=shard.pop(WHOLE_POSITIONS, None)))
         return {**shard, **self.objects}
 
 
@@ -131,6 +132,7 @@ def _read_manifest(text: bytes, replica: Replica, placer: Placer) -> _AnnouncedS
         placement=placement,
         documents_from=described["documents_from"],
         position_runs=tuple(map(_pairs, described["position_runs"])),
+        inputs_are_whole=described["inputs_are_whole"],
     )
     tokens = placement.tokens(replica.rank)
     sequences = [(name, dtype, (shape[0], tokens, *shape[2:])) for name, dtype, shape in described["sequences"]]

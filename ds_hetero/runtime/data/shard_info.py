@@ -13,7 +13,9 @@ from torch import Tensor
 from ds_hetero.placement import Placement
 from ds_hetero.runtime.documents import PositionRuns
 
-__all__ = ["ShardInfo", "attach", "is_part", "shard_info"]
+__all__ = ["WHOLE_POSITIONS", "ShardInfo", "attach", "is_part", "shard_info"]
+
+WHOLE_POSITIONS = "position_ids of whole sequences"  # the entry of a batch that `ShardInfo.whole_positions` was
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +30,9 @@ class ShardInfo:
             known.
         is_filler: the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`.
         labels: [B, s] labels of the shard, for a loss that is given no labels.
+        inputs_are_whole: the entries beside the shard's ``position_ids`` and labels are those of whole sequences.
+        whole_positions: with these, the batch's own ``position_ids``; None if it had none.
+        first: with these, the position of the whole sequences at which the placement begins.
     """
 
     placement: Placement
@@ -36,6 +41,9 @@ class ShardInfo:
     num_items: int | None = None
     is_filler: bool = False
     labels: Tensor | None = None
+    inputs_are_whole: bool = False
+    whole_positions: Tensor | None = None
+    first: int = 0
 
 
 def attach(tensor: Tensor, info: ShardInfo) -> Tensor:

@@ -11,6 +11,9 @@ What happens to an entry is decided by what it is:
                                 to every rank (cu_seq_lens_q, pixel_values)
     anything else               given to every rank as it is
 
+For a model whose own forward cuts what its decoder is given (``keep_inputs``), only labels are cut here, and the
+``position_ids`` by which ranks agree; all other entries go whole to every rank.
+
 Dimension key: B batch, L tokens of the sequence, s tokens that one rank holds.
 """
 
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Placer, Rows
-from ds_hetero.runtime.data.shard_info import ShardInfo, attach, shard_info
+from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, shard_info
 from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, position_runs
 from ds_hetero.schedule import Schedule
 
@@ -41,6 +44,7 @@ __all__ = [
     "model_inputs",
     "place",
     "read_batch",
+    "text_positions",
 ]
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
@@ -49,6 +53,8 @@ IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 _CHECKED_ELEMENTS = 1 << 20
+
+_ALWAYS_CUT = ("position_ids", "labels", "shift_labels")
 
 PLACEHOLDER_POSITION = -1  # position id of the one token that stands for none
 
@@ -69,6 +75,7 @@ class WholeBatch:
         rows: documents of every row; empty where they are left to be found by the model's forward.
         documents_from: the entry that they were read from, one of those in `ds_hetero.runtime.documents`.
         position_runs: the position ids, where the documents are known.
+        keeps_inputs: whether the model takes whole sequences and cuts them itself; they are among the constants.
     """
 
     batch_size: int
@@ -79,6 +86,7 @@ class WholeBatch:
     rows: tuple[Rows, ...] = ()
     documents_from: str | None = None
     position_runs: PositionRuns = ()
+    keeps_inputs: bool = False
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
@@ -118,6 +126,8 @@ class PlacedBatch(NamedTuple):
             position_runs=self.batch.position_runs,
             num_items=num_items,
             is_filler=is_filler,
+            inputs_are_whole=self.batch.keeps_inputs,
+            whole_positions=shard.pop(WHOLE_POSITIONS, None),
         )
         attach(shard["position_ids"], info)
         return shard
@@ -135,13 +145,14 @@ def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
         raise BatchError(str(error)) from None
 
 
-def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
+def read_batch(batch: Any, keep_labels: bool = False, keep_inputs: bool = False) -> WholeBatch:
     """Sort the entries of a batch by the rules of this module.
 
     Args:
         batch: a mapping as collators make it.
         keep_labels: keep ``labels``, unmoved, beside ``shift_labels``; a model that is not given ``shift_labels`` would
             move them inside its shard and lose the labels at the borders.
+        keep_inputs: leave everything but labels whole, for a model that cuts what its decoder is given.
 
     Raises:
         BatchError: not a mapping, no tokens, or an entry that cannot be cut; the message names it.
@@ -153,6 +164,9 @@ def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
     batch_size, length = _batch_and_length(tensors)
     positions = tensors.pop("position_ids", None)
     objects.pop("position_ids", None)  # None, as some collators put it
+    if keep_inputs and positions is not None:
+        tensors[WHOLE_POSITIONS] = positions
+        positions = text_positions(positions)
     tensors["position_ids"] = _positions(positions, batch_size, length)
     _expect_one_per_token(tensors, "attention_mask", batch_size, length)
     _expect_one_per_token(tensors, "labels", batch_size, length)
@@ -161,14 +175,29 @@ def read_batch(batch: Any, keep_labels: bool = False) -> WholeBatch:
         tensors["shift_labels"] = _moved_left(tensors["labels"])
     if not keep_labels:
         tensors.pop("labels", None)
-    is_sequence = {name: tuple(tensor.shape[:2]) == (batch_size, length) for name, tensor in tensors.items()}
+    is_sequence = {
+        name: tuple(tensor.shape[:2]) == (batch_size, length) and (not keep_inputs or name in _ALWAYS_CUT)
+        for name, tensor in tensors.items()
+    }
     return WholeBatch(
         batch_size=batch_size,
         length=length,
         sequences={name: tensor for name, tensor in tensors.items() if is_sequence[name]},
         constants={name: tensor for name, tensor in tensors.items() if not is_sequence[name]},
         objects=objects,
+        keeps_inputs=keep_inputs,
     )
+
+
+def text_positions(positions: Tensor) -> Tensor | None:
+    """The places of tokens in their text, [B, L], out of what a model with axes of images is given; None for 0 .. L-1.
+
+    Args:
+        positions: [B, L]; [3, B, L] time, height and width; or [4, B, L], the text's own before these.
+    """
+    if positions.dim() == 3:
+        return positions[0] if positions.shape[0] == 4 else None
+    return positions
 
 
 def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
@@ -178,6 +207,9 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
         batch: one whose entries it is to have; None for tokens, positions and labels alone.
         length: tokens of the row.
     """
+    if batch is not None and batch.keeps_inputs:  # images and the places that they fill belong together
+        labels = {name: torch.full_like(batch.sequences["position_ids"], IGNORE_INDEX) for name in batch.sequences}
+        return replace(batch, sequences={**labels, "position_ids": batch.sequences["position_ids"]})
     if batch is None:
         batch = read_batch({"input_ids": torch.zeros(1, length, dtype=torch.int64)})
     batch_size, have = 1, min(length, batch.length)
@@ -221,7 +253,8 @@ def model_inputs(shard: Mapping[str, Any], device: torch.device) -> dict[str, An
     inputs = {name: _model_input(name, entry, device) for name, entry in entries.items()}
     info = shard_info(shard["position_ids"])
     assert info is not None
-    attach(inputs["position_ids"], replace(info, labels=inputs.get("shift_labels")))
+    whole = None if info.whole_positions is None else info.whole_positions.to(device)
+    attach(inputs["position_ids"], replace(info, labels=inputs.get("shift_labels"), whole_positions=whole))
     return inputs
 
 
@@ -261,7 +294,7 @@ def _positions(positions: Tensor | None, batch_size: int, length: int) -> Tensor
     raise BatchError(
         f"position_ids of shape {shape} cannot be cut along the sequence: "
         f"they must be [B, L], [1, L] or [L] with B={batch_size}, L={length}. "
-        "Multi-dimensional rotary positions (mrope) are not supported."
+        "Positions of several axes (mrope) are for models with images."
     )
 
 

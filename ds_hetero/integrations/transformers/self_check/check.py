@@ -8,49 +8,36 @@ the reason.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.transformers.attention import comparing_forwards
 from ds_hetero.integrations.transformers.autocast import without_autocast
-from ds_hetero.integrations.transformers.forward_mode import sharding
 from ds_hetero.integrations.transformers.self_check.comparison import (
     GRADIENT,
     LOSS,
     Difference,
-    Held,
     compare,
     faults,
     least,
     noise_of,
     worst,
 )
-from ds_hetero.integrations.transformers.self_check.piece import has_left_padding, has_restarts, piece_of, real_tokens
-from ds_hetero.integrations.transformers.self_check.recorded_run import RecordedRun, record_run
+from ds_hetero.integrations.transformers.self_check.piece import has_left_padding, has_restarts, piece_of
+from ds_hetero.integrations.transformers.self_check.runs import Runs, WindowRuns
 from ds_hetero.integrations.transformers.self_check.traceless import traceless
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.placement import stream_placement
-from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.batch_documents import with_documents
-from ds_hetero.runtime.data.shard_info import shard_info
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, model_inputs, place, read_batch
-from ds_hetero.runtime.loss import sequence_parallel_loss
 
 __all__ = ["check_first_batch"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
-_TIE_BREAK = 0.05  # relative change of embeddings between two pairs
 
 
 def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> bool:
@@ -69,26 +56,44 @@ def check_first_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> b
     Raises:
         ModelError: the sharded run computes something else; on every rank, naming the module.
     """
+    if model.cuts_inputs:
+        return _check_window(model, batch)
     piece = _first_piece(model, batch)
     if piece is None:
         return False
-    differences = _differences(model, piece)
+    runs = Runs(model, piece)
+    differences = _differences(model, runs)
     if not differences:
         if has_left_padding(piece):
             _look_at_padding(model, batch)
         return True
-    if has_restarts(piece) and not _differences(model, _first_piece(model, batch, inside_document=True) or {}):
+    if has_restarts(piece) and not _differences_of_piece(model, batch, inside_document=True):
         _warn(
             f"{type(model.pretrained).__name__} lets the documents of a packed batch see each other where one process "
             "runs it; here they do not, as their position_ids say."
         )
         return True
-    raise ModelError(_refusal(model, piece, *differences[0]))
+    raise ModelError(_refusal(model, runs, *differences[0]))
+
+
+def _check_window(model: ShardedModel, batch: Mapping[str, Any] | None) -> bool:
+    """`check_first_batch` of a model with towers: with a window of what its text decoder is given."""
+    has_batch = on_all_ranks(lambda: batch is not None)
+    if True not in has_batch:
+        return False
+    first = has_batch.index(True)
+    whole = on_all_ranks(lambda: dict(batch or {}) if dist.get_rank() == first else None)[first]
+    assert whole is not None
+    runs = WindowRuns(model, whole)
+    differences = _differences(model, runs)
+    if differences:
+        raise ModelError(_refusal(model, runs, *differences[0]))
+    return True
 
 
 def _look_at_padding(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
     """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
-    differences = _differences(model, _first_piece(model, batch, padding_predicts=True) or {})
+    differences = _differences_of_piece(model, batch, padding_predicts=True)
     if differences:
         error = max(difference.error for _, difference in differences)
         _warn(
@@ -113,9 +118,14 @@ def _first_piece(model: ShardedModel, batch: Mapping[str, Any] | None, **kind: b
     return next((piece for piece in on_all_ranks(cut) if piece is not None), None)
 
 
-def _differences(model: ShardedModel, piece: Mapping[str, Any]) -> list[tuple[int, Difference]]:
+def _differences_of_piece(
+    model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool
+) -> list[tuple[int, Difference]]:
+    return _differences(model, Runs(model, _first_piece(model, batch, **kind) or {}))
+
+
+def _differences(model: ShardedModel, runs: Runs) -> list[tuple[int, Difference]]:
     """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
-    runs = _Runs(model, piece)
     eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
     with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
         whole, sharded = runs.pair(None)
@@ -134,102 +144,8 @@ def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Diffe
     return faults(on_all_ranks(lambda: worst(errors, noise, eps)))
 
 
-class _Runs:
-    """Runs of one piece, whole and sharded.
-
-    Args:
-        model: what is trained.
-        piece: the same on every rank.
-    """
-
-    def __init__(self, model: ShardedModel, piece: Mapping[str, Any]) -> None:
-        self._model, self._piece = model, piece
-        replica = model.replica
-        placed = _placed(model, piece)
-        intervals = placed.placement.intervals(replica.rank)
-        self.held = Held(intervals, real_tokens(piece))
-        self.device = next(model.model.parameters()).device
-        self._shard = model_inputs(placed.shard(replica.rank), self.device)
-        self._shape = (placed.batch.batch_size, placed.batch.length)
-        self._own_shape = tuple(self._shard["position_ids"].shape[:2])
-        # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
-        self._gradient_scale = dist.get_world_size() / replica.num_replicas
-        accepts = inspect.signature(model.pretrained.forward).parameters
-        self._extra = {"use_cache": False} if "use_cache" in accepts else {}
-
-    def pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
-        """Run the piece whole and sharded, with embeddings changed alike by the seed if there is one."""
-        if seed is None:
-            return self.whole(None), self._sharded(None)
-        whole = self.whole(self.shake(seed, _TIE_BREAK, None))
-        return whole, self._sharded(self.shake(seed, _TIE_BREAK, self.held.intervals))
-
-    def whole(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
-        """Run the piece as one process would."""
-        inputs = {name: self._on_device(entry) for name, entry in self._piece.items()} | self._extra
-        with sharding(False):
-            return record_run(self._model.model, inputs, self._shape, lambda out: getattr(out, "loss", None), shake)
-
-    def shake(
-        self, seed: int, amplitude: float, intervals: tuple[tuple[int, int], ...] | None
-    ) -> Callable[[Tensor], Tensor]:
-        """Return a change of embeddings by 1 +- amplitude, alike for a token wherever it is held.
-
-        Args:
-            seed: of the change.
-            amplitude: of the change, relative.
-            intervals: of the tokens that are held; None for all.
-        """
-
-        def shake(embeddings: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            factors = 1 + amplitude * (2 * torch.rand((*self._shape, *embeddings.shape[2:]), generator=generator) - 1)
-            if intervals is not None:
-                factors = torch.cat([factors[:, start:stop] for start, stop in intervals] or [factors[:, :1]], dim=1)
-            return embeddings * factors.to(embeddings)
-
-        return shake
-
-    def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
-        inputs = dict(self._shard) | self._extra
-        if "shift_labels" in inputs:
-            inputs["labels"] = inputs["shift_labels"]
-        with sharding(True), comparing_forwards():
-            run = record_run(self._model.model, inputs, self._own_shape, self._sharded_loss, shake)
-        gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
-        return replace(run, gradients=gradients)
-
-    def _sharded_loss(self, outputs: Any) -> Tensor | None:
-        mean = getattr(outputs, "loss", None)
-        if mean is None or "shift_labels" not in self._shard:
-            return None
-        num_labels = self._shard["shift_labels"].ne(IGNORE_INDEX).sum()
-        return sequence_parallel_loss(mean * num_labels, num_labels, self._model.replica)
-
-    def _on_device(self, entry: Any) -> Any:
-        return entry.to(self.device) if isinstance(entry, Tensor) else entry
-
-
-def _placed(model: ShardedModel, piece: Mapping[str, Any]) -> PlacedBatch:
-    """The piece as the model's batches are placed, but that every document is cut over all groups.
-
-    Several rows, or one with padding, are cut by their length: they would become one row, which could not be compared
-    with the whole piece token by token.
-    """
-    schedule, batch = model.replica.schedule, read_batch(dict(piece), keep_labels=not model.moves_labels)
-    if isinstance(model.placer, DocumentPlacer):
-        by_documents = with_documents(batch)
-        if (by_documents.batch_size, by_documents.length, len(by_documents.rows)) == (1, batch.length, 1):
-            placed = place(model.placer.everywhere, schedule, by_documents)
-            info = shard_info(placed.shard(model.replica.rank)["position_ids"])
-            assert info is not None
-            model.note_shard(info)
-            return placed
-    return place(stream_placement, schedule, batch)
-
-
-def _refusal(model: ShardedModel, piece: Mapping[str, Any], rank: int, difference: Difference) -> str:
-    tokens = real_tokens(piece).shape[1]
+def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference) -> str:
+    tokens = runs.held.real.shape[1]
     if difference.kind == LOSS:
         what = "the loss differs"
     elif difference.kind == GRADIENT:

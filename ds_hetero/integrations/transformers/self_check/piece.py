@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.integrations.transformers.towers import Window
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, read_batch
 from ds_hetero.schedule import Schedule
 
-__all__ = ["has_left_padding", "has_restarts", "piece_of", "real_tokens"]
+__all__ = ["has_left_padding", "has_restarts", "piece_of", "real_tokens", "window_of"]
 
 ROWS = 2
 TOKENS_PER_RANK = 24
@@ -53,6 +54,34 @@ def piece_of(
     _borrow_labels(piece, tensors)
     _mask_labels_of_padding(piece, padding_predicts)
     return piece
+
+
+def window_of(batch: Mapping[str, Any], schedule: Schedule) -> tuple[Window, Tensor | None]:
+    """Choose the part of a whole batch that is run whole and sharded, for a model with towers.
+
+    It begins before the first image or sound where the batch tells by ``mm_token_type_ids``.
+
+    Returns:
+        The window, and the moved labels in it, [rows, n]; None if the batch has no labels.
+    """
+    tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
+    tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
+    length = tokens.shape[1]
+    count = min(length, _next_prime(_num_tokens(schedule)))
+    kinds = tensors.get("mm_token_type_ids")
+    start = _start(tensors, length, count)
+    if kinds is not None and bool(kinds.any()):
+        first = int(kinds.ne(0).any(0).nonzero()[0])
+        start = min(max(first - count // 4, 0), length - count)
+    window = Window(min(ROWS, len(tokens)), start, start + count)
+    read = read_batch(dict(batch), keep_inputs=True)
+    if "shift_labels" not in read.sequences:
+        return window, None
+    piece = {"shift_labels": read.sequences["shift_labels"][: window.rows, start : window.stop].clone().cpu()}
+    _borrow_labels(piece, read.sequences)
+    real = real_tokens(batch)[: window.rows, start : window.stop].cpu()
+    piece["shift_labels"][~real] = IGNORE_INDEX
+    return window, piece["shift_labels"]
 
 
 def real_tokens(piece: Mapping[str, Any]) -> Tensor:

@@ -57,6 +57,7 @@ def record_run(
     shape: tuple[int, int],
     loss_of: Callable[[Any], Tensor | None],
     shake: Callable[[Tensor], Tensor] | None = None,
+    decoder: nn.Module | None = None,
 ) -> RecordedRun:
     """Run a model once, and the backward of its loss.
 
@@ -67,8 +68,9 @@ def record_run(
         loss_of: takes what the model returned.
         shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or
             to move ties.
+        decoder: of a model with towers, whose embeddings are what this is given; it alone has outputs of ``shape``.
     """
-    recorder = _Recorder(model, shape, shake)
+    recorder = _Recorder(model, shape, shake, decoder)
     if inputs.get(_EMBEDDINGS) is not None:
         inputs = {**inputs, _EMBEDDINGS: recorder.as_leaf(inputs[_EMBEDDINGS])}
     with recorder.recording():
@@ -77,7 +79,14 @@ def record_run(
 
 
 class _Recorder:
-    def __init__(self, model: nn.Module, shape: tuple[int, int], shake: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: tuple[int, int],
+        shake: Callable[[Tensor], Tensor] | None,
+        decoder: nn.Module | None,
+    ) -> None:
+        self._decoder = decoder
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._shape, self._shake = shape, shake
         self._num_calls: Counter[str] = Counter()
@@ -87,6 +96,8 @@ class _Recorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         hooks = [module.register_forward_hook(self._see) for module in self._names]
+        if self._decoder is not None:
+            hooks.append(self._decoder.register_forward_pre_hook(self._at_door, with_kwargs=True))
         try:
             yield
         finally:
@@ -105,7 +116,8 @@ class _Recorder:
         return run
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(module, nn.Embedding) and isinstance(output, Tensor) and output.is_floating_point():
+        is_embedding = isinstance(module, nn.Embedding) and self._decoder is None
+        if is_embedding and isinstance(output, Tensor) and output.is_floating_point():
             output = self.as_leaf(output)
         name = self._names[module]
         call = self._num_calls[name]
@@ -117,6 +129,11 @@ class _Recorder:
                 if tensor.shape[0] >= self._shape[0]:  # gradients at what all rows share add up over the rows
                     self._tensors[place] = tensor
         return output
+
+    def _at_door(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(_EMBEDDINGS) is not None:
+            kwargs = {**kwargs, _EMBEDDINGS: self.as_leaf(kwargs[_EMBEDDINGS])}
+        return args, kwargs
 
     def as_leaf(self, output: Tensor) -> Tensor:
         """Let gradients end here, as the parameters take none; a copy of the leaf, which models may change in place."""
