@@ -111,7 +111,14 @@ _MODEL_ROWS = (
     _model("Qwen2 with sliding windows", "qwen2 window"),
     _model("Qwen3", "qwen3"),
     _model("Mistral with sliding windows", "mistral window"),
-    _model("Mixtral", "mixtral", note="without the router's loss"),
+    _model("Mixtral", "mixtral"),
+    _model(
+        "a router's auxiliary loss, over the whole replica: Mixtral, Qwen3-MoE and the others whose file has "
+        "transformers' `load_balancing_loss_func`",
+        "mixtral router loss",
+        "qwen3 moe router loss",
+        note="weighted as the tokens of its batch; over accumulated batches transformers adds it up instead",
+    ),
     _model(
         "Gemma 2 with soft-capping",
         "gemma2 softcap",
@@ -120,6 +127,12 @@ _MODEL_ROWS = (
     _model("Gemma 3, text", "gemma3"),
     _model("gpt-oss, with attention sinks", "gpt-oss sinks", note="`eager`; plain, padded, packed"),
     _model("DeepSeek-V3, with latent attention", "deepseek mla"),
+    _model(
+        "rotary embeddings that depend on the length (`dynamic`, `longrope`)",
+        "dynamic rope",
+        "longrope",
+        note="from the largest position of the whole batch; not inside pipeline stages",
+    ),
     _model("BERT, masked language model", "bert"),
     _model("GPT-2", "gpt2"),
     Row(
@@ -177,8 +190,11 @@ _MODEL_ROWS = (
     ),
     _self_checked("`GPT2DoubleHeadsModel`", "gpt2 double heads", note="labels are moved twice"),
     _refused("dropout inside attention", "dropout", note="set it to 0"),
-    _refused("rotary embeddings that depend on the length (`dynamic`, `longrope`)", "rope"),
-    _refused("a router's auxiliary loss", "router loss", note="set `router_aux_loss_coef` to 0"),
+    _refused(
+        "a router's auxiliary loss, in models with images",
+        "router loss with images",
+        note="set `router_aux_loss_coef` to 0",
+    ),
     Row(
         what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
         status="tested",

@@ -197,8 +197,11 @@ class Handle:
         if isinstance(chosen, nn.Module):
             batch_loss: Tensor = outputs.loss
             return batch_loss if num_items is None else batch_loss * num_tokens * dist.get_world_size() / num_items
-        loss_sum = cross_entropy_sum(outputs.logits, labels) if mean is None else mean * num_tokens
         model, replica, divisor = chosen.model, chosen.model.replica, 1
+        if mean is None:
+            loss_sum = cross_entropy_sum(outputs.logits, labels) + num_tokens * model.router_term(outputs)
+        else:
+            loss_sum = mean * num_tokens
         model.note_scaled_loss()
         if num_items is None and replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps

@@ -36,6 +36,9 @@ _VISION: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+_ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+
 # Config class, model class, changes; where eager is named, sdpa cannot do what the model asks for.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -47,6 +50,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
     "mistral window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 7}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _EXPERTS),
+    "mixtral router loss": ("MixtralConfig", "MixtralForCausalLM", {**_EXPERTS, **_ROUTER}),
+    "qwen3 moe router loss": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_ROUTED, **_ROUTER}),
     "gemma2 softcap": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -74,6 +79,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "topk_group": 1,
             "moe_intermediate_size": 16,
             "first_k_dense_replace": 1,
+        },
+    ),
+    "dynamic rope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+            },
+            "pad_token_id": 0,
         },
     ),
     "bert": (
@@ -122,6 +147,7 @@ def whole_batch(kind: str) -> dict[str, Tensor]:
     return batch
 
 
+NO_TOKENS_2 = {**ONE_GROUP_2, "groups": [{"ranks": [0, 1], "tokens": [1, 0], "heads": [3, 1]}]}
 GRADIENT_CASES = [(name, "plain", UNEVEN_2) for name in MODELS]
 GRADIENT_CASES += [
     (name, kind, UNEVEN_2) for name in ("llama", "gpt-oss sinks") for kind in ("left", "right", "packed")
@@ -130,13 +156,15 @@ GRADIENT_CASES += [
     ("llama", "packed", ONE_GROUP_2),
     ("gemma3", "packed", ONE_GROUP_2),
     ("bert", "right", ONE_GROUP_2),
+    ("mixtral router loss", "right", ONE_GROUP_2),
+    ("mixtral router loss", "left", NO_TOKENS_2),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "schedule"),
     GRADIENT_CASES,
-    ids=[f"{name}, {kind}{', one group' * (schedule is ONE_GROUP_2)}" for name, kind, schedule in GRADIENT_CASES],
+    ids=[f"{name}, {kind}{', one group' * (schedule is not UNEVEN_2)}" for name, kind, schedule in GRADIENT_CASES],
 )
 def test_gradients_equal_those_of_the_undivided_model(name: str, kind: str, schedule: Any) -> None:
     run_ranks(_check_gradients, 2, name, kind, schedule)
@@ -180,16 +208,10 @@ def _loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "dropout": ("LlamaConfig", "LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout=0.1: dropout inside"),
-    "rope": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "'dynamic'",
-    ),
-    "router loss": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {**_EXPERTS, "output_router_logits": True},
+    "router loss with images": (
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        {"text_config": {**_SIZES, **_ROUTED, "output_router_logits": True, "router_aux_loss_coef": 0.7}},
         "its router loss",
     ),
     "pooling": ("LlamaConfig", "LlamaForQuestionAnswering", {}, "its head pools over the whole sequence"),

@@ -17,6 +17,7 @@ import torch
 
 from ds_hetero.integrations.transformers.attention import ShardedForward
 from ds_hetero.integrations.transformers.forward_mode import Wanted, wanted_results
+from ds_hetero.integrations.transformers.router_losses import router_term
 from ds_hetero.integrations.transformers.shard_loss import add_loss
 from ds_hetero.integrations.transformers.sharded_call import Called, ShardedCall
 
@@ -125,7 +126,7 @@ class Entrance:
     def _end(self, kwargs: dict[str, Any], output: Any) -> None:
         forward, self._latest = self._latest, None
         if forward is not None:
-            add_loss(output, kwargs, forward)
+            add_loss(output, kwargs, forward, router_term(self._pretrained, output))
 
 
 def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:

@@ -21,6 +21,8 @@ from ds_hetero.integrations.transformers.recurrent_layers import (
     has_scan_without_door,
     mixes_by_door,
 )
+from ds_hetero.integrations.transformers.rope_length import LENGTH_DEPENDENT, depends_on_length
+from ds_hetero.integrations.transformers.router_losses import has_router_loss
 from ds_hetero.integrations.transformers.towers import (
     front_of,
     has_towers,
@@ -43,7 +45,6 @@ _OWN_ATTENTION = {
     "doge": "its attention chooses keys by their content, in masks of its own",
     "jetmoe": "its attention has num_key_value_heads of keys per expert and repeats them for each expert of a token",
 }
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def pretrained_of(model: nn.Module) -> PretrainedModel:
@@ -150,12 +151,13 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
         if getattr(config, name, None):
             yield f"{name}={getattr(config, name)}: dropout inside attention is not supported; set it to 0"
     for kind in _rope_types(getattr(config, "rope_parameters", None) or {}):
-        if kind in _LENGTH_DEPENDENT_ROPE:
+        if kind in LENGTH_DEPENDENT and not any(map(depends_on_length, pretrained.modules())):
             yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
     router_weight = getattr(config, "router_aux_loss_coef", 0)
-    if getattr(config, "output_router_logits", False) and router_weight:
+    known = has_router_loss(pretrained) and not has_towers(pretrained)
+    if getattr(config, "output_router_logits", False) and router_weight and not known:
         yield (
-            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens; set "
+            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens that is known; set "
             "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
             "sets output_router_logits by itself)"
         )

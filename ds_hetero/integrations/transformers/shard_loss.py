@@ -26,13 +26,16 @@ __all__ = ["add_loss", "has_loss_of_batch"]
 _MARK = "ds_hetero_loss"  # of outputs whose loss was made here
 
 
-def add_loss(outputs: Any, batch: Mapping[str, Any], forward: ShardedForward) -> None:
+def add_loss(
+    outputs: Any, batch: Mapping[str, Any], forward: ShardedForward, router_term: Tensor | float = 0.0
+) -> None:
     """Set ``outputs.loss`` where the model was given ``shift_labels`` and no ``labels``.
 
     Args:
         outputs: of the model, with ``logits`` [B, s, V] and without a loss; others are left as they are.
         batch: the arguments of the model.
         forward: the forward that made them.
+        router_term: what the model adds to the mean loss of its tokens for its routers.
 
     Caller: every rank of the replica, once per forward on a shard.
     Collectives: one all_reduce of two numbers.
@@ -53,7 +56,7 @@ def add_loss(outputs: Any, batch: Mapping[str, Any], forward: ShardedForward) ->
         num_items, divisor = info.num_items, replica.batch_split.micro_steps
     with forward.clock.phase(IDLE, "loss"):
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        loss_sum = cross_entropy_sum(logits, labels)
+        loss_sum = cross_entropy_sum(logits, labels) + num_tokens * router_term
         loss = sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
     outputs["loss"] = loss
     OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process

@@ -35,6 +35,8 @@ from ds_hetero.integrations.transformers.forward_mode import sharding_is_set, wa
 from ds_hetero.integrations.transformers.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
+from ds_hetero.integrations.transformers.rope_length import RopeLength
+from ds_hetero.integrations.transformers.router_losses import mark_router_logits, open_router_loss, router_term
 from ds_hetero.integrations.transformers.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
@@ -99,6 +101,8 @@ class ShardedModel:
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
+        self._close_router_loss = open_router_loss(self.pretrained)
+        self._rope_length = RopeLength(self._decoder)
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
         self._entrance = Entrance(self, at_decoder=self.pools or self._decoder is self.model)
@@ -137,6 +141,8 @@ class ShardedModel:
             hook.remove()
         self._entrance.close()
         self._close_doors()
+        self._close_router_loss()
+        self._rope_length.restore()
         del self._decoder.train
         for config in self._configs:
             restore_implementation(config)
@@ -194,6 +200,10 @@ class ShardedModel:
             return "loss_function" not in inspect.getsource(type(self.pretrained).forward)
         except (OSError, TypeError):  # made while the program runs
             return False
+
+    def router_term(self, outputs: Any) -> Tensor | float:
+        """What the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
+        return router_term(self.pretrained, outputs)
 
     def change_replica(self, replica: Replica) -> None:
         """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
@@ -324,6 +334,7 @@ class ShardedModel:
         tokens = kwargs["position_ids"].shape[1]
         if made is not None:
             kwargs["position_ids"] = made
+        self._rope_length.begin(kwargs["position_ids"], forward.replica)
         if self._has_doors:
             kwargs[KEYWORD] = forward
         self._token = begin_sharded_forward(forward)
@@ -357,6 +368,8 @@ class ShardedModel:
         if self._token is not None:
             forward = end_sharded_forward(self._token)
             self._token = None
+            self._rope_length.end()
+            mark_router_logits(output, forward)
             self._restore_noise()
             if self._has_doors and output is not None:
                 expect_doors_used(decoder, forward)

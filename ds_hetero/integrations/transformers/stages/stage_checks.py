@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.rope_length import depends_on_length
 from ds_hetero.integrations.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.integrations.transformers.stages.parts import Absent, DecoderParts, parts_of
 from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
@@ -49,8 +50,18 @@ def check_cuttable(model: nn.Module) -> None:
 
 def impossible_inners(model: nn.Module) -> dict[str, str]:
     """Return why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
-    reasons = {"tensor": _refusal(check_tensor_model, model), "sequence": _refusal(check_model, model)}
+    reasons = {"tensor": _refusal(check_tensor_model, model), "sequence": _refusal(_check_sharded, model)}
     return {inner: reason for inner, reason in reasons.items() if reason is not None}
+
+
+def _check_sharded(model: nn.Module) -> None:
+    """Refuse a model whose stages cannot be split over the sequence."""
+    check_model(model)
+    if any(map(depends_on_length, model.modules())):
+        raise ModelError(
+            f"{type(pretrained_of(model)).__name__} cannot be split over the sequence inside a pipeline stage: its "
+            "rotary embedding depends on the length of the sequence. Use stages of one rank, or no pipelines."
+        )
 
 
 def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None:
@@ -77,7 +88,7 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
     _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts_of(pretrained).layers)))
     inners = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
     if "sequence" in inners:
-        check_model(model)
+        _check_sharded(model)
     if "tensor" in inners:
         check_tensor_stages(model, plan)
 
