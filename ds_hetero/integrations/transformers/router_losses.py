@@ -21,7 +21,7 @@ from ds_hetero.integrations.transformers.attention import ShardedForward
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.router_loss import load_balancing_loss
 
-__all__ = ["has_router_loss", "mark_router_logits", "open_router_loss", "router_term"]
+__all__ = ["adds_router_loss", "has_router_loss", "mark_router_logits", "open_router_loss", "router_term"]
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
@@ -32,6 +32,11 @@ _opened: Counter[str] = Counter()  # file: models that use its door
 def has_router_loss(pretrained: PretrainedModel) -> bool:
     """Whether the model's loss of its routers goes through a door."""
     return hasattr(_file_of(pretrained), _NAME)
+
+
+def adds_router_loss(pretrained: PretrainedModel) -> bool:
+    """Whether the model's loss has a term of its routers, by its configuration."""
+    return has_router_loss(pretrained) and bool(getattr(pretrained.config.get_text_config(), "output_router_logits", 0))
 
 
 def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:

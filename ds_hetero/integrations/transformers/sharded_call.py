@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.transformers.forward_mode import Wanted
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.router_losses import adds_router_loss
 from ds_hetero.integrations.trl.outputs import is_one_shorter
 from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -91,9 +92,15 @@ class ShardedCall:
 
     Raises:
         BatchError: on every rank of the replica: the batch cannot be cut, or the ranks hold different ones.
+        ModelError: the model adds a loss of its routers, which would be of a part of the tokens.
     """
 
     def __init__(self, model: Called, arguments: Mapping[str, Any], wanted: Wanted) -> None:
+        if adds_router_loss(model.pretrained):
+            raise ModelError(
+                f"{type(model.pretrained).__name__} adds a loss of its routers, and a sharded call puts results of "
+                "tokens together only. Set output_router_logits to false in its configuration."
+            )
         self._model, self._wanted, self._replica = model, wanted, model.replica
         self._hidden: Tensor | None = None
         given = {name: entry for name, entry in arguments.items() if entry is not None}
