@@ -160,15 +160,15 @@ def _train_replicas(rank: int, stage: int) -> None:
 
 def _placements_of_checks() -> list[Any]:
     """The placements of the pieces that the model is checked with from now on."""
-    from ds_hetero.integrations.transformers.self_check import check
+    from ds_hetero.integrations.transformers.self_check import runs
 
-    placements, place = [], check._placed
+    placements, place = [], runs._placed
 
     def placed(*piece: Any) -> Any:
         placements.append(place(*piece).placement)
         return place(*piece)
 
-    check._placed = placed
+    runs._placed = placed
     return placements
 
 
