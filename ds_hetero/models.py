@@ -1,4 +1,4 @@
-"""Shapes of decoder-only transformers, as far as time and memory depend on them.
+"""Models by their configuration: from a config.json to a `ModelSpec`.
 
 A model is a Hugging Face ``config.json``, a folder that holds one, the same inline, or the name of a preset in
 ds_configs/models, which are such files too.
@@ -7,7 +7,6 @@ ds_configs/models, which are such files too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,115 +15,10 @@ from ds_hetero.common.paths import config_dir, is_file, is_folder
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
+from ds_hetero.model_shapes import ModelSlice, ModelSpec
+from ds_hetero.recurrent_layers import RecurrentLayers, recurrent_layers_of
 
 __all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names", "read_model_config"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """A decoder-only transformer.
-
-    Args:
-        name: for people.
-        num_layers: decoder layers, all alike.
-        hidden_size: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key/value heads; divides ``num_heads``.
-        head_dim: width of one head.
-        mlp_size: width of the MLP (of one expert, where there are experts).
-        vocab_size: rows of the embedding.
-        gated_mlp: three MLP matrices (SwiGLU) instead of two.
-        tied_embeddings: embedding and head are one matrix.
-        num_experts: experts per layer, 0 for a dense MLP.
-        experts_per_token: how many of them each token uses.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    vocab_size: int
-    gated_mlp: bool = False
-    tied_embeddings: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-
-    @property
-    def queries_per_kv_head(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def attention_parameters(self) -> int:
-        """Weights of the four projections of one layer."""
-        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Weights of one MLP or of one expert."""
-        return (3 if self.gated_mlp else 2) * self.hidden_size * self.mlp_size
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one layer: projections, all experts, their router and two norms."""
-        experts = max(self.num_experts, 1) * self.mlp_parameters
-        router = self.hidden_size * self.num_experts
-        return self.attention_parameters + experts + router + 2 * self.hidden_size
-
-    @property
-    def active_layer_parameters(self) -> int:
-        """Weights of one layer that one token is multiplied with."""
-        router = self.hidden_size * self.num_experts
-        return self.attention_parameters + max(self.experts_per_token, 1) * self.mlp_parameters + router
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Weights of the embedding and the head, once if they are tied."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-
-    @property
-    def num_parameters(self) -> int:
-        """All weights."""
-        return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSlice:
-    """Consecutive layers of a model, and what of its ends comes with them.
-
-    Args:
-        model: the whole.
-        layers: decoder layers.
-        has_embedding: the slice begins with the first layer, so it holds the embedding.
-        has_head: the slice ends with the last layer, so it holds the last norm and the head.
-    """
-
-    model: ModelSpec
-    layers: int
-    has_embedding: bool
-    has_head: bool
-
-    @classmethod
-    def of(cls, model: ModelSpec, start: int, stop: int) -> ModelSlice:
-        """Return the slice of decoder layers ``[start, stop)``."""
-        return cls(model, stop - start, start == 0, stop == model.num_layers)
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights; a tied embedding counts where the slice holds either end, once if it holds both."""
-        table = self.model.vocab_size * self.model.hidden_size
-        tables = self.has_embedding + self.has_head
-        if self.model.tied_embeddings:
-            tables = min(tables, 1)
-        return self.layers * self.model.layer_parameters + tables * table + self.has_head * self.model.hidden_size
-
-    def matmul_flops(self, tokens: int) -> int:
-        """Forward operations of all products with weights, the head included, for ``tokens`` tokens."""
-        head = self.has_head * self.model.vocab_size * self.model.hidden_size
-        return 2 * tokens * (self.layers * self.model.active_layer_parameters + head)
 
 
 def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
@@ -191,12 +85,16 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         config = config["text_config"]
         if not isinstance(config, Mapping):
             raise ModelError(f"{name}: text_config must be an object, got {shortened(config)}.")
-    _refuse_other_attention(config, name)
     gpt2 = "n_embd" in config
     layers, hidden, heads = ("n_layer", "n_embd", "n_head") if gpt2 else _NAMES
     missing = [key for key in (layers, hidden, heads, "vocab_size") if key not in config]
+    count = int(config[layers]) if is_whole(config.get(layers), 1, MAX_LAYERS) else 0
+    recurrent = recurrent_layers_of(config, count, name) if count else None
+    _refuse_other_attention(config, name, recurrent)
     experts_key = next((key for key in ("num_local_experts", "num_experts") if config.get(key)), None)
-    mlp_key = "moe_intermediate_size" if experts_key and "moe_intermediate_size" in config else "intermediate_size"
+    if recurrent is not None and _is_dense(config, count):
+        experts_key = None
+    mlp_key, shared_key = _mlp_keys(config, experts_key, recurrent)
     if not gpt2 and mlp_key not in config:
         missing.append(mlp_key)
     if experts_key and "num_experts_per_tok" not in config:
@@ -226,6 +124,9 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         tied_embeddings=_flag(config, "tie_word_embeddings", gpt2, name),
         num_experts=_whole(config, experts_key, name) if experts_key else 0,
         experts_per_token=_whole(config, "num_experts_per_tok", name) if experts_key else 0,
+        shared_mlp_size=_whole(config, shared_key, name) if shared_key else 0,
+        gated_attention=recurrent is not None and _text(config, "model_type", name).startswith(_GATED_ATTENTION),
+        recurrent=recurrent,
     )
 
 
@@ -241,6 +142,7 @@ _LARGEST = {
     "vocab_size": 2**30,
 }
 _NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 _UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
 
 
@@ -259,20 +161,49 @@ def _head_sizes(config: Mapping[str, Any], heads: str, hidden: str, name: str) -
     return num_heads, num_kv_heads, head_dim
 
 
-def _refuse_other_attention(config: Mapping[str, Any], name: str) -> None:
-    """Layers that a split of heads and tokens cannot describe."""
+def _mlp_keys(
+    config: Mapping[str, Any], experts_key: str | None, recurrent: RecurrentLayers | None
+) -> tuple[str, str | None]:
+    """The keys of the width of an MLP or an expert, and of an MLP beside the experts; None where there is none."""
+    shared = next((key for key in _SHARED if config.get(key)), None) if recurrent else None
+    if experts_key is None:  # what stands beside no experts is the only MLP
+        return ("shared_intermediate_size" if shared == "shared_intermediate_size" else "intermediate_size"), None
+    return ("moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"), shared
+
+
+def _is_dense(config: Mapping[str, Any], num_layers: int) -> bool:
+    """Whether every layer's MLP is a plain one although the configuration has experts."""
+    plain = config.get("mlp_only_layers")
+    return isinstance(plain, (list, tuple)) and all(layer in plain for layer in range(num_layers))
+
+
+_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+
+
+def _refuse_other_attention(config: Mapping[str, Any], name: str, recurrent: RecurrentLayers | None) -> None:
+    """Layers that a split of heads and tokens cannot describe.
+
+    Args:
+        config: of the decoder.
+        name: of the model, for messages.
+        recurrent: what is known of the layers that carry a state.
+    """
+    known: tuple[str, ...] = ()
+    if recurrent is not None:
+        known = ("linear_num_key_heads", "mamba_d_state", *_SHARED)
+        known += ("mlp_only_layers",) if _is_dense(config, recurrent.num_model_layers) else ()
     for key in ("kv_lora_rank", "linear_num_key_heads", "ssm_state_size", "mamba_d_state", "attn_layer_period"):
-        if config.get(key):
+        if config.get(key) and key not in known:
             raise ModelError(f"{name}: {key} names a kind of layer that this planner has no cost model for.")
     for key in ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers"):
-        if config.get(key):
+        if config.get(key) and key not in known:
             given = f"{key}={shortened(config[key])}"
             raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
     layer_types = config.get("layer_types")
     if layer_types is not None and not (_is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
         raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
     other = sorted(set(layer_types or []) - {"full_attention"})
-    if other:
+    if other and recurrent is None:
         raise ModelError(f"{name}: layer_types has {listed(other, 8)}; only full_attention can be planned.")
     if config.get("sliding_window") and _flag(config, "use_sliding_window", True, name):
         raise ModelError(

@@ -30,12 +30,14 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
     """The cost model ``name``, ``"calibrated"`` or ``"published"``, for one cluster, model and workload.
 
     Raises:
-        PlanError: the name is unknown.
+        PlanError: the name is unknown, or HexiSeq's equations do not describe the model.
     """
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
     if name == "calibrated":
         return CalibratedCostModel(cluster, model, workload)
+    if model.recurrent is not None:
+        raise PlanError(f"HexiSeq's equations have no layers that carry a state, as {model.name} has: use calibrated.")
     from ds_hetero.cost.published import PublishedCostModel
 
     return PublishedCostModel(cluster, model, workload)

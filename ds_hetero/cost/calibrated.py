@@ -13,9 +13,11 @@ It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in this:
     checkpoints  with activation checkpointing the backward begins with the layer's whole forward, its exchanges
                  included; attention's own recomputation is part of its 10 operations
     memory       per layer, by what is kept and what one layer needs at its peak                (`memory`)
+    recurrence   layers that carry a state, beside those of attention                           (`recurrent`)
 
 A block is the time between two layers in a steady run: non-attention work and both exchanges of a group come before
-its ring, and the slowest group of the ring ends the block.
+its ring, and the slowest group of the ring ends the block. Of a model with layers of attention and of recurrence it is
+their mean, each kind weighted by how many there are.
 
 Dimension key: B assignments, D ranks, K groups in ring order.
 """
@@ -30,6 +32,7 @@ from ds_hetero.cost import explain
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import memory_parts
@@ -58,6 +61,11 @@ class CalibratedCostModel(CostModel):
         reserved_bytes = [device.reserved_bytes for device in cluster.devices]
         self.capacity_bytes_D = cluster.memory_bytes - np.array(reserved_bytes, dtype=np.float64)
         self._block = BlockPasses(cluster, model, workload)
+        self._recurrent: RecurrentLayer | None = None
+        self._attention_share, self._recurrent_share = model.attention_layers / model.num_layers, 0.0
+        if model.recurrent is not None:
+            self._recurrent = RecurrentLayer(cluster, model, workload, self._block.rates)
+            self._recurrent_share = model.recurrent.num_layers / model.num_layers
         self._collective = Collective.over(workload.zero_cluster or cluster)
         layer, stage = model.layer_parameters, workload.zero_stage
         self._gather_s = self._collective(layer * workload.element_bytes) if stage == 3 else 0.0
@@ -73,26 +81,30 @@ class CalibratedCostModel(CostModel):
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
-        return self._block_s(
-            [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
-        )
+        attention_B = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
+        return self._block_s(self._with_recurrence(attention_B, tokens_BD))
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.
 
         Non-attention is the longest of any group; all-to-all is what the exchanges add to the longest of both; ring
-        steps are the rest, up to the end of the slowest group.
+        steps are the rest, up to the end of the slowest group. A scan counts as non-attention.
         """
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        before, finish = [], []
+        non_attention_s = exchanged_s = 0.0
+        finish = []
         for block_pass in self._block.passes:
             non_attention_BK, ring = self._block.ring(assigned, block_pass)
-            before.append((float(non_attention_BK.max()), float(ring.start_s.max())))
+            share = block_pass.repeats * self._attention_share
+            non_attention_s += share * float(non_attention_BK.max())
+            exchanged_s += share * float(ring.start_s.max())
             finish.append(ring_finish_s(ring))
-        block_s = float(self._block_s(finish)[0])
-        repeats = [block_pass.repeats for block_pass in self._block.passes]
-        non_attention_s = sum(count * part[0] for count, part in zip(repeats, before, strict=True))
-        exchanged_s = sum(count * part[1] for count, part in zip(repeats, before, strict=True))
+        if self._recurrent is not None:
+            for block_pass, times in zip(self._block.passes, self._recurrent.passes(tokens_D[None]), strict=True):
+                share = block_pass.repeats * self._recurrent_share
+                non_attention_s += share * float((times.total_B - times.exchange_B)[0])
+                exchanged_s += share * float(times.total_B[0])
+        block_s = float(self._block_s(self._with_recurrence(finish, tokens_D[None]))[0])
         return Terms(
             non_attention_s=non_attention_s,
             all_to_all_s=exchanged_s - non_attention_s,
@@ -139,21 +151,47 @@ class CalibratedCostModel(CostModel):
         """Both all-to-alls of every group in one block, forward and backward, by ring position."""
         grouping, tokens_D, heads_D = self.arrays(schedule)
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        return np.asarray(sum(block_pass.repeats for block_pass in self._block.passes) * assigned.exchange_BK[0])
+        passes = sum(block_pass.repeats for block_pass in self._block.passes)
+        return np.asarray(self._attention_share * passes * assigned.exchange_BK[0])
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Time that every rank computes in one block, ``[D]``."""
-        return explain.busy_s(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
+        attention_D = explain.busy_s(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
+        if self._recurrent is None:
+            return attention_D
+        return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(tokens_D)
 
     def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
         """The largest part of the block, and the rank or the link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        return explain.bottleneck(self._block, assigned, self.terms(grouping, tokens_D, heads_D))
+        terms = self.terms(grouping, tokens_D, heads_D)
+        finish = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
+        finish = self._with_recurrence(finish, tokens_D[None])
+        if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):
+            return self._recurrent.slowest_link(self.cluster, tokens_D)
+        repeats = [block_pass.repeats for block_pass in self._block.passes]
+        alone_s = sum(count * float(part[0]) for count, part in zip(repeats, finish, strict=True))
+        return explain.bottleneck(self._block, assigned, terms, shows_zero=terms.block_s > 1.02 * alone_s)
 
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
         """Bars of one block: forward, the forward again where it is checkpointed, backward."""
         grouping, tokens_D, heads_D = self.arrays(schedule)
-        return explain.timeline(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
+        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        if self._recurrent is None:
+            return explain.timeline(self._block, assigned)
+        return explain.mixed_timeline(
+            self._block, assigned, self._recurrent, (self._attention_share, self._recurrent_share)
+        )
+
+    def _with_recurrence(self, attention_B: list[Floats], tokens_BD: Floats) -> list[Floats]:
+        """Forward and backward of the mean layer, of those of an attention layer."""
+        if self._recurrent is None:
+            return attention_B
+        recurrent = self._recurrent.passes(tokens_BD)
+        return [
+            self._attention_share * attention + self._recurrent_share * times.total_B
+            for attention, times in zip(attention_B, recurrent, strict=True)
+        ]
 
     def _block_s(self, pass_B: list[Floats]) -> Floats:
         """Forward, then backward with what it repeats; ZeRO's traffic runs beside them and shows where it is longer."""
@@ -171,6 +209,10 @@ class CalibratedCostModel(CostModel):
         attention_D = causal * np.sum([block_pass.repeats * block_pass.attention_s for block_pass in passes], axis=0)
         token_D = np.sum([block_pass.repeats * block_pass.token_s for block_pass in passes], axis=0)
         fixed_D = np.sum([block_pass.repeats * block_pass.fixed_s for block_pass in passes], axis=0)
+        if self._recurrent is not None:
+            attention_D, share = self._attention_share * attention_D, self._recurrent_share
+            token_D = self._attention_share * token_D + share * (self._recurrent.token_s_D + self._recurrent.scan_s_D)
+            fixed_D = self._attention_share * fixed_D + share * self._recurrent.fixed_s_D
         rows = 1 + rates.half_rows / (work.micro_batch * model.num_heads * even)
         keys = 1 + rates.half_kv * len(self.cluster.nodes) / work.seq_len
         self.attention_s_D = attention_D * rows * keys

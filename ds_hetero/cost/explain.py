@@ -7,16 +7,19 @@ Dimension key: B assignments, D ranks, K groups in ring order, E edges.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.heads import ring_edges
 from ds_hetero.cost.terms.ring_time import ring_finish_s, ring_schedule
 
-__all__ = ["bottleneck", "busy_s", "timeline"]
+__all__ = ["bottleneck", "busy_s", "mixed_timeline", "timeline"]
 
 
 def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
@@ -34,8 +37,15 @@ def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
     return busy_D
 
 
-def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bottleneck:
-    """The largest part of the block, and the rank or the link that sets it."""
+def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, shows_zero: bool) -> Bottleneck:
+    """The largest part of the block, and the rank or the link that sets it.
+
+    Args:
+        block: of the cost model.
+        assigned: tokens and heads.
+        terms: of the block.
+        shows_zero: ZeRO's traffic is longer than the work that it runs beside.
+    """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
     grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
     block_pass = block.passes[1]
@@ -49,7 +59,7 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bott
         rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
         return Bottleneck.of_link(block.cluster, term, rank, _slowest_peer(block.cluster, rank, ranks))
     finish = [float(ring_finish_s(block.ring(assigned, one)[1])[0]) for one in block.passes]
-    if terms.block_s > 1.02 * sum(one.repeats * seconds for one, seconds in zip(block.passes, finish, strict=True)):
+    if shows_zero:
         return Bottleneck.of_rank(block.cluster, term, "ZeRO traffic", 0)
     alone_K = (ring.start_s + ring.slope_s * block.workload.seq_len + ring.fixed_s * grouping.num_groups)[0]
     if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
@@ -62,14 +72,42 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms) -> Bott
 
 def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
     """Bars of one block: forward, the forward again where it is checkpointed, backward."""
-    phases = ["forward", "recompute"] if block.passes[0].repeats == 2 else ["forward"]
     spans: list[Span] = []
     begin_s = 0.0
-    for phase in (*phases, "backward"):
+    for phase in _phases(block):
         block_pass = block.passes[phase == "backward"]
         spans += _pass_spans(block, assigned, block_pass, phase, begin_s)
         begin_s += float(ring_finish_s(block.ring(assigned, block_pass)[1])[0])
     return tuple(spans)
+
+
+def mixed_timeline(
+    block: BlockPasses, assigned: AssignedWork, recurrent: RecurrentLayer, shares: tuple[float, float]
+) -> tuple[Span, ...]:
+    """Bars of the mean of two kinds of layers: in every phase attention's, then the recurrence's, each by its share.
+
+    Args:
+        block: of layers with attention.
+        assigned: tokens and heads.
+        recurrent: layers that carry a state.
+        shares: of both kinds in all layers.
+    """
+    spans: list[Span] = []
+    begin_s, of_pass = 0.0, recurrent.passes(assigned.tokens_BD)
+    for phase in _phases(block):
+        backward = phase == "backward"
+        block_pass = block.passes[backward]
+        for span in _pass_spans(block, assigned, block_pass, phase, 0.0):
+            start_s, stop_s = (begin_s + shares[0] * each for each in (span.start_s, span.stop_s))
+            spans.append(replace(span, start_s=start_s, stop_s=stop_s))
+        begin_s += shares[0] * float(ring_finish_s(block.ring(assigned, block_pass)[1])[0])
+        added, begin_s = recurrent.spans(of_pass[backward], phase, begin_s, shares[1])
+        spans += added
+    return tuple(spans)
+
+
+def _phases(block: BlockPasses) -> tuple[str, ...]:
+    return ("forward", "recompute", "backward") if block.passes[0].repeats == 2 else ("forward", "backward")
 
 
 def _slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:

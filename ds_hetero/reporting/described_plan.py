@@ -227,6 +227,10 @@ def _config_of(model: ModelSpec) -> dict[str, Any]:
     }
     if model.num_experts:
         config |= {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    if model.recurrent is not None:
+        config |= model.recurrent.to_config()
+        config |= {"model_type": "qwen3_next" if model.gated_attention else "bamba"}
+        config |= {"shared_expert_intermediate_size": model.shared_mlp_size} if model.shared_mlp_size else {}
     return config
 
 

@@ -33,6 +33,8 @@ LLAMA = {
         ("llama-3.1-70b", 80, 8192, 64, 70.55),
         ("qwen3-8b", 36, 4096, 32, 8.19),
         ("qwen3-30b-a3b", 48, 2048, 32, 30.53),
+        ("qwen3-next-80b-a3b", 48, 2048, 16, 79.67),
+        ("bamba-9b", 32, 4096, 32, 9.78),
     ],
 )
 def test_a_preset_has_the_shape_and_parameters_of_its_paper(name, layers, hidden, heads, billions):

@@ -27,7 +27,7 @@ from ds_hetero.cost.stages.gradients import BUCKET_BYTES, GRADIENT_SUM_BYTES, Gr
 from ds_hetero.cost.stages.hops import HopTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
-from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes, expect_alike_layers
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
 from ds_hetero.cost.terms.zero_time import Collective
@@ -79,6 +79,7 @@ class CalibratedStageCosts:
         find: FindSchedule | None = None,
         owners: str | tuple[float, ...] = "even",
     ) -> None:
+        expect_alike_layers(model)
         self._inners = (*inners, "one")
         self.cluster = cluster
         self.model = model

@@ -23,7 +23,16 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
-from ds_hetero.cost.stages.stage import NO_SYNC, Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage import (
+    NO_SYNC,
+    Block,
+    Part,
+    PlacedPipeline,
+    Pools,
+    StageOption,
+    SyncTimes,
+    expect_alike_layers,
+)
 from ds_hetero.models import ModelSpec
 
 __all__ = ["HexiScaleStageCosts"]
@@ -65,6 +74,7 @@ class HexiScaleStageCosts:
         parameter_bytes: float = 8,
         stash: bool = False,
     ) -> None:
+        expect_alike_layers(model)
         self.cluster = cluster
         self.model = model
         self.seq_len = seq_len

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
+from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 
 __all__ = [
@@ -37,9 +38,23 @@ __all__ = [
     "StageCosts",
     "StageOption",
     "SyncTimes",
+    "expect_alike_layers",
 ]
 
 Floats = npt.NDArray[np.float64]
+
+
+def expect_alike_layers(model: ModelSpec) -> None:
+    """Refuse a model whose layers are of several kinds.
+
+    Raises:
+        PlanError: it has layers that carry a state.
+    """
+    if model.recurrent is not None:
+        raise PlanError(
+            f"{model.name} has layers that carry a state beside those of attention; stages of pipelines have no cost "
+            'model of these. Plan sequence parallelism: --parallel sequence, or "parallel": "sequence".'
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ __all__ = [
     "logit_elements",
     "logit_flops",
     "matmul_flops",
+    "recurrent_elements",
+    "recurrent_matmul_flops",
 ]
 
 # Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two products forward; backward
@@ -26,24 +28,50 @@ ATTENTION_BACKWARD_FLOPS = 10
 MATMUL_BACKWARD = 2  # gradients of the input and of the weight, as many operations each as the forward product
 
 
-def matmul_flops(model: ModelSpec) -> int:
-    """Forward operations of all products of one layer with weights, per token: two per weight it is multiplied with.
+def matmul_flops(model: ModelSpec) -> float:
+    """Forward operations of all products of an attention layer with weights, per token: two per weight it meets.
 
     With the 4H-wide MLP of GPT this is 24 H^2, a third of HexiSeq's Eq. 5 (72 H^2, forward and backward).
     """
-    return 2 * model.active_layer_parameters
+    return 2 * (model.attention_parameters + _mlps_per_mixer(model) * model.active_mlp_parameters)
 
 
-def elementwise_elements(model: ModelSpec) -> int:
-    """Elements that memory-bound kernels of one layer's forward read and write, per token; backward takes twice that.
+def recurrent_matmul_flops(model: ModelSpec) -> float:
+    """The same of a layer that carries a state; its scan is counted apart, see `RecurrentLayers.scan_flops`."""
+    assert model.recurrent is not None
+    mlp = _mlps_per_mixer(model) * model.active_mlp_parameters
+    return 2 * (model.recurrent.parameters(model.hidden_size) + mlp)
+
+
+def _mlps_per_mixer(model: ModelSpec) -> float:
+    """MLPs that come to one attention or recurrence: half a one where a layer holds both."""
+    if model.recurrent is None:
+        return 1
+    return model.num_layers / (model.recurrent.num_layers + model.recurrent.num_attention_layers)
+
+
+def elementwise_elements(model: ModelSpec) -> float:
+    """Elements that memory-bound kernels of an attention layer read and write forward, per token; twice that backward.
 
     Two norms (read, write), two residual additions (two reads, one write), rotary embedding of q and k (read, write)
     and the activation (read and write the MLP's width; read it twice if gated). HexiSeq's Eq. 4 counts 20 H with the
     operands of the products in it, which here belong to the products' own efficiency.
     """
     rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    activation = (3 if model.gated_mlp else 2) * model.mlp_size * max(model.experts_per_token, 1)
-    return 10 * model.hidden_size + rotary + activation
+    return rotary + _mlps_per_mixer(model) * _elements_beside_mixer(model)
+
+
+def recurrent_elements(model: ModelSpec) -> float:
+    """The same of a layer that carries a state: its convolution and the gated norm of its output in place of rotary."""
+    layers = model.recurrent
+    assert layers is not None
+    return 2 * layers.conv_channels + 3 * layers.inner_size + _mlps_per_mixer(model) * _elements_beside_mixer(model)
+
+
+def _elements_beside_mixer(model: ModelSpec) -> int:
+    """Norms, residual additions and the activation of the MLP."""
+    width = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
+    return 10 * model.hidden_size + (3 if model.gated_mlp else 2) * width
 
 
 def logit_flops(model: ModelSpec, *, tiled: bool) -> int:

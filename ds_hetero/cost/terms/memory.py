@@ -13,7 +13,17 @@ from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["LOGIT_TILE_TOKENS", "WIDE", "memory_parts", "partitioned_bytes", "state_bytes", "static_bytes"]
+__all__ = [
+    "LOGIT_TILE_TOKENS",
+    "WIDE",
+    "joined_layers",
+    "memory_parts",
+    "partitioned_bytes",
+    "recurrent_bytes",
+    "scan_bytes",
+    "state_bytes",
+    "static_bytes",
+]
 
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
@@ -90,15 +100,19 @@ def memory_parts(
     rows = batch * length_K[..., grouping.group_of] * heads_D
     kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
     kv_rows = batch * length_K[..., grouping.group_of] * kv_D
-    mlp_width = (3 if model.gated_mlp else 2) * model.mlp_size * max(model.experts_per_token, 1)
+    mlp_width = (3 if model.gated_mlp else 2) * (
+        model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
+    )
     # Per layer: two norm inputs, both residual sums, attention's output, the MLP's intermediates; after the exchange q,
     # k, v, the output of attention and its log-sum-exp.
     kept = element * tokens * (4 * hidden + all_heads * head_dim + mlp_width)
     kept = kept + element * head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
+    scan_kept = tokens * (element * (4 * hidden + mlp_width) + recurrent_bytes(model, element))
+    kept, kept_by_all = joined_layers(model, kept, scan_kept)
     if workload.activation_checkpointing:
         activations, layer = model.num_layers * element * tokens * hidden, kept
     else:
-        activations, layer = model.num_layers * kept, np.zeros_like(kept)
+        activations, layer = kept_by_all, np.zeros_like(kept)
     layer = layer + element * tokens * (mlp_width + hidden)
     ring = np.zeros_like(kept)
     if grouping.num_groups > 1:
@@ -109,12 +123,45 @@ def memory_parts(
     if workload.zero_stage == 3:
         whole_layer = model.layer_parameters * (2 * element + workload.gradient_bytes)
         gathered = whole_layer + model.vocab_size * hidden * element
+    exchanged = element * (all_heads + 2 * model.num_kv_heads) * head_dim
     return {
         "model_states": np.zeros(tokens_D.shape) + static_bytes(model, workload, tokens_D.shape[-1]),
         "gathered": np.full(tokens_D.shape, float(gathered)),
         "activations": activations,
         "layer": layer,
         "ring_buffers": ring,
-        "exchange_buffers": element * tokens * (all_heads + 2 * model.num_kv_heads) * head_dim,
+        "exchange_buffers": tokens * max(exchanged, scan_bytes(model, element)),
         "logits": tile * model.vocab_size * (element + 2 * WIDE),
     }
+
+
+def scan_bytes(model: ModelSpec, element: int) -> int:
+    """Inputs of a scan per token, all heads together; 0 for a model without one."""
+    layers = model.recurrent
+    if layers is None:
+        return 0
+    per_head, per_key_head = layers.input_bytes(element)
+    return per_head * layers.num_heads + per_key_head * layers.num_key_heads
+
+
+def recurrent_bytes(model: ModelSpec, element: int) -> int:
+    """What a recurrence keeps per token beside norms and MLP: what goes in and out of convolution, scan and gated norm.
+
+    A rank that holds a share of the tokens holds this share of the scan's heads, of all tokens. Kernels that keep more
+    than their inputs and outputs, such as torch's own, take more.
+    """
+    layers = model.recurrent
+    if layers is None:
+        return 0
+    return element * (2 * layers.conv_channels + 3 * layers.inner_size) + scan_bytes(model, element)
+
+
+def joined_layers(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
+    """What the largest layer takes, and all layers, of what one of each kind does, ``[D]``."""
+    layers = model.recurrent
+    if layers is None:
+        return attention, model.num_layers * attention
+    whole = layers.num_attention_layers * attention + layers.num_layers * recurrent
+    if layers.num_attention_layers + layers.num_layers > layers.num_model_layers:  # a layer may hold both
+        return attention + recurrent, whole
+    return np.maximum(attention * bool(layers.num_attention_layers), recurrent), whole

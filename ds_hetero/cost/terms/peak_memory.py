@@ -22,7 +22,14 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
-from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE, memory_parts, state_bytes
+from ds_hetero.cost.terms.memory import (
+    LOGIT_TILE_TOKENS,
+    WIDE,
+    joined_layers,
+    memory_parts,
+    recurrent_bytes,
+    state_bytes,
+)
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
@@ -30,10 +37,11 @@ __all__ = ["peak_parts"]
 
 
 class _Layer(NamedTuple):
-    """Bytes of one layer, each ``[D]``: what its backward needs, and what the backward makes beside that."""
+    """Bytes ``[D]``: what one layer's backward needs, what it makes beside that, and what those of all layers need."""
 
     kept: Floats
     made: Floats
+    kept_by_all: Floats
 
 
 def peak_parts(
@@ -59,7 +67,7 @@ def peak_parts(
     if workload.activation_checkpointing:
         activations, layer = plain["activations"], of_layer.kept + of_layer.made
     else:
-        activations, layer = model.num_layers * of_layer.kept, of_layer.made
+        activations, layer = of_layer.kept_by_all, of_layer.made
     live = arriving = 0.0
     if stage == 3:
         least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
@@ -134,8 +142,10 @@ def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: F
     rows = batch * length_K[..., grouping.group_of] * heads_D
     kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
     kv_rows = batch * length_K[..., grouping.group_of] * kv_D
-    mlp = model.mlp_size * max(model.experts_per_token, 1)
+    mlp = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
     norms = 2 * (WIDE + 2 * element) * hidden
-    wide = element * (model.num_heads * model.head_dim + (4 if model.gated_mlp else 2) * mlp)
-    attention = element * model.head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
-    return _Layer(kept=tokens * (norms + wide) + attention, made=element * tokens * (2 * mlp + hidden))
+    wide = norms + element * (4 if model.gated_mlp else 2) * mlp
+    exchanged = element * model.head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
+    attention = tokens * (wide + element * model.num_heads * model.head_dim) + exchanged
+    kept, by_all = joined_layers(model, attention, tokens * (wide + recurrent_bytes(model, element)))
+    return _Layer(kept=kept, made=element * tokens * (2 * mlp + hidden), kept_by_all=by_all)

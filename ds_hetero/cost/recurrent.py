@@ -1,0 +1,169 @@
+"""The two passes of one layer that carries a state along the sequence: from tokens to times.
+
+The runtime (`ds_hetero.runtime.recurrent`) trades heads for tokens over the whole replica: a rank gives its tokens of
+all heads, scans all tokens of its own heads, and gets the outputs of its tokens back. Heads are shared out in
+proportion to tokens, so a share of tokens is a share of the scan as well, to a whole head.
+
+    pass    longest work outside the scan + exchanges + longest scan
+
+The exchanges move B L (1 - sum of h_r^2) times the width of inputs and outputs, h_r being rank r's share. A convolution
+takes a few tokens from the ranks before: one start-up and no time for its bytes.
+
+Dimension key: B assignments, D ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.prediction import Bottleneck, Span
+from ds_hetero.cost.terms import flops
+from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.rates import AchievedRates
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models import ModelSpec
+
+__all__ = ["RecurrentLayer", "RecurrentTimes", "heads_by_tokens"]
+
+
+class RecurrentTimes(NamedTuple):
+    """One forward or backward, in seconds.
+
+    ``work_BD`` outside the scan and ``scan_BD`` by rank, ``exchange_B`` of all ranks together.
+    """
+
+    work_BD: Floats
+    exchange_B: Floats
+    scan_BD: Floats
+
+    @property
+    def before_B(self) -> Floats:
+        """Work outside the scan of the slowest rank."""
+        return np.asarray(self.work_BD.max(axis=1))
+
+    @property
+    def total_B(self) -> Floats:
+        """Time of the pass."""
+        return np.asarray(self.before_B + self.exchange_B + self.scan_BD.max(axis=1))
+
+
+class RecurrentLayer:
+    """Times of a layer that carries a state, for one cluster, model and workload.
+
+    Attributes:
+        token_s_D: forward and backward outside the scan, per token.
+        fixed_s_D: the same for a rank that has tokens, whatever their number.
+        scan_s_D: forward and backward of the scan, per token that the rank holds.
+    """
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, rates: AchievedRates) -> None:
+        layers = model.recurrent
+        assert layers is not None, "the model has no layers that carry a state"
+        self._layers, self._workload, self._rates = layers, workload, rates
+        self._whole = Grouping(cluster, [range(cluster.num_ranks)])
+        batch, element = workload.micro_batch, workload.element_bytes
+        products = flops.recurrent_matmul_flops(model) * rates.s_per_flop
+        elements = flops.recurrent_elements(model) * element * rates.memory_s_per_byte
+        self._token_s_D, self._fixed_s_D = (
+            batch * (products + elements),
+            products * rates.half_tokens + rates.kernel_overhead_s,
+        )
+        per_head, per_key_head = layers.input_bytes(element)
+        moved = per_head + per_key_head * layers.num_key_heads / layers.num_heads + layers.head_dim * element
+        self._head_s_D = batch * (layers.scan_flops * rates.s_per_flop + moved * rates.memory_s_per_byte)
+        self._repeats = 2 if workload.activation_checkpointing else 1
+        passes = self._repeats + flops.MATMUL_BACKWARD
+        self.token_s_D, self.fixed_s_D = passes * self._token_s_D, passes * self._fixed_s_D
+        self.scan_s_D = passes * layers.num_heads * self._head_s_D
+
+    def passes(self, tokens_BD: Floats) -> tuple[RecurrentTimes, RecurrentTimes]:
+        """Return one forward and one backward, without what the backward computes again."""
+        heads_BD = heads_by_tokens(tokens_BD, self._layers.num_heads)
+        exchange_B = self._exchange_s(tokens_BD, heads_BD)
+        has_tokens = tokens_BD > 0
+        times = []
+        for products in (1, flops.MATMUL_BACKWARD):
+            work_BD = tokens_BD * self._token_s_D + np.where(has_tokens, self._fixed_s_D, 0.0)
+            scan_BD = heads_BD * (self._workload.seq_len * self._head_s_D)
+            times.append(RecurrentTimes(products * work_BD, exchange_B, products * scan_BD))
+        return times[0], times[1]
+
+    def busy_s(self, tokens_D: Floats) -> Floats:
+        """Time that every rank computes, forward, backward and again, ``[D]``."""
+        forward, backward = self.passes(tokens_D[None])
+        compute = [times.work_BD[0] + times.scan_BD[0] for times in (forward, backward)]
+        return np.asarray(self._repeats * compute[0] + compute[1])
+
+    def slowest_link(self, cluster: Cluster, tokens_D: Floats) -> Bottleneck:
+        """The exchange of the rank with the most tokens with whom it reaches most slowly."""
+        rank = int(tokens_D.argmax())
+        node, others = cluster.node_of_rank, np.flatnonzero(np.arange(len(tokens_D)) != rank)
+        peer = int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])
+        return Bottleneck.of_link(cluster, "all_to_all_s", rank, peer)
+
+    def spans(self, times: RecurrentTimes, phase: str, begin_s: float, share: float) -> tuple[list[Span], float]:
+        """Bars of one pass and when it ends.
+
+        Args:
+            times: of the pass, of one assignment.
+            phase: name of the pass.
+            begin_s: when it begins.
+            share: by which all bars are scaled.
+        """
+        ready_s = begin_s + share * float(times.before_B[0])
+        arrived_s = ready_s + share * float(times.exchange_B[0])
+        spans = []
+        for rank, (work_s, scan_s) in enumerate(zip(times.work_BD[0], times.scan_BD[0], strict=True)):
+            worked_s = begin_s + share * float(work_s)
+            spans.append(Span.of(rank, "compute", "non_attention", begin_s, worked_s, phase=phase))
+            spans.append(Span.of(rank, "network", "all_to_all", ready_s, arrived_s, phase=phase))
+            if scan_s:
+                scanned_s = arrived_s + share * float(scan_s)
+                spans.append(Span.of(rank, "compute", "non_attention", arrived_s, scanned_s, phase=phase))
+        return spans, begin_s + share * float(times.total_B[0])
+
+    def _exchange_s(self, tokens_BD: Floats, heads_BD: Ints) -> Floats:
+        """Inputs one way, the output the other way (or their gradients), and the convolution's tokens, ``[B]``.
+
+        Inputs of another data type travel on their own: three start-ups for the delta rule with the convolution's.
+        """
+        if self._whole.cluster.num_ranks == 1:
+            return np.zeros(len(tokens_BD))
+        layers, work = self._layers, self._workload
+        per_head, per_key_head = layers.input_bytes(work.element_bytes)
+        inputs_BD = work.micro_batch * (per_head * heads_BD + per_key_head * self._key_heads(heads_BD)).astype(
+            np.float64
+        )
+        outputs_BD = (work.micro_batch * layers.head_dim * work.element_bytes * heads_BD).astype(np.float64)
+        both = exchange_s(self._whole, np.concatenate([tokens_BD, tokens_BD]), np.concatenate([inputs_BD, outputs_BD]))[
+            :, 0
+        ]
+        width_BD = inputs_BD + outputs_BD
+        packed_BD = 2 * (tokens_BD * width_BD.sum(axis=1, keepdims=True) + work.seq_len * width_BD)
+        copies_B = (packed_BD * self._rates.memory_s_per_byte).max(axis=1)
+        calls = 4 if layers.delta_rule and work.element_bytes != 4 else 3
+        count = len(tokens_BD)
+        return np.asarray(both[:count] + both[count:] + copies_B + calls * exchange_latency_s(self._whole)[0])
+
+    def _key_heads(self, heads_BD: Ints) -> Ints:
+        """Key heads that every rank needs; one that lies on a cut goes to both sides."""
+        each = self._layers.num_heads // self._layers.num_key_heads
+        stop_BD = np.cumsum(heads_BD, axis=1)
+        start_BD = stop_BD - heads_BD
+        return np.asarray(np.where(heads_BD > 0, -(-stop_BD // each) - start_BD // each, 0))
+
+
+def heads_by_tokens(tokens_BD: Floats, num_heads: int) -> Ints:
+    """Whole heads in proportion to tokens, by largest remainder, as the runtime cuts them; ties to the lower rank."""
+    ideal_BD = tokens_BD * (num_heads / tokens_BD.sum(axis=1, keepdims=True))
+    heads_BD = np.floor(ideal_BD + 1e-9).astype(np.int64)
+    missing_B = num_heads - heads_BD.sum(axis=1, keepdims=True)
+    order_BD = np.argsort(np.round(heads_BD - ideal_BD, 9), axis=1, kind="stable")
+    place_BD = np.empty_like(order_BD)
+    np.put_along_axis(place_BD, order_BD, np.arange(tokens_BD.shape[1])[None], axis=1)
+    return np.asarray(heads_BD + (place_BD < missing_B))
