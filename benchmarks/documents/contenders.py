@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
-from benchmarks.measure.models import VOCABULARY, llama_of
+from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.baselines import proportional
 from ds_hetero.placement import Lane, Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents import UnitCosts, place_documents
@@ -223,7 +223,7 @@ def engine_step(
         "verify": "off",
         "replan": dict(replan or {}),
     }
-    model = llama_of(shape, batch.tokens, "sdpa")
+    model = trained_model(shape, batch.tokens, "sdpa")
     engine = _engine_for(model, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
     own = handle.for_engine(engine)
     if name != STREAM:
@@ -260,7 +260,7 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     name = f"packed {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
-    model = llama_of(shape, batch.tokens, name)
+    model = trained_model(shape, batch.tokens, name)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation=name, sequence_parallel_size=num_ranks, micro_batch_size=1
     )
@@ -288,7 +288,7 @@ def alone_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
         return lambda: None
     name = f"alone {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
-    model = llama_of(shape, batch.tokens, name)
+    model = trained_model(shape, batch.tokens, name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     whole = _whole(batch)
     labels = _shifted(whole)

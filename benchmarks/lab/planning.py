@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.measure.contenders import Shape
+from benchmarks.measure.models import config_of
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
@@ -76,21 +77,9 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
     )
 
 
-def model_of(shape: Shape, vocabulary: int = 512) -> ModelSpec:
-    """The small Llama of `benchmarks.measure.training`, as the planner sees it."""
-    return load_model(
-        {
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.hidden_size * 11 // 4,
-            "head_dim": shape.head_dim,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "vocab_size": vocabulary,
-            "hidden_act": "silu",
-        }
-    )
+def model_of(shape: Shape) -> ModelSpec:
+    """The model of `benchmarks.measure.training`, as the planner sees it."""
+    return load_model(config_of(shape))
 
 
 def cost_model(cluster: Cluster, shape: Shape, tokens: int) -> CostModel:

@@ -14,12 +14,14 @@ from benchmarks.emulation.emulator import emulate
 from benchmarks.emulation.throttle import METHODS
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
 from benchmarks.measure.contenders import Shape
+from benchmarks.measure.models import FAMILIES
 from benchmarks.measure.ranks import Report
 from benchmarks.measure.statistics import within_bound
 
 __all__ = ["MESH", "MeshTable"]
 
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 50e-6
+HYBRID = ("ring", "proportional", "plan")  # stock and torch's ring do not know layers that carry a state
 QUICK = ("stock", "ring", "usp 2x2", "proportional", "plan")
 UNEQUAL, EQUAL = (4.0, 3.0, 2.0, 1.0), (1.0, 1.0, 1.0, 1.0)
 MESH = EmulatedCluster(
@@ -41,7 +43,8 @@ class MeshTable:
         parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
         parser.add_argument("--speeds", choices=("unequal", "equal"), nargs="+", help="with --quick unequal")
         parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="of slowing down, in order")
-        parser.add_argument("--layers", type=int, default=1, help="of the model whose steps are measured")
+        parser.add_argument("--layers", type=int, help="of the model whose steps are measured; 1, of hybrids 4")
+        parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the model; hybrids have steps only")
 
     def run(self, options: Namespace, report: Report) -> dict[str, Any]:
         """See `benchmarks.lab.mesh`."""
@@ -63,7 +66,7 @@ class MeshTable:
         console.print(
             f"EMULATED: two nodes of two ranks of {result['machine']['cpu']}, one kernel thread each; "
             f"{shape['num_heads']} heads of {shape['head_dim']}, {shape['num_kv_heads']} KV heads, causal, float32; "
-            f"steps: {shape['num_layers']} layer(s), hidden size {shape['hidden_size']}, ZeRO 1; "
+            f"steps: {shape['family']}, {shape['num_layers']} layer(s), hidden size {shape['hidden_size']}, ZeRO 1; "
             f"{result['seconds']:.0f} s in all"
         )
         for emulation in result["emulation"]:
@@ -76,12 +79,19 @@ class MeshTable:
 def _plan(options: Namespace) -> MeshPlan:
     tokens = options.tokens or ([8192] if options.quick else [8192, 16384])
     heads = options.heads or 8
-    shape = Shape(num_heads=heads, num_kv_heads=heads // 2, num_layers=options.layers)
+    is_hybrid = options.family != "llama"
+    shape = Shape(
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=32 if is_hybrid else 64,
+        num_layers=options.layers or (4 if is_hybrid else 1),
+        family=options.family,
+    )
     chosen = {"unequal": UNEQUAL, "equal": EQUAL}
-    contenders = tuple(options.contenders or (QUICK if options.quick else CONTENDERS))
+    contenders = tuple(options.contenders or (HYBRID if is_hybrid else QUICK if options.quick else CONTENDERS))
     cases = [
         MeshCase(chosen[speeds], scope, length, contenders)
-        for scope in options.scopes
+        for scope in ([STEP] if is_hybrid else options.scopes)
         for speeds in options.speeds or (["unequal"] if options.quick else list(chosen))
         for length in (tokens if speeds == "unequal" else tokens[:1])
     ]

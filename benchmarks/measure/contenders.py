@@ -55,7 +55,10 @@ CONTESTS = {"ulysses": ("stock", "ulysses"), "ring": ("torch-ring", "ring")}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the models; float32. Narrow, so that attention has the share of a step that it has on long sequences."""
+    """Of the models; float32. Narrow, so that attention has the share of a step that it has on long sequences.
+
+    ``family`` is one of `benchmarks.measure.models.FAMILIES`.
+    """
 
     num_heads: int = 8
     num_kv_heads: int = 4
@@ -63,6 +66,7 @@ class Shape:
     batch_size: int = 1
     hidden_size: int = 256
     num_layers: int = 2
+    family: str = "llama"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole training steps of a small Llama through DeepSpeed engines: forward, backward, optimizer.
+"""Whole training steps of a small model through DeepSpeed engines: forward, backward, optimizer.
 
 Contenders are those of `contenders`, each with a model and an engine of its own, all in the same processes.
 Stock is set up as DeepSpeed's tutorial on Ulysses says: `register_with_transformers`, its mpu, and its loss, averaged
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
 from benchmarks.measure.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
-from benchmarks.measure.models import VOCABULARY, llama_of
+from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.placement import stream_placement
 from ds_hetero.schedule import Schedule
@@ -44,7 +44,7 @@ def make_step(name: str, shape: Shape, max_length: int) -> Step:
     return makers[name](name, shape, max_length)
 
 
-def _engine_for(model: LlamaForCausalLM, shape: Shape, mpu: Any = None, **config: Any) -> Any:
+def _engine_for(model: Any, shape: Shape, mpu: Any = None, **config: Any) -> Any:
     ds_config = {
         "train_micro_batch_size_per_gpu": shape.batch_size,
         "zero_optimization": {"stage": 1},
@@ -68,7 +68,7 @@ def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]
 
 def _stock(name: str, shape: Shape, max_length: int) -> Step:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    model = llama_of(shape, max_length, "sdpa")
+    model = trained_model(shape, max_length, "sdpa")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation="sdpa",
@@ -87,7 +87,7 @@ def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    engine = _engine_for(llama_of(shape, max_length, name), shape)
+    engine = _engine_for(trained_model(shape, max_length, name), shape)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     batch = cache(lambda length: _batch(shape, length, zigzag_positions(length, rank, num_ranks)))
     return lambda length: _documented_step(engine, batch(length), dist.group.WORLD)
@@ -114,16 +114,17 @@ def make_scheduled_step(schedule: str | Schedule, shape: Shape, max_length: int)
     """This engine with a schedule or a strategy's name. Every rank calls it in the same order, after any "stock"."""
     num_ranks = dist.get_world_size()
     handle = ds_hetero.register()
-    model = llama_of(shape, max_length, "sdpa")
+    model = trained_model(shape, max_length, "sdpa")
     section = {"schedule": schedule if isinstance(schedule, str) else schedule.to_dict()}
     engine = _engine_for(model, shape, sequence_parallel_size=num_ranks, heterogeneity=section)
-    running = handle.schedule
+    own = handle.for_engine(engine)
+    running = own.schedule
     batch = cache(lambda length: _batch(shape, length, stream_placement(running, length).positions(dist.get_rank())))
 
     def step(length: int) -> float:
         shard = batch(length)
         outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
-        loss = handle.loss(outputs, shard)
+        loss = own.loss(outputs, shard)
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -146,7 +147,7 @@ def make_loaded_step(
         the step, and the handle whose latest model it trains.
     """
     handle = ds_hetero.register()
-    model = llama_of(shape, length, "sdpa")
+    model = trained_model(shape, length, "sdpa")
     section = {"schedule": schedule.to_dict(), "replan": dict(replan)}
     engine = _engine_for(model, shape, sequence_parallel_size=dist.get_world_size(), heterogeneity=section)
     tokens = torch.randint(VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
@@ -167,7 +168,7 @@ def alone_step(shape: Shape, max_length: int) -> Step:
     # Under a name of its own, because the usual one may be stock's by now.
     AttentionInterface.register("alone", sdpa_attention_forward)
     AttentionMaskInterface.register("alone", lambda *args, **kwargs: None)
-    model = llama_of(shape, max_length, "alone")
+    model = trained_model(shape, max_length, "alone")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = cache(lambda length: _batch(shape, length, list(range(length))))
 

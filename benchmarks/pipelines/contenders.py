@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 import ds_hetero
-from benchmarks.measure.models import VOCABULARY, llama_of
+from benchmarks.measure.models import VOCABULARY, trained_model
 from benchmarks.pipelines.plans import Task
 from ds_hetero.plans import Plan
 
@@ -63,7 +63,7 @@ def engine_of(plan: Plan, task: Task, section: Mapping[str, Any] = types.Mapping
     """
     deepspeed.init_distributed("gloo", verbose=False)
     ds_hetero.register()
-    model = llama_of(task.shape, task.tokens, "sdpa")
+    model = trained_model(task.shape, task.tokens, "sdpa")
     schedule = {key: value for key, value in plan.to_dict().items() if key != "predicted"}
     return _initialize(model, {"heterogeneity": {**section, "schedule": schedule}})
 
@@ -72,7 +72,7 @@ def _sequence_step(plan: Plan, task: Task) -> Step:
     """Sequence parallelism over all ranks: micro-batches of one sequence, one after the other."""
     deepspeed.init_distributed("gloo", verbose=False)
     handle = ds_hetero.register()
-    model = llama_of(task.shape, task.tokens, "sdpa")
+    model = trained_model(task.shape, task.tokens, "sdpa")
     section = {"schedule": plan.schedules[0].to_dict(), "verify": "off"}
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": task.samples}
     config = {**sizes, "sequence_parallel_size": dist.get_world_size(), "heterogeneity": section}
@@ -106,7 +106,7 @@ def _initialize(model: nn.Module, config: dict[str, Any]) -> Any:
 def stock_step(task: Task) -> Step:
     """DeepSpeed's PipelineEngine, a stage of equally many layers on every rank. Caller: every rank of the world."""
     deepspeed.init_distributed("gloo", verbose=False)
-    model = llama_of(task.shape, task.tokens, "sdpa")
+    model = trained_model(task.shape, task.tokens, "sdpa")
     decoder = model.model
     layers = [
         decoder.embed_tokens,
