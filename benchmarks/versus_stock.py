@@ -2,11 +2,12 @@
 
     python -m benchmarks.versus_stock [--quick] [--json]
 
-In the same processes, by turns: stock DeepSpeed Ulysses and torch's ring attention against this engine with the same
-uniform schedule. Measured are one attention layer (forward and backward) and whole training steps of a small Llama
-through DeepSpeed engines; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per
-rank. Besides times, the bytes that a layer sends are counted, at torch's communication operators and at the network
-device. Who the contenders are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
+In the same processes, by turns: stock DeepSpeed Ulysses, torch's ring attention and, with ``--contests ringmaster``, the
+Ulysses of axolotl-ringmaster against this engine with the same uniform schedule. Measured are one attention layer (forward
+and backward) and whole training steps of a small model through DeepSpeed engines, of a Llama or with ``--family`` of a
+hybrid; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per rank. Besides times,
+the bytes that a layer sends are counted, at torch's communication operators and at the network device. Who the contenders
+are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rich.table import Table
 from benchmarks.emulation.network import EmulationError, Network, emulate
 from benchmarks.measure import ranks
 from benchmarks.measure.comparison import LAYER, STEP, Plan, measure
-from benchmarks.measure.contenders import CONTESTS, Shape
+from benchmarks.measure.contenders import CONTESTS
+from benchmarks.measure.models import FAMILIES, shape_of
 from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.measure.statistics import compare
 
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plans = [(link, plan) for link in options.links for plan in _plans(options)]
     result: dict[str, Any] = {
         **header(" ".join(["python -m benchmarks.versus_stock", *(sys.argv[1:] if arguments is None else arguments)])),
-        "shape": asdict(Shape()),
+        "shape": asdict(shape_of(options.family)),
         "links": [],
         "cases": [],
         "traffic": [],
@@ -84,8 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1024 4096 8192; with --quick 1024 4096")
     parser.add_argument("--links", choices=LINKS, nargs="+", default=list(LINKS))
-    parser.add_argument("--contests", choices=CONTESTS, nargs="+", default=list(CONTESTS))
+    parser.add_argument("--contests", choices=CONTESTS, nargs="+", default=["ulysses", "ring"])
     parser.add_argument("--scopes", choices=(LAYER, STEP), nargs="+", default=[LAYER, STEP])
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the model whose steps are measured")
     parser.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
     return parser
 
@@ -97,7 +100,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     cases += [(STEP, tokens) for tokens in (lengths[:1] if options.quick else lengths) if STEP in options.scopes]
     budget_s, min_pairs = (2.0, 3) if options.quick else (10.0, 5)
     return [
-        Plan(contest, num_ranks, tuple(cases), budget_s, min_pairs, Shape())
+        Plan(contest, num_ranks, tuple(cases), budget_s, min_pairs, shape_of(options.family))
         for num_ranks in options.ranks
         for contest in options.contests
     ]
@@ -144,7 +147,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}, "
         f"transformers {machine['transformers']}; {result['seconds']:.0f} s in all\n"
         f"layer: {shape['num_heads']} heads of {shape['head_dim']}, {shape['num_kv_heads']} KV heads; "
-        f"step: {shape['num_layers']} layers, hidden size {shape['hidden_size']}, ZeRO 1; "
+        f"step: {shape['family']}, {shape['num_layers']} layers, hidden size {shape['hidden_size']}, ZeRO 1; "
         f"batch size {shape['batch_size']}, float32, causal, one thread per rank"
     )
     for text in dict.fromkeys(f"{n['link']}, {n['num_ranks']} ranks: {n['text']}" for n in result["links"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +13,7 @@ from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import emulate
 from benchmarks.emulation.throttle import METHODS
 from benchmarks.lab.mesh import CONTENDERS, LAYER, STEP, MeshCase, MeshPlan, measure, summarize
-from benchmarks.measure.contenders import Shape
-from benchmarks.measure.models import FAMILIES
+from benchmarks.measure.models import FAMILIES, shape_of
 from benchmarks.measure.ranks import Report
 from benchmarks.measure.statistics import within_bound
 
@@ -80,13 +79,8 @@ def _plan(options: Namespace) -> MeshPlan:
     tokens = options.tokens or ([8192] if options.quick else [8192, 16384])
     heads = options.heads or 8
     is_hybrid = options.family != "llama"
-    shape = Shape(
-        num_heads=heads,
-        num_kv_heads=heads // 2,
-        head_dim=32 if is_hybrid else 64,
-        num_layers=options.layers or (4 if is_hybrid else 1),
-        family=options.family,
-    )
+    layers = options.layers or (4 if is_hybrid else 1)
+    shape = replace(shape_of(options.family), num_heads=heads, num_kv_heads=heads // 2, num_layers=layers)
     chosen = {"unequal": UNEQUAL, "equal": EQUAL}
     contenders = tuple(options.contenders or (HYBRID if is_hybrid else QUICK if options.quick else CONTENDERS))
     cases = [

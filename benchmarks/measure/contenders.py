@@ -2,6 +2,7 @@
 
     stock       DeepSpeed's `UlyssesSPAttentionHF` around transformers' sdpa attention
     torch-ring  torch's ring attention, the one behind its context_parallel, accelerate's cp and torchtitan
+    ringmaster  Ulysses of axolotl-ringmaster around transformers' sdpa attention; its layers with a state pass states
     ulysses     this engine with the uniform schedule "ulysses"
     ring        this engine with the uniform schedule "ring"
 
@@ -11,7 +12,8 @@ returns [B, s, H * D].
 torch's ring: `context_parallel` itself takes CUDA's operators only. The ring beneath, `_templated_ring_attention`, is
 generic in the operator, and is run here with torch's flash operator for CPU, the kernel of all other contenders. Causal
 work is balanced by its own zigzag. Other published rings do not run on a CPU: ring-flash-attn needs flash-attn, and
-yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it.
+yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it. Of ringmaster the rings do
+not, nor its gated delta rule, which asks for the kernels of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from ds_hetero.baselines import UNIFORM
 from ds_hetero.placement import stream_placement
@@ -46,11 +49,16 @@ __all__ = [
     "contiguous_positions",
     "make_contender",
     "make_engine",
+    "set_up_ringmaster",
     "zigzag_positions",
 ]
 
-CONTESTS = {"ulysses": ("stock", "ulysses"), "ring": ("torch-ring", "ring")}
-"""What is compared with what: (peer, ours)."""
+CONTESTS = {
+    "ulysses": ("stock", "ulysses"),
+    "ring": ("torch-ring", "ring"),
+    "ringmaster": ("ringmaster", "ulysses"),
+}
+"""What is compared with what: (peer, ours). The last one takes a package that is not installed with the others."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,13 @@ class Layer:
 
 def make_contender(name: str, shape: Shape) -> Contender:
     """Set one up on this rank; makes process groups, so every rank calls it in the same order."""
-    makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
+    makers = {
+        "stock": _stock,
+        "torch-ring": _torch_ring,
+        "ringmaster": _ringmaster,
+        "ulysses": _engine,
+        "ring": _engine,
+    }
     return makers[name](name, shape)
 
 
@@ -178,6 +192,41 @@ def _stock(name: str, shape: Shape) -> Contender:
     def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
         out: Tensor = ulysses(module, q, k, v, None, position_ids=position_ids, scaling=shape.head_dim**-0.5)[0]
         return out
+
+    return Contender(name, partial(contiguous_positions, rank=dist.get_rank(), num_ranks=dist.get_world_size()), attend)
+
+
+def set_up_ringmaster(shape: Shape) -> str:
+    """Set its Ulysses up over all ranks; return the name of its attention function.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    try:
+        import ringmaster
+    except ImportError:
+        raise SystemExit(
+            "the contest needs axolotl-ringmaster: pip install --no-deps axolotl-ringmaster==0.2.7"
+        ) from None
+    size = dist.get_world_size()
+    config = ringmaster.RingmasterConfig(size=size, backend=ringmaster.Backend.ULYSSES)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    runtime = ringmaster.setup(
+        config, num_kv_heads=shape.num_kv_heads, device_mesh=mesh, device_type="cpu", inner_attn="sdpa"
+    )
+    name: str = runtime.attn_implementation
+    return name
+
+
+def _ringmaster(name: str, shape: Shape) -> Contender:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ulysses = ALL_ATTENTION_FUNCTIONS[set_up_ringmaster(shape)]
+    module = SimpleNamespace(num_key_value_groups=shape.num_heads // shape.num_kv_heads, is_causal=True, training=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        out: Tensor = ulysses(module, q, k, v, None, scaling=shape.head_dim**-0.5)[0]
+        return out.flatten(2)
 
     return Contender(name, partial(contiguous_positions, rank=dist.get_rank(), num_ranks=dist.get_world_size()), attend)
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.measure.contenders import Shape
 
-__all__ = ["FAMILIES", "VOCABULARY", "config_of", "trained_model"]
+__all__ = ["FAMILIES", "VOCABULARY", "config_of", "shape_of", "trained_model"]
 
 VOCABULARY = 512
 FAMILIES = ("llama", "qwen3-next", "bamba")
@@ -16,6 +16,11 @@ FAMILIES = ("llama", "qwen3-next", "bamba")
 
 _CLASSES = {"llama": "Llama", "qwen3-next": "Qwen3Next", "bamba": "Bamba"}
 _SCAN_HEADS = 32  # as in the models of these families; their widths are in proportion to the hidden size
+
+
+def shape_of(family: str) -> Shape:
+    """The shape of whole steps: of hybrids four layers, one of which has attention."""
+    return Shape() if family == "llama" else Shape(head_dim=32, num_layers=4, family=family)
 
 
 def config_of(shape: Shape, max_length: int = 1 << 20) -> dict[str, Any]:

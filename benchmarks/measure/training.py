@@ -23,7 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_hetero
-from benchmarks.measure.contenders import Shape, TorchRing, contiguous_positions, zigzag_positions
+from benchmarks.measure.contenders import (
+    Shape,
+    TorchRing,
+    contiguous_positions,
+    set_up_ringmaster,
+    zigzag_positions,
+)
 from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.placement import stream_placement
@@ -40,7 +46,13 @@ _IGNORED = -100
 def make_step(name: str, shape: Shape, max_length: int) -> Step:
     """Set a contender up on this rank. Every rank calls it in the same order, with "stock" before any of ours."""
     deepspeed.init_distributed("gloo", verbose=False)
-    makers = {"stock": _stock, "torch-ring": _torch_ring, "ulysses": _engine, "ring": _engine}
+    makers = {
+        "stock": _stock,
+        "torch-ring": _torch_ring,
+        "ringmaster": _ringmaster,
+        "ulysses": _engine,
+        "ring": _engine,
+    }
     return makers[name](name, shape, max_length)
 
 
@@ -90,6 +102,19 @@ def _torch_ring(name: str, shape: Shape, max_length: int) -> Step:
     engine = _engine_for(trained_model(shape, max_length, name), shape)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     batch = cache(lambda length: _batch(shape, length, zigzag_positions(length, rank, num_ranks)))
+    return lambda length: _documented_step(engine, batch(length), dist.group.WORLD)
+
+
+def _ringmaster(name: str, shape: Shape, max_length: int) -> Step:
+    import ringmaster
+
+    attention = set_up_ringmaster(shape)
+    AttentionMaskInterface.register(attention, lambda *args, **kwargs: None)
+    model = trained_model(shape, max_length, attention)
+    ringmaster.wire_recurrent_layers(model)
+    engine = _engine_for(model, shape)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    batch = cache(lambda length: _batch(shape, length, contiguous_positions(length, rank, num_ranks)))
     return lambda length: _documented_step(engine, batch(length), dist.group.WORLD)
 
 
