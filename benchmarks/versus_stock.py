@@ -2,12 +2,12 @@
 
     python -m benchmarks.versus_stock [--quick] [--json]
 
-In the same processes, by turns: stock DeepSpeed Ulysses, torch's ring attention and, with ``--contests ringmaster``, the
-Ulysses of axolotl-ringmaster against this engine with the same uniform schedule. Measured are one attention layer (forward
-and backward) and whole training steps of a small model through DeepSpeed engines, of a Llama or with ``--family`` of a
-hybrid; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per rank. Besides times,
-the bytes that a layer sends are counted, at torch's communication operators and at the network device. Who the contenders
-are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
+In the same processes, by turns: stock DeepSpeed Ulysses, torch's ring attention and, with ``--contests ringmaster``,
+the Ulysses of axolotl-ringmaster against this engine with the same uniform schedule. Measured are one attention layer
+(forward and backward) and whole training steps of a small model through DeepSpeed engines, of a Llama or with
+``--family`` of a hybrid; over loopback and over an emulated link of 1 Gbit/s; float32, causal, one kernel thread per
+rank. Besides times, the bytes that a layer sends are counted, at torch's communication operators and at the network
+device. Who the contenders are: `benchmarks.measure.contenders`; what a ratio is: `benchmarks.measure.statistics`.
 """
 
 from __future__ import annotations

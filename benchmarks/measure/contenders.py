@@ -12,8 +12,8 @@ returns [B, s, H * D].
 torch's ring: `context_parallel` itself takes CUDA's operators only. The ring beneath, `_templated_ring_attention`, is
 generic in the operator, and is run here with torch's flash operator for CPU, the kernel of all other contenders. Causal
 work is balanced by its own zigzag. Other published rings do not run on a CPU: ring-flash-attn needs flash-attn, and
-yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it. Of ringmaster the rings do
-not, nor its gated delta rule, which asks for the kernels of flash-linear-attention.
+yunchang 0.6.4 falls back to an operator that exists for CUDA only, and has no backward for it. Nor do
+ringmaster's rings; its gated delta rule asks for the kernels of flash-linear-attention.
 """
 
 from __future__ import annotations

@@ -204,7 +204,10 @@ def _check(rank: int, name: str, kind: str, tokens: tuple[int, ...]) -> None:
         if expected.grad is None:
             assert own.grad is None or not own.grad.any(), parameter
             continue
-        grad = torch.zeros_like(own) if own.grad is None else own.grad
+        assert own.grad is not None, (
+            f"{parameter} has no gradient here, and ZeRO's buckets are to hold the same everywhere"
+        )
+        grad = own.grad
         dist.all_reduce(grad)
         error = (grad / dist.get_world_size() - expected.grad).norm() / (expected.grad.norm() + 1e-3 * largest)
         assert error < 1e-11, f"{parameter} is off by {float(error):.1e}"

@@ -65,10 +65,11 @@ def scan(call: Scan, replica: Replica, batch: BatchLayout, clock: Clock = UNTIME
         name: _one_for_each(x, heads_each[name], input_cuts[name][trade.index], own)
         for name, x in zip(call.inputs, gathered, strict=True)
     }
+    parameters = {name: parameter[slice(*own)] for name, parameter in call.parameters.items()}
     if own[0] == own[1]:
-        out = inputs[call.output_like]  # nothing, but in the graph, where the others wait for this rank's backward
+        # Nothing, but in the graph: the others wait for this rank's backward, and ZeRO for gradients of all parameters.
+        out = inputs[call.output_like] + sum(parameter.sum() for parameter in parameters.values())
     else:
-        parameters = {name: parameter[slice(*own)] for name, parameter in call.parameters.items()}
         out = torch.cat([_rows_of(call, inputs, parameters, rows) for rows in sequences_of(batch)])
     return to_shards(out.to(like.dtype), cuts, trade, clock)
 
