@@ -5,6 +5,7 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tests.integration.tiny import UNEVEN_2, UNEVEN_4, VOCAB, assert_same_parame
 # Of log entries, what depends on time.
 _TIMES = ("runtime", "per_second", "flos")
 _CELLS = "num_input_tokens_seen"  # with padding, of which two replicas' batches have less than one batch of all rows
+# Of CPO and ORPO, means over all logits, those of padding too, which no loss reads and no two kernels agree on.
+_OF_PADDING = ("logits/chosen", "logits/rejected")
 STEPS, BATCH = 5, 2
 
 
@@ -112,11 +115,44 @@ def _gkd(common: dict[str, Any]) -> Any:
     return GKDTrainer, GKDConfig, llama(), teacher, {"lmbda": 0.0, "beta": 0.3, "temperature": 0.8}
 
 
+def _kto(common: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    def judged(pairs: Any) -> Any:
+        return Dataset.from_list(
+            [
+                {"prompt": pair["prompt"], "completion": pair[said], "label": said == "chosen"}
+                for pair, said in zip(pairs, cycle(["chosen", "rejected", "rejected", "chosen"]), strict=False)
+            ]
+        )
+
+    common["dataset"], common["eval_dataset"] = judged(preferences(2 * STEPS * BATCH)), judged(preferences(4))
+    return KTOTrainer, KTOConfig, llama(), {"ref_model": llama(hidden_act="gelu")}, {"beta": 0.5}
+
+
+def _cpo(common: dict[str, Any]) -> Any:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    common["dataset"], common["eval_dataset"] = preferences(2 * STEPS * BATCH), preferences(4)
+    return CPOTrainer, CPOConfig, llama(), {}, {"beta": 0.5, "cpo_alpha": 0.7}
+
+
+def _orpo(common: dict[str, Any]) -> Any:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    common["dataset"], common["eval_dataset"] = preferences(2 * STEPS * BATCH), preferences(4)
+    return ORPOTrainer, ORPOConfig, llama(), {}, {"beta": 0.5}
+
+
 KINDS: dict[str, Any] = {
     "DPO": _dpo,
     "DPO, the adapter taken off": lambda common: _dpo(common, adapted()),
     "reward": _reward,
     "GKD": _gkd,
+    "KTO": _kto,
+    "CPO": _cpo,
+    "ORPO": _orpo,
 }
 
 
@@ -159,18 +195,30 @@ def _train(rank: int, stage: int | None, schedule: Any, kind: str, batch_size: i
 
 def _assert_trains_alike(world_size: int, stage: int, schedule: Any, kind: str) -> None:
     sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
+    left_out = {_CELLS} if world_size > sp_size else set()
+    if kind in ("CPO", "ORPO"):
+        left_out |= {before + name for before in ("", "eval_") for name in _OF_PADDING}
     expected_logs, expected = one_process(_train, None, schedule, kind, BATCH * world_size // sp_size)
     for logs, trained in ranks(_train, world_size, stage, schedule, kind, BATCH):
         assert [sorted(entry) for entry in logs] == [sorted(entry) for entry in expected_logs]
         for ours, theirs in zip(logs, expected_logs, strict=True):
-            for name in theirs.keys() - ({_CELLS} if world_size > sp_size else set()):
+            for name in theirs.keys() - left_out:
                 value = theirs[name]
                 np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} in {theirs}")
         assert_same_parameters(trained, expected)
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("DPO", "DPO, the adapter taken off", "reward", "GKD")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        pytest.param(kind, stage, marks=[] if stage == 2 and kind in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for stage in (2, 3)
+    ],
+)
 def test_five_steps_equal_one_process(kind: str, stage: int) -> None:
     _assert_trains_alike(2, stage, UNEVEN_2, kind)
 
@@ -182,7 +230,61 @@ def test_a_rank_without_tokens_changes_nothing(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "GKD"])
+@pytest.mark.parametrize("kind", [kind for kind in QUICK if kind != "GKD"])
 def test_two_replicas_equal_one_process(kind: str) -> None:
-    """But for GKD, whose loss TRL divides by the labels of all processes and averages over them once more."""
+    """But for losses that TRL itself averages by process: GKD's by labels, CPO's and ORPO's by tokens of a process.
+
+    KTO pairs texts with others of a process's batch.
+    """
     _assert_trains_alike(4, 2, UNEVEN_2, kind)
+
+
+def test_trainers_that_generate_are_refused_by_name() -> None:
+    first, second = ranks(_refuse, 2)
+    assert first == second
+    for name, text in first.items():
+        assert text.startswith(
+            f"TRL's {name} is not known to train on parts of sequences as on one process; these are: "
+        )
+        assert "handle.sharded_call" in text
+
+
+def _refuse(rank: int) -> dict[str, str]:
+    import trl
+
+    import ds_hetero
+
+    ds_hetero.register()
+    texts = {}
+    for name in ("GRPO", "RLOO"):
+        trainer = make_trainer(
+            ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=2),
+            2,
+            getattr(trl, f"{name}Trainer"),
+            config=getattr(trl, f"{name}Config"),
+            model=llama(),
+            more={"processing_class": tokenizer(), "reward_funcs": lambda completions, **_: [0.0] * len(completions)},
+            dataset=preferences(4).select_columns(["prompt"]),
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+            max_steps=1,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
+        with pytest.raises(ds_hetero.ConfigError) as caught:
+            trainer.train()
+        texts[f"{name}Trainer"] = str(caught.value)
+    return texts
+
+
+def test_an_unknown_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_hetero.errors import VersionError
+    from ds_hetero.integrations import patching
+    from ds_hetero.integrations.trl.trainers import expect_known
+
+    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
+    expect_known(trainer)
+    monkeypatch.setattr(patching, "version", lambda package: "0.9.0")
+    with pytest.raises(VersionError, match=r"trl 0\.9\.0 is not a version that works\. Install trl>=1\.16,<2\."):
+        expect_known(trainer)

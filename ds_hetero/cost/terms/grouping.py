@@ -106,6 +106,11 @@ class Grouping:
         return np.asarray(reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1))
 
     @cached_property
+    def transfers_of_heads(self) -> dict[tuple[int, bytes], tuple[Any, Any]]:
+        """What transfers of a ring step take, by query heads of a KV head and all heads; see `transfer_time`."""
+        return {}
+
+    @cached_property
     def node_slices(self) -> GroupBy:
         """Ranks by (group, node)."""
         return GroupBy(self.group_of, self.cluster.node_of_rank)

@@ -32,12 +32,31 @@ def ring_transfers_s(
     if num_groups == 1:
         return zeros, zeros, zeros
     cluster = grouping.cluster
-    if not cluster.shares_ports and num_sets > 1:  # tokens do not matter: neighbours of equal heads are one
-        new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1)])
-        if not new_B.all():
-            run_B = np.cumsum(new_B) - 1
-            of_runs = ring_transfers_s(grouping, heads_BD[new_B], length_BK[new_B], queries_per_kv_head)
-            return of_runs[0][run_B], of_runs[1][run_B], zeros
+    if not cluster.shares_ports:
+        return (*_of_heads_alone(grouping, heads_BD, queries_per_kv_head), zeros)
+    edges, set_E, latency_BK, transfer_BK = _own_ports(grouping, heads_BD, queries_per_kv_head)
+    shared_E = _shared_s(grouping, edges, set_E, length_BK.mean(axis=1))
+    return latency_BK, transfer_BK, _largest(edges, shared_E, num_groups)
+
+
+def _of_heads_alone(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Floats, Floats]:
+    """Latency and seconds per token where no port is shared: tokens do not matter, so heads seen before are known."""
+    known = grouping.transfers_of_heads
+    new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1)])
+    different_RD = heads_BD[new_B]
+    keys = [(queries_per_kv_head, row.tobytes()) for row in different_RD]
+    unknown = [r for r, key in enumerate(keys) if key not in known]
+    if unknown:
+        _, _, latency_RK, transfer_RK = _own_ports(grouping, different_RD[unknown], queries_per_kv_head)
+        known.update(zip((keys[r] for r in unknown), zip(latency_RK, transfer_RK, strict=True), strict=True))
+    run_B = np.cumsum(new_B) - 1
+    latency_RK, transfer_RK = (np.array(each) for each in zip(*(known[key] for key in keys), strict=True))
+    return latency_RK[run_B], transfer_RK[run_B]
+
+
+def _own_ports(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Edges, Ints, Floats, Floats]:
+    """Edges, the assignment of each, and latency and seconds per token by what a rank's own ports carry."""
+    cluster, (num_sets, num_groups) = grouping.cluster, (len(heads_BD), grouping.num_groups)
     edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
     set_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
     pair = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
@@ -47,14 +66,13 @@ def ring_transfers_s(
     for rank_E in (edges.sender, edges.receiver):
         port_E = (set_E * cluster.num_ranks + rank_E) * 2 + outside_E
         np.maximum(worst_E, np.bincount(port_E, weights=port_s_E)[port_E], out=worst_E)
+    latency_BK = _largest(edges, cluster.node_latency_s[pair], num_groups)
+    return edges, set_E, latency_BK, _largest(edges, worst_E, num_groups)
 
-    def by_group(values_E: Floats) -> Floats:
-        return np.asarray(np.maximum.reduceat(values_E, edges.starts).reshape(num_sets, num_groups))
 
-    latency_BK, transfer_BK = by_group(cluster.node_latency_s[pair]), by_group(worst_E)
-    if not cluster.shares_ports:
-        return latency_BK, transfer_BK, zeros
-    return latency_BK, transfer_BK, by_group(_shared_s(grouping, edges, set_E, length_BK.mean(axis=1)))
+def _largest(edges: Edges, values_E: Floats, num_groups: int) -> Floats:
+    """The largest value of the edges into every group, ``[B, K]``."""
+    return np.asarray(np.maximum.reduceat(values_E, edges.starts).reshape(-1, num_groups))
 
 
 def _shared_s(grouping: Grouping, edges: Edges, set_E: Ints, length_B: Floats) -> Floats:

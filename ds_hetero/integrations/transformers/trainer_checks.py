@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.integrations.trl.trainers import expect_known
 
 __all__ = ["expect_labels", "expect_splittable", "naming_trainer"]
 
@@ -14,11 +15,13 @@ _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or 
 
 
 def expect_splittable(trainer: Any) -> None:
-    """Refuse arguments of a Trainer that need whole sequences on one rank.
+    """Refuse arguments of a Trainer that need whole sequences on one rank, and trainers of TRL that are not known.
 
     Raises:
-        ConfigError: with the argument and what to do.
+        ConfigError: with the argument, or the trainer, and what to do.
+        VersionError: TRL is of a version that was not tried.
     """
+    expect_known(trainer)
     if trainer.args.train_sampling_strategy == "batch_rebalance":
         raise ConfigError(
             'train_sampling_strategy="batch_rebalance" deals samples out to ranks, which share each sequence here. Use '

@@ -1,22 +1,46 @@
-"""TRL's trainers whose losses are of whole sequences, by the names of their classes."""
+"""TRL's trainers that train on shards, by the names of their classes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["WORKS", "needs_whole_sequences"]
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations.patching import expect_package
+from ds_hetero.integrations.trl.outputs import PRIVATE_NAMES
+
+__all__ = ["WORKS", "expect_known", "needs_whole_sequences"]
 
 WORKS = ">=1.16,<2"
-_OF_WHOLE_SEQUENCES = {
-    "DPOTrainer",
-    "RewardTrainer",
-    "GKDTrainer",
-}
+_OF_TOKENS = frozenset({"SFTTrainer"})
+_OF_WHOLE_SEQUENCES = frozenset(
+    {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer", "GKDTrainer"}
+)
 
 
 def needs_whole_sequences(trainer: Any) -> bool:
     """Whether a trainer is TRL's, or derived from one, and computes its loss from whole sequences."""
-    return any(
-        kind.__name__ in _OF_WHOLE_SEQUENCES and kind.__module__.partition(".")[0] == "trl"
-        for kind in type(trainer).__mro__
-    )
+    return _class_name(trainer) in _OF_WHOLE_SEQUENCES
+
+
+def expect_known(trainer: Any) -> None:
+    """Refuse a trainer of TRL that is not known to train on shards as on one process.
+
+    Raises:
+        ConfigError: it is of another class, such as those that generate.
+        VersionError: TRL is of a version that was not tried.
+    """
+    name = _class_name(trainer)
+    if name is None:
+        return
+    if name not in _OF_TOKENS | _OF_WHOLE_SEQUENCES:
+        known = ", ".join(sorted(_OF_TOKENS | _OF_WHOLE_SEQUENCES))
+        raise ConfigError(
+            f"TRL's {name} is not known to train on parts of sequences as on one process; these are: {known}. Train it "
+            "without sequence parallelism, or compute its log-probabilities in a loop by handle.sharded_call."
+        )
+    expect_package("trl", WORKS, PRIVATE_NAMES)
+
+
+def _class_name(trainer: Any) -> str | None:
+    """The most derived class of TRL that a trainer is of; None if it is none of TRL's."""
+    return next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)

@@ -18,6 +18,7 @@ from ds_hetero.planner.search.shares import whole_shares
 
 __all__ = ["Assignment", "Problem", "Tried"]
 
+KEPT_RANKS = 128  # ranks up to which groupings are kept
 FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many times as many after these
 
 
@@ -166,8 +167,18 @@ class Problem:
         return self.cost.bound_s * float(min(ratios))
 
     def grouping(self, groups: Sequence[Ints]) -> Grouping:
-        """What the cost model takes; ``groups`` in ring order."""
-        return Grouping(self.cost.cluster, groups, zigzag=self.zigzag and len(groups) > 1)
+        """What the cost model takes; ``groups`` in ring order. One partition is one object, with its tables."""
+        key = tuple([group.tobytes() for group in groups])
+        made = self._groupings.get(key)
+        if made is None:
+            made = Grouping(self.cost.cluster, groups, zigzag=self.zigzag and len(groups) > 1)
+            if self.num_ranks <= KEPT_RANKS:
+                self._groupings[key] = made
+        return made
+
+    @cached_property
+    def _groupings(self) -> dict[tuple[bytes, ...], Grouping]:
+        return {}
 
     @cached_property
     def coarse(self) -> bool:
