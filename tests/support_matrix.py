@@ -75,6 +75,7 @@ _ROBERTAS = (
     "xmod",
 )
 _TRL = "tests/integration/test_trl.py::"
+_ANY = "tests/integration/test_any_module.py::"
 _LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
 _SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
 _OWN_TERMS = "tests/integration/test_own_terms.py::"
@@ -335,11 +336,34 @@ _LOOP_ROWS = (
     ),
     Row(
         what="TRL 1.16, batches of whole sequences: DPO (a reference model, or the adapter taken off), RewardTrainer "
-        "(decoder models), GKD; ZeRO 2 and 3, evaluation",
+        "(decoder models), GKD, KTO, CPO, ORPO; ZeRO 2 and 3, evaluation",
         status="tested",
         tests=(_TRL + "test_five_steps_equal_one_process",),
+        note="`logits/chosen` and `logits/rejected` of CPO and ORPO are means over padding too, and differ",
     ),
-    _refused("GRPO, RLOO; SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
+    Row(
+        what="GRPO, RLOO and every other trainer of TRL",
+        status="refused",
+        tests=(_TRL + "test_trainers_that_generate_are_refused_by_name",),
+        note="by the trainer's name; GRPO and RLOO with a `ParallelismConfig` by TRL itself",
+    ),
+    _refused("SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
+    Row(
+        what="a second call of `Trainer.train()`",
+        status="refused",
+        tests=("tests/integration/test_trainer.py::test_a_second_call_of_train_is_refused_by_name",),
+        note="the Trainer has let go of its engine, with stock DeepSpeed too",
+    ),
+    Row(
+        what='any `nn.Module` with `"sequence_parallel_size": 1`: weighted ZeRO 1 to 3, the report of stragglers',
+        status="tested",
+        tests=(_ANY + "test_any_module_trains_with_weighted_zero_as_with_equal_partitions",),
+    ),
+    Row(
+        what="for such a module, replicas with different batches, documents, and losses that count tokens",
+        status="refused",
+        tests=(_ANY + "test_what_needs_tokens_is_refused_by_name",),
+    ),
     Row(what='`train_sampling_strategy="batch_rebalance"`', status="refused", tests=(_LOSSES_REFUSED,)),
     Row(
         what="other trainers with loaders without labels, or with pairs",

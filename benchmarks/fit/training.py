@@ -96,8 +96,9 @@ _MODEL = {
 def measure(rank: int, report: Any, case: dict[str, Any]) -> int:
     """Train `STEPS` steps on a rank; bytes that it holds at the peak of a step.
 
-    A release on one of gloo's threads escapes the profiler, which can only add. So what rests between steps and what
-    a step adds to it are each the least of all steps but the first, which allocates what is kept for good.
+    A release on one of gloo's threads escapes the profiler until its address is handed out again, which can only add.
+    So what rests between steps and what a step adds to it are each the least of all steps but the first, which
+    allocates what is kept for good.
     """
     from benchmarks.measure.allocations import held_by_runs, marked_run
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 __all__ = ["held_by_runs", "marked_run", "peak_allocations"]
@@ -16,7 +18,8 @@ _RUN = "one measured run"
 def peak_allocations(run: Callable[[], object], repeats: int, settle: Callable[[], object]) -> list[int]:
     """Return by how many bytes allocations rose at most during each of ``repeats`` runs.
 
-    A release on one of gloo's threads escapes the profiler, which can only add: the least of several runs counts.
+    A release on one of gloo's threads escapes the profiler until its address is handed out again, which can only add:
+    the least of several runs counts.
 
     Args:
         run: what is measured.
@@ -39,17 +42,37 @@ def marked_run() -> AbstractContextManager[object]:
 
 
 def held_by_runs(work: Callable[[], object]) -> list[tuple[int, int]]:
-    """Return for each `marked_run` in ``work`` the bytes held before it and at its peak, counted from ``work`` on."""
+    """Return for each `marked_run` in ``work`` the bytes held before it and at its peak, counted from ``work`` on.
+
+    Where a block is handed out at the address of one that is still held, that one was released unseen.
+    """
     with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    held, runs = 0, []
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _RUN:
+    held, size_at, runs = 0, dict[int, int](), list[tuple[int, int]]()
+    for event in _events_in_order(profiler.profiler.kineto_results.experimental_event_tree()):
+        if event.tag != _EventType.Allocation:
             runs.append((held, held))
-        elif event.name() == "[memory]":
-            held += event.nbytes()
-            runs[-1:] = [(before, max(peak, held)) for before, peak in runs[-1:]]
+            continue
+        size, address = event.typed[1].alloc_size, event.typed[1].ptr
+        known = size_at.pop(address, None)
+        if size > 0:
+            held += size - (known or 0)
+            size_at[address] = size
+        else:
+            held += size  # negative
+        runs[-1:] = [(before, max(peak, held)) for before, peak in runs[-1:]]
     return runs
+
+
+def _events_in_order(roots: list[Any]) -> list[Any]:
+    """Allocations, releases and beginnings of runs, by time."""
+    found, todo = [], list(roots)
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.tag == _EventType.Allocation or (event.tag == _EventType.TorchOp and event.name == _RUN):
+            found.append(event)
+    return sorted(found, key=lambda event: event.start_time_ns)
 
 
 @contextmanager

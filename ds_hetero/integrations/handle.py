@@ -19,6 +19,7 @@ from ds_hetero.integrations.token_mean import token_mean
 from ds_hetero.integrations.transformers.forward_mode import Wanted, sharding
 from ds_hetero.integrations.transformers.shard_loss import has_loss_of_batch
 from ds_hetero.integrations.transformers.sharded_call import TokenResults
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shard_info import shard_info
@@ -107,14 +108,15 @@ class Handle:
         monitor = self._prepared.monitor
         return () if monitor is None or monitor.replanning is None else tuple(monitor.replanning.changes)
 
-    def _choose(self, call: str) -> PreparedModel | nn.Module:
-        """What ``call`` is about: a model with a section or, where there is none, one without.
+    def _choose(self, call: str) -> ShardedModel | nn.Module:
+        """What ``call`` is about: a model that is split or, where there is none, one that runs whole.
 
         Raises:
             ConfigError: there is no model, or models between which the call would make a difference.
         """
         if self._model is not None:
-            return self.registry.find(self._model) or self._model
+            known = self.registry.find(self._model)
+            return self._model if known is None else _split_or_module(known)
         choices = {(known.model.replica, known.model.takes_shards) for known in self.registry.in_training}
         if len(choices) > 1:
             raise ConfigError(
@@ -123,7 +125,7 @@ class Handle:
                 f"handle.for_engine(engine).{call}, or engine.destroy() on those that are done."
             )
         unsplit = self.registry.unsplit_model if self.registry.latest is None else None
-        return self._prepared if unsplit is None else unsplit
+        return _split_or_module(self._prepared) if unsplit is None else unsplit
 
     @property
     def _pipelined(self) -> PipelinedModel | None:
@@ -163,11 +165,11 @@ class Handle:
             on = default_device() if held is None else held.device
             return SameBatches(dataloader, on if device is None else torch.device(device))
         chosen = self._choose("dataloader")
-        model = chosen if isinstance(chosen, nn.Module) else chosen.model.model
+        model = chosen if isinstance(chosen, nn.Module) else chosen.model
         target = next(model.parameters()).device if device is None else torch.device(device)
         if isinstance(chosen, nn.Module):
             return WholeLoader(dataloader, target)
-        return ModelLoader(dataloader, chosen.model, target, batches)
+        return ModelLoader(dataloader, chosen, target, batches)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
@@ -197,7 +199,7 @@ class Handle:
         if isinstance(chosen, nn.Module):
             batch_loss: Tensor = outputs.loss
             return batch_loss if num_items is None else batch_loss * num_tokens * dist.get_world_size() / num_items
-        model, replica, divisor = chosen.model, chosen.model.replica, 1
+        model, replica, divisor = chosen, chosen.replica, 1
         if mean is None:
             loss_sum = cross_entropy_sum(outputs.logits, labels) + num_tokens * model.router_term(outputs)
         else:
@@ -236,7 +238,7 @@ class Handle:
         if self._pipelined is not None:
             raise ConfigError("handle.mean has no tokens to take a mean over: pipelines compute their loss themselves.")
         chosen = self._choose("mean")
-        replica = None if isinstance(chosen, nn.Module) else chosen.model.replica
+        replica = None if isinstance(chosen, nn.Module) else chosen.replica
         return token_mean(values, batch, where, replica, num_items)
 
     def sharded_call(
@@ -283,6 +285,10 @@ class Handle:
         """Have forwards inside take whole batches although the model is training."""
         with sharding(False):
             yield
+
+
+def _split_or_module(prepared: PreparedModel) -> ShardedModel | nn.Module:
+    return prepared.model if isinstance(prepared.model, ShardedModel) else prepared.model.model
 
 
 def _labels_that_count(batch: Mapping[str, Any]) -> Tensor:

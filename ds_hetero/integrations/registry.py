@@ -13,14 +13,16 @@ from torch import nn
 
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.patching import Patches
-from ds_hetero.integrations.transformers.facts import read_model_facts
+from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import Replanning, make_replanner, predicted_gain, wants_replanning
+from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.run_record import RunRecord
 from ds_hetero.job.start import JobStart, MeasuredClusters, World, agree_on_facts, announce_start, start_job
 from ds_hetero.job.stragglers import Stragglers
@@ -53,7 +55,7 @@ class PreparedModel:
     """A model that this engine trains.
 
     Args:
-        model: switched to our attention.
+        model: switched to our attention, or run whole where every replica is one rank.
         start: what the ranks agreed on for it.
         prediction_check: compares its steps with the forecasts of ``start``.
         monitor: observes its steps; None until its DeepSpeed engine has been built.
@@ -61,7 +63,7 @@ class PreparedModel:
         zones: where the tokens of its documents lie; None where batches are cut by their length.
     """
 
-    model: ShardedModel
+    model: ShardedModel | WholeModel
     start: JobStart
     prediction_check: PredictionCheck
     monitor: StepMonitor | None = None
@@ -150,10 +152,16 @@ class Registry:
         """What was prepared for ``model``, if it was."""
         return next((known for known in self._prepared if known.model.model is model), None)
 
-    def find_by_ranks(self, ranks: Sequence[int]) -> PreparedModel | None:
-        """The latest prepared model whose replica consists of ``ranks``."""
+    def find_split(self, model: nn.Module) -> ShardedModel | None:
+        """``model`` as it is split, if it was prepared and does not run whole."""
+        known = self.find(model)
+        return known.model if known is not None and isinstance(known.model, ShardedModel) else None
+
+    def find_split_by_ranks(self, ranks: Sequence[int]) -> ShardedModel | None:
+        """The latest model that is split over ``ranks``."""
         members = tuple(sorted(ranks))
-        return next((known for known in reversed(self._prepared) if known.model.replica.ranks == members), None)
+        models = (known.model for known in reversed(self._prepared) if known.model.replica.ranks == members)
+        return next((model for model in models if isinstance(model, ShardedModel)), None)
 
     @contextlib.contextmanager
     def using(self, ds_config: Mapping[str, object]) -> Iterator[None]:
@@ -171,7 +179,7 @@ class Registry:
         """Start the job of ``model`` with all ranks and switch it to this rank's replica; again, if it was before.
 
         Args:
-            model: a PreTrainedModel, or a module around one.
+            model: a PreTrainedModel, or a module around one; any module where the sequence-parallel size is 1.
             ds_config: DeepSpeed's configuration, with a section.
             sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
 
@@ -181,17 +189,18 @@ class Registry:
         world = World.current()
         facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
         start = start_job(world, facts, self.clusters, None if known is None else known.start)
-        replica = self._replica_of(start.plan)
-        if known is not None and (known.model.replica is not replica or known.model.kernel != start.section.attention):
+        replica, kernel = self._replica_of(start.plan), start.section.attention
+        if known is not None and (known.model.replica is not replica or known.model.kernel != kernel):
             self._forget(known)
             known = None
         if known is not None and known.start.plan is start.plan:
             known.start = start
             return known
         if known is None:
-            sharded = ShardedModel(model, replica, start.section.attention)
-            known = PreparedModel(sharded, start, PredictionCheck(()))
-            sharded.keep_alive(known)
+            is_split = start.facts.model.is_split
+            switched = ShardedModel(model, replica, kernel) if is_split else WholeModel(model, replica)
+            known = PreparedModel(switched, start, PredictionCheck(()))
+            switched.keep_alive(known)
             self._known.append(weakref.ref(known))
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
         known.model.record_batches(known.record_batch)
@@ -294,7 +303,7 @@ def _read_facts(model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Map
     assert section is not None
     return JobFacts(
         section=section,
-        model=read_model_facts(model),
+        model=(read_facts_of_whole_model if sp_size_of(sp_sizes) == 1 else read_model_facts)(model),
         training=read_training_facts(ds_config),
         sp_sizes=dict(sp_sizes),
     )

@@ -12,6 +12,7 @@ from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.forward_mode import Wanted, sharded_calls
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_call import TokenResults, whole_results
+from ds_hetero.integrations.whole_model import WholeModel
 
 __all__ = ["call_sharded"]
 
@@ -39,6 +40,10 @@ def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wante
             "deepspeed.initialize was not given since ds_hetero.register(). Give it the engine."
         )
     split = prepared.model
+    if isinstance(split, WholeModel):
+        raise ConfigError(
+            f"handle.sharded_call was given {type(module).__name__}, which runs whole on every rank; call it itself."
+        )
     split.check_once(lambda: check_first_batch(split, batch))
     with sharded_calls(wanted):
         return model(**batch)

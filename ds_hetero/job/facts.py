@@ -34,6 +34,7 @@ class ModelFacts:
         checkpointing: whether the activations of every layer are checkpointed.
         head_dim: width of a head; None where the model does not say.
         softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
+        is_split: whether it is switched to our attention; False for a module that every rank runs whole.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelFacts:
     checkpointing: bool = False
     head_dim: int | None = None
     softcap: float | None = None
+    is_split: bool = True
 
     def expect_spec(self) -> ModelSpec:
         """Return the shape.

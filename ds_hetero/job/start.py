@@ -27,7 +27,7 @@ from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
 from ds_hetero.job.plan_files import replicas_in_file
 from ds_hetero.job.report import announce, forecast_text, plan_text
-from ds_hetero.job.resolve import check_plan_fits, needs_planner, replica_size
+from ds_hetero.job.resolve import check_plan_fits, needs_planner, replica_size, sp_size_of
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.profiler.cache import describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
@@ -173,7 +173,7 @@ def check_facts(facts: JobFacts, world_size: int) -> str | None:
         ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the given size.
         ModelError: a schedule is to be searched for, and no cost model describes the model.
     """
-    if needs_planner(facts.section):
+    if needs_planner(facts.section) and sp_size_of(facts.sp_sizes) != 1:
         facts.model.expect_spec()
     if facts.section.schedule in STRATEGIES:
         replica_size(facts.sp_sizes, world_size)

@@ -258,8 +258,8 @@ def _refuse(rank: int) -> dict[str, str]:
     texts = {}
     for name in ("GRPO", "RLOO"):
         trainer = make_trainer(
-            ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=2),
-            2,
+            {**ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=2), "sequence_parallel_size": 2},
+            0,  # TRL refuses a ParallelismConfig itself
             getattr(trl, f"{name}Trainer"),
             config=getattr(trl, f"{name}Config"),
             model=llama(),
@@ -268,6 +268,7 @@ def _refuse(rank: int) -> dict[str, str]:
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=4,
+            beta=0.0,
             max_steps=1,
             bf16=False,
             gradient_checkpointing=False,

@@ -1,14 +1,17 @@
 """Memory of one rank at its peak, moment by moment, with DeepSpeed's buffers: what `ds-hetero fit` shows.
 
 `ds_hetero.cost.terms.memory` adds up everything that a schedule needs and knows no buffers; searches go by that. Here
-three moments are told apart, and the largest counts:
+four moments are told apart, and the largest counts:
 
-    loss    the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
-    layer   the backward of a layer: its own working set, visiting keys and values, packed exchanges
-    step    the optimizer's: gradients of the rank's own part in fp32, and what the optimizer makes beside them
+    loss       the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
+    mlp        the backward of a layer begins: all that the layer has kept, and gradients of its widest part
+    attention  it has come to attention: the MLP's part is gone, keys and values visit, exchanges are packed
+    step       the optimizer's: gradients of the rank's own part in fp32, and what the optimizer makes beside them
 
-Below ZeRO-3 gradients of a layer come as its activations go, so of the two sets the larger one counts. With gradient
-accumulation both do, since gradients of earlier micro-batches are there; ZeRO-3 has one buffer for them from the start.
+Below ZeRO-2 gradients of a layer come as its activations go, so of the two sets the larger one counts. In ZeRO-2 a rank
+makes the buffer of all its gradients when the first of them comes, which is that of the last element that it owns:
+activations of the layers up to there are still held. With gradient accumulation gradients of earlier micro-batches are
+there from the start, and ZeRO-3 has one buffer for all.
 
 Dimension key: D ranks.
 """
@@ -37,9 +40,10 @@ __all__ = ["peak_parts"]
 
 
 class _Layer(NamedTuple):
-    """Bytes ``[D]``: what one layer's backward needs, what it makes beside that, and what those of all layers need."""
+    """Bytes ``[D]``: what a layer's backward needs, the MLP's part of that, what the MLP's makes, and all layers' needs."""
 
     kept: Floats
+    of_mlp: Floats
     made: Floats
     kept_by_all: Floats
 
@@ -53,7 +57,7 @@ def peak_parts(
     gradients        what they take beyond the activations that they replace; all with accumulation or ZeRO-3
     gathered         ZeRO-3: parameters that stay gathered, and at the loss those that arrive
     activations      per layer its input if checkpointed, else all that its backward needs
-    layer            what one layer's backward needs, if checkpointed, and what it makes
+    layer            what one layer's backward needs, if checkpointed, and what its MLP's backward makes
     ring_buffers, exchange_buffers, logits    see `ds_hetero.cost.terms.memory`
     bucket           DeepSpeed's buffer for gradients under way; below ZeRO-3 only during the backward
     step             fp32 gradients of the rank's own part, and the optimizer's temporaries
@@ -65,9 +69,11 @@ def peak_parts(
     element, count, stage = workload.element_bytes, model.num_parameters, workload.zero_stage
     of_layer = _layer(model, workload, grouping, tokens_D, heads_D)
     if workload.activation_checkpointing:
-        activations, layer = plain["activations"], of_layer.kept + of_layer.made
+        activations = held = plain["activations"]
+        recomputed, rest = of_layer.kept, of_layer.kept - of_layer.of_mlp
     else:
-        activations, layer = of_layer.kept_by_all, of_layer.made
+        activations = of_layer.kept_by_all
+        held, recomputed, rest = activations - of_layer.of_mlp, np.zeros_like(activations), np.zeros_like(activations)
     live = arriving = 0.0
     if stage == 3:
         least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
@@ -76,17 +82,19 @@ def peak_parts(
     tokens = workload.micro_batch * tokens_D
     tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
     bucket = float(buffers.reduce_bucket * element if stage else 0)
-    replaced = 0.0 if workload.micro_batches > 1 or stage == 3 else activations
+    gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, tokens_D.shape[-1]) * activations
     working = {
-        "gradients": np.maximum(states["gradients"] - replaced, 0.0),
+        "gradients": np.maximum(states["gradients"] - gone, 0.0),
         "activations": activations,
         "bucket": np.full(tokens_D.shape, bucket),
     }
     moments: dict[str, dict[str, Any]] = {
         "loss": {**working, "logits": tile * model.vocab_size * (element + 2 * WIDE), "gathered": live + arriving},
-        "layer": {
+        "mlp": {**working, "layer": recomputed + of_layer.made, "gathered": live},
+        "attention": {
             **working,
-            "layer": layer,
+            "activations": held,
+            "layer": rest,
             "ring_buffers": plain["ring_buffers"],
             "exchange_buffers": plain["exchange_buffers"],
             "gathered": live,
@@ -99,6 +107,19 @@ def peak_parts(
     }
     model_states = np.broadcast_to(states["weights"] + states["optimizer_state"], tokens_D.shape)
     return {"model_states": model_states, **_largest(moments, tokens_D.shape)}
+
+
+def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
+    """Share of the layers whose activations are gone when a rank holds all gradients that it will, ``[D]``.
+
+    Elements are owned in the order of the ranks and of the layers; of several replicas the last one is meant.
+    """
+    if workload.zero_stage == 3:
+        return np.zeros(num_ranks)
+    if workload.zero_stage < 2:
+        return np.ones(num_ranks)
+    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    return np.asarray((1 - np.cumsum(weights_D) / weights_D.sum()) / workload.data_parallel)
 
 
 def _largest(moments: dict[str, dict[str, Any]], shape: tuple[int, ...]) -> dict[str, Floats]:
@@ -143,9 +164,10 @@ def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: F
     kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
     kv_rows = batch * length_K[..., grouping.group_of] * kv_D
     mlp = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
-    norms = 2 * (WIDE + 2 * element) * hidden
-    wide = norms + element * (4 if model.gated_mlp else 2) * mlp
+    norm = (WIDE + 2 * element) * hidden
+    of_mlp = norm + element * (4 if model.gated_mlp else 2) * mlp
     exchanged = element * model.head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
-    attention = tokens * (wide + element * model.num_heads * model.head_dim) + exchanged
-    kept, by_all = joined_layers(model, attention, tokens * (wide + recurrent_bytes(model, element)))
-    return _Layer(kept=kept, made=element * tokens * (2 * mlp + hidden), kept_by_all=by_all)
+    attention = tokens * (norm + of_mlp + element * model.num_heads * model.head_dim) + exchanged
+    kept, by_all = joined_layers(model, attention, tokens * (norm + of_mlp + recurrent_bytes(model, element)))
+    made = element * tokens * (2 * mlp + hidden)
+    return _Layer(kept=kept, of_mlp=tokens * of_mlp, made=made, kept_by_all=by_all)

@@ -24,6 +24,7 @@ from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.saving import copy_script_last, save_whole
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP, own_calls
@@ -68,7 +69,7 @@ class HookedEngine:
     """
 
     engine: Engine
-    model: ShardedModel
+    model: ShardedModel | WholeModel
     scaling: LossScaling
     monitor: StepMonitor
     prediction_check: PredictionCheck
@@ -112,7 +113,7 @@ def _around(hook: Hook, hooked: Hooked, method: Callable[..., Any]) -> Callable[
 def time_forward(hooked: HookedEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Time a forward of the model."""
     clock, model = hooked.model.clock, hooked.model
-    with clock.running(), clock.forward(training=model.takes_shards and torch.is_grad_enabled()):
+    with clock.running(), clock.forward(training=model.times_forward and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
 
 

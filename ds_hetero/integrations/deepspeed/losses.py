@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -44,7 +45,7 @@ class LossScaling:
         model: what the engine trains, with the convention that the section declares.
     """
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: ShardedModel | WholeModel) -> None:
         self._model = model
         self._checked: set[str] = set()
 

@@ -166,18 +166,18 @@ class Ulysses:
 
         @functools.wraps(stock)
         def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-            prepared = self._registry.find_by_ranks(dist.get_process_group_ranks(sp_group))
-            if prepared is None and self._has_pipelines:
+            split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
+            if split is None and self._has_pipelines:
                 adapter.__class__ = SameBatches
                 SameBatches.__init__(adapter, dl, torch.device(device))
                 return
-            if prepared is not None and wanted_results() is not None:
+            if split is not None and wanted_results() is not None:
                 adapter.__class__ = WholeLoader
-                WholeLoader.__init__(adapter, dl, torch.device(device), prepared.model)
+                WholeLoader.__init__(adapter, dl, torch.device(device), split)
                 return
-            if prepared is not None:
+            if split is not None:
                 adapter.__class__ = ModelLoader
-                ModelLoader.__init__(adapter, dl, prepared.model, torch.device(device))
+                ModelLoader.__init__(adapter, dl, split, torch.device(device))
                 return
             if self._pending is not None:
                 self._pending.adapters += 1

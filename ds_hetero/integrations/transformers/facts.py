@@ -15,7 +15,7 @@ from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.job.facts import ModelFacts
 from ds_hetero.models import ModelSpec, model_from_config, read_model_config
 
-__all__ = ["describe_model", "model_without_weights", "read_model_facts"]
+__all__ = ["describe_model", "model_without_weights", "read_facts_of_whole_model", "read_model_facts"]
 
 
 def read_model_facts(model: nn.Module) -> ModelFacts:
@@ -29,6 +29,31 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
     """
     check_model(model)
     return describe_model(model)
+
+
+def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
+    """Facts of any module, for replicas of one rank: a model that could be split is described as one that is.
+
+    Args:
+        model: any module.
+    """
+    try:
+        return read_model_facts(model)
+    except ModelError:
+        pass
+    floating = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    dtype = floating[0] if floating else torch.get_default_dtype()
+    return ModelFacts(
+        name=type(model).__name__,
+        num_heads=1,
+        num_kv_heads=1,
+        no_spec_reason=f"{type(model).__name__} is no transformers model whose layers ds_hetero knows.",
+        dtype=str(dtype).removeprefix("torch."),
+        element_bytes=dtype.itemsize,
+        trained_share=_trained_share(model),
+        causal=False,
+        is_split=False,
+    )
 
 
 def describe_model(model: nn.Module) -> ModelFacts:
@@ -103,8 +128,8 @@ def _head_dim(config: Any, num_heads: int) -> int | None:
     return hidden_size // num_heads if isinstance(hidden_size, int) else None
 
 
-def _trained_share(pretrained: PretrainedModel) -> float:
+def _trained_share(model: nn.Module | PretrainedModel) -> float:
     """Share of the elements that are trained, also where ZeRO-3 has partitioned them already."""
-    parameters = list(pretrained.parameters())
+    parameters = list(model.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-    return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / sum(sizes)
+    return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / max(sum(sizes), 1)

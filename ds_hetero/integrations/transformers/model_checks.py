@@ -66,7 +66,8 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
     names = [type(module).__name__ for module in outermost]
     raise ModelError(
         f"ds_hetero splits one transformers model over the sequence, but {type(model).__name__} holds "
-        f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself."
+        f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself; any "
+        'module trains with "sequence_parallel_size": 1.'
     )
 
 

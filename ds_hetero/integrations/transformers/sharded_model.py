@@ -157,6 +157,11 @@ class ShardedModel:
         return self._takes_shards(self._decoder)
 
     @property
+    def times_forward(self) -> bool:
+        """Whether a forward is one of training."""
+        return self.takes_shards
+
+    @property
     def waits_in_forward(self) -> bool:
         """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
         return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)

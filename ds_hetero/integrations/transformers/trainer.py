@@ -188,10 +188,10 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        prepared = registry.find(trainer.model)
+        split = registry.find_split(trainer.model)
         if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
             return stock(trainer, epoch_iterator, num_batches, device)[0], None
-        if prepared is None:
+        if split is None:
             return stock(trainer, epoch_iterator, num_batches, device)
         if wanted_results() is not None:
             batches, items = stock(trainer, epoch_iterator, num_batches, device)
@@ -206,8 +206,8 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
         if trainer.args.average_tokens_across_devices:
             dist.all_reduce(items)
             return batches, items
-        dist.all_reduce(items, group=prepared.model.replica.sp_group)
-        return batches, items * prepared.model.replica.num_replicas
+        dist.all_reduce(items, group=split.replica.sp_group)
+        return batches, items * split.replica.num_replicas
 
     return get_batch_samples
 
@@ -223,19 +223,19 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
             outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
             trainer.loss_is_scaled_for_ga = True
             return (outputs.loss, outputs) if return_outputs else outputs.loss
-        prepared = registry.find(trainer.model)
-        if prepared is None or not prepared.model.takes_shards or wanted_results() is not None:
+        split = registry.find_split(trainer.model)
+        if split is None or not split.takes_shards or wanted_results() is not None:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["shift_labels"]
-        for_model = {} if prepared.model.shifts_labels_itself else {"labels": labels}
+        for_model = {} if split.shifts_labels_itself else {"labels": labels}
         outputs = model(**{**for_model, **inputs})
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         if for_model:
             loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0])
         else:
             loss_sum = cross_entropy_sum(outputs["logits"], labels)
-        with prepared.model.clock.phase(IDLE, "loss"):
-            loss = sequence_parallel_loss(loss_sum, num_tokens, prepared.model.replica, num_items_in_batch)
+        with split.clock.phase(IDLE, "loss"):
+            loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
         trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
         return (loss, outputs) if return_outputs else loss
 

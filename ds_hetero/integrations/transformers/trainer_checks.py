@@ -15,13 +15,23 @@ _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or 
 
 
 def expect_splittable(trainer: Any) -> None:
-    """Refuse arguments of a Trainer that need whole sequences on one rank, and trainers of TRL that are not known.
+    """Refuse what does not train on shards as on one process, before the loop begins.
+
+    That is arguments of a Trainer that need whole sequences on one rank, trainers of TRL that are not known, and a
+    second call of ``train()``: the Trainer lets go of its engine at the end of the first one, and has nothing to call
+    ``backward`` of in the second.
 
     Raises:
-        ConfigError: with the argument, or the trainer, and what to do.
+        ConfigError: with the argument, the trainer or the call, and what to do.
         VersionError: TRL is of a version that was not tried.
     """
     expect_known(trainer)
+    if trainer.model_wrapped is not trainer.model:
+        raise ConfigError(
+            f"{type(trainer).__name__}.train() was called after the model got its DeepSpeed engine, by an earlier call "
+            "of train() or evaluate(). The Trainer has let go of that engine. Make a new Trainer, and give it "
+            "resume_from_checkpoint to go on from where the first one ended."
+        )
     if trainer.args.train_sampling_strategy == "batch_rebalance":
         raise ConfigError(
             'train_sampling_strategy="batch_rebalance" deals samples out to ranks, which share each sequence here. Use '
