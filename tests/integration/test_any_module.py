@@ -109,7 +109,7 @@ def test_what_needs_tokens_is_refused_by_name() -> None:
     assert first == second
     loss, documents, split = first
     assert '"heterogeneity.loss" is "local_mean"' in loss and "Regression is not split" in loss
-    assert '"placement": "documents"' in documents
+    assert '"heterogeneity.placement": "documents"' in documents
     assert "Regression holds none" in split and '"sequence_parallel_size": 1' in split
 
 

@@ -209,7 +209,8 @@ def _train_twice(rank: int) -> str:
     import ds_hetero
 
     ds_hetero.register()
-    trainer = make_trainer(ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=1), 2, num_samples=3, max_steps=1)
+    ds = ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=1)
+    trainer = make_trainer(ds, 2, num_samples=3, max_steps=1, per_device_train_batch_size=1)
     trainer.train()
     with pytest.raises(ds_hetero.ConfigError) as caught:
         trainer.train()

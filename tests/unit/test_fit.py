@@ -80,6 +80,23 @@ def test_gradients_of_earlier_micro_batches_stay_beside_the_activations():
     assert gradients(micro_batches=2) == [2 * load_model("llama-3.2-1b").num_parameters] * 2
 
 
+def test_a_rank_that_owns_the_last_elements_holds_zero_2s_gradients_beside_all_activations():
+    cost = cost_of("3090x2", zero_stage=2, activation_checkpointing=False, seq_len=8192)
+    first, last = stacks(cost, best_schedule(cost, "ring").schedule)
+    half = cost.model.num_parameters  # 2 bytes of each of its half
+    assert last.gradients == half
+    assert first.gradients == max(half - first.activations / 2, 0)
+    later = cost_of("3090x2", zero_stage=2, activation_checkpointing=False, seq_len=8192, zero_weights=(3.0, 1.0))
+    assert [each.gradients for each in stacks(later, best_schedule(later, "ring").schedule)][1] == half / 2
+
+
+def test_the_mlps_backward_and_the_rings_buffers_are_not_there_at_once():
+    cost = cost_of("3090x2", zero_stage=1, seq_len=65536)
+    parts = cost.memory_parts(*cost.arrays(best_schedule(cost, "ring").schedule))
+    assert parts["layer"].min() > 0
+    assert parts["ring_buffers"].max() == parts["exchange_buffers"].max() == 0
+
+
 def test_what_the_planner_counts_does_not_change():
     cost = cost_of(buffers=None)
     parts = cost.memory_parts(*cost.arrays(best_schedule(cost, "ring").schedule))

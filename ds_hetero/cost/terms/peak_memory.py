@@ -40,7 +40,7 @@ __all__ = ["peak_parts"]
 
 
 class _Layer(NamedTuple):
-    """Bytes ``[D]``: what a layer's backward needs, the MLP's part of that, what the MLP's makes, and all layers' needs."""
+    """Bytes ``[D]``: what a layer's backward needs, the MLP's part of that, what its MLP's makes, all layers' needs."""
 
     kept: Floats
     of_mlp: Floats
