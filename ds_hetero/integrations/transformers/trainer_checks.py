@@ -26,7 +26,7 @@ def expect_splittable(trainer: Any) -> None:
         VersionError: TRL is of a version that was not tried.
     """
     expect_known(trainer)
-    if trainer.model_wrapped is not trainer.model:
+    if trainer.model_wrapped is not trainer.model and not trainer.args.auto_find_batch_size:  # which tries once more
         raise ConfigError(
             f"{type(trainer).__name__}.train() was called after the model got its DeepSpeed engine, by an earlier call "
             "of train() or evaluate(). The Trainer has let go of that engine. Make a new Trainer, and give it "
