@@ -150,12 +150,35 @@ def _step_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
     return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))
 
 
+def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
+    """Keys that every group sees of the last block that visits it, the next group's, ``[K]``.
+
+    In a zigzag layout a group lies around those after it in the ring: it sees all of their keys, and half of the keys
+    of those before it.
+    """
+    num_groups = grouping.num_groups
+    if num_groups == 1:
+        return np.zeros_like(length_K)
+    seen_K = np.ones(num_groups)
+    if causal:
+        seen_K = (
+            np.where(np.arange(num_groups) < num_groups - 1, 1.0, 0.5) if grouping.zigzag else _only_last(num_groups)
+        )
+    return np.asarray(np.roll(length_K, -1, axis=-1) * seen_K)
+
+
+def _only_last(num_groups: int) -> Floats:
+    """Of contiguous groups, only the last one sees the one after it, which is the first."""
+    return np.asarray(np.arange(num_groups) == num_groups - 1, dtype=np.float64)
+
+
 def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> _Layer:
     """What autograd keeps of a decoder layer of transformers, and the gradients of its MLP.
 
     Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
     input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation. After the
-    exchange q, k, v, attention's output and its log-sum-exp.
+    exchange q, k, v, attention's output and its log-sum-exp; in a ring also the keys and values that visited last, with
+    which the backward begins, as far as this rank sees them.
     """
     batch, element = workload.micro_batch, workload.element_bytes
     hidden, tokens = model.hidden_size, batch * tokens_D
@@ -166,7 +189,8 @@ def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: F
     mlp = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
     norm = (WIDE + 2 * element) * hidden
     of_mlp = norm + element * (4 if model.gated_mlp else 2) * mlp
-    exchanged = element * model.head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
+    visited = batch * _last_visible(grouping, length_K, workload.causal)[..., grouping.group_of] * kv_D
+    exchanged = element * model.head_dim * (2 * rows + 2 * kv_rows + 2 * visited) + WIDE * rows
     attention = tokens * (norm + of_mlp + element * model.num_heads * model.head_dim) + exchanged
     kept, by_all = joined_layers(model, attention, tokens * (norm + of_mlp + recurrent_bytes(model, element)))
     made = element * tokens * (2 * mlp + hidden)
