@@ -17,7 +17,7 @@ from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.rivals import best_sequence
-from ds_hetero.planner.outer.search.evaluate import judge_layers
+from ds_hetero.planner.outer.search.given_layers import judge_layers
 from ds_hetero.planner.outer.search.starts import uniform_grids
 from ds_hetero.plans import Plan, Stage
 

@@ -19,7 +19,7 @@ from ds_hetero.gradient_sync.traffic import gathered_elements, reduced_elements
 from ds_hetero.models import ModelSlice, load_model
 from ds_hetero.planner.outer.finish import finish, memory_bytes, to_plan
 from ds_hetero.planner.outer.given import judge_plan, owners_of
-from ds_hetero.planner.outer.search.evaluate import judge_layers
+from ds_hetero.planner.outer.search.given_layers import judge_layers
 from ds_hetero.plans import read_plan
 
 CLUSTER = load_cluster("hexiscale-setting-2")

@@ -14,16 +14,17 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSlice, load_model
-from ds_hetero.planner.outer import rivals
+from ds_hetero.planner.outer import planning, rivals
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
-from ds_hetero.planner.outer.planning import plan_pipelines
+from ds_hetero.planner.outer.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.planner.outer.replan import replan
-from ds_hetero.planner.outer.rivals import best_sequence
+from ds_hetero.planner.outer.rivals import best_sequence, best_tangram
 from ds_hetero.planner.outer.search import exact
 from ds_hetero.planner.outer.search.bound import balance_bound_s
 from ds_hetero.planner.outer.search.evaluate import Evaluator
 from ds_hetero.planner.outer.search.exact import solve_exact
+from ds_hetero.planner.outer.search.given_layers import GivenLayers
 from ds_hetero.planner.outer.search.search import Search
 from ds_hetero.planner.outer.tangram import plan_tangram
 from ds_hetero.plans import read_plan
@@ -238,6 +239,43 @@ def test_what_cannot_be_planned_says_why(change, message):
     arguments = {"cluster": CASE, "model": MODEL, "workload": WORK, "global_batch": 8, "effort_s": 0.05, **change}
     with pytest.raises(PlanError, match=message):
         plan_pipelines(**arguments)
+
+
+def test_other_planners_plans_are_begun_at_where_their_search_is_cheap():
+    """192 devices: Tangram's plan without recomputation beats what as much effort finds from our own starts."""
+    nodes = [
+        {"name": "h100", "device": "H100-SXM-80GB", "count": 8, "repeat": 8},
+        {"name": "a100", "device": "A100-SXM-80GB", "count": 8, "repeat": 16},
+    ]
+    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 16, "latency_us": 10}})
+    model = load_model("llama-3.1-70b")
+    ours = plan_pipelines(cluster, model, WORK, 192, micro_batch_sizes=(1, 2), effort_s=0.3)
+    tangram = best_tangram(recomputing_or_not(cluster, model, WORK), ours.objective, 192, (1, 2))
+    assert ours.value <= tangram.value * (1 + 1e-9)
+    assert not ours.costs.workload.activation_checkpointing
+
+
+def test_the_last_word_of_tangrams_compositions_may_be_bounded():
+    costs = CalibratedStageCosts(CASE, load_model("llama-2-13b"), WORK)
+    goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+    whole = plan_tangram(costs, goal, 24).candidate
+    some = plan_tangram(costs, goal, 24, effort_s=0.0).candidate
+    assert whole.value <= some.value < np.inf
+    given = GivenLayers.of(costs, goal, whole.placed)
+    assert given.least_value <= whole.value
+    assert given.judged(costs, goal).value == whole.value
+
+
+def test_an_interrupt_while_other_planners_search_still_ends_with_a_plan(monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "other_plans", stop)
+    firsts = []
+    found = plan_pipelines(CASE, MODEL, WORK, 24, progress=lambda plan, share: firsts.append((plan, share)))
+    assert found.interrupted
+    assert firsts[0][1] == 0
+    assert found.step_s <= firsts[0][0].step_s * 1.05
 
 
 def test_an_interrupted_search_returns_its_best(monkeypatch):

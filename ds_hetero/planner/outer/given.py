@@ -16,7 +16,7 @@ from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.blocks import stage_options
 from ds_hetero.planner.outer.explain import block_text
 from ds_hetero.planner.outer.finish import Finished
-from ds_hetero.planner.outer.search.evaluate import judge_layers
+from ds_hetero.planner.outer.search.given_layers import judge_layers
 from ds_hetero.plans import Plan, Stage
 
 __all__ = ["check_plan_fits", "judge_plan", "owners_of", "placed_of", "with_owners_of"]

@@ -1,7 +1,8 @@
 """The front door: a cluster, a model, a length and a global batch in; a plan of pipelines and the reasons for it out.
 
-Uniform grids and pure sequence parallelism are always candidates, and on few devices so are HexiScale's and Tangram's
-plans: a plan is never slower than the best of them under the same cost model.
+Uniform grids and pure sequence parallelism are always candidates, and so are HexiScale's and Tangram's plans where
+their searches are cheap (`others`): a plan is never slower than the best of them under the same cost model. The search
+begins at those plans, under the choice of recomputation with the best of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
@@ -22,12 +24,11 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
-from ds_hetero.planner.outer.hexiscale import plan_hexiscale
+from ds_hetero.planner.outer.others import other_plans
 from ds_hetero.planner.outer.planned import PlannedPipelines, Rival
 from ds_hetero.planner.outer.rivals import best_grid, best_sequence
 from ds_hetero.planner.outer.search.evaluate import Candidate, Evaluator, value_of
-from ds_hetero.planner.outer.search.search import FEW_RANKS, Progress, Search, SearchResult, default_effort_s
-from ds_hetero.planner.outer.tangram import plan_tangram
+from ds_hetero.planner.outer.search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.outer.uneven import ScheduleFinder
 from ds_hetero.plans import Plan
 
@@ -36,10 +37,23 @@ __all__ = ["MICRO_BATCH_SIZES", "check_batch", "plan_pipelines", "recomputing_or
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation
+FIRST_SHARE = 0.1  # of the effort, for a first plan, and for all that follows an interrupt before the search
 OWNERS_SHARE = 0.1  # of the effort, for the search with owners of optimizer state fitted to memory
 
 
 _Found = tuple[StageCosts, SearchResult]
+
+
+class _Begun(NamedTuple):
+    """A cost model, and other planners' plans under it.
+
+    Args:
+        costs: the model.
+        others: best first.
+    """
+
+    costs: StageCosts
+    others: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +116,22 @@ def plan_pipelines(
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
     effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
-    results = _search(models, task, effort_s)
+    interrupted = False
+    try:
+        _report_first(models[0], task, effort_s * FIRST_SHARE)
+        begun = _with_others(models, task)
+    except KeyboardInterrupt:
+        interrupted, effort_s = True, effort_s * FIRST_SHARE
+        begun = [_Begun(each, ()) for each in models]
+    results = _search(begun, task, effort_s)
     if costs is None and not results:
         results += _with_fitted_owners(models, task, effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
-    interrupted = any(result.interrupted for _, result in results)
+    finalists += [_finalist(each.costs, goal, plan) for each in begun for plan in each.others]
+    interrupted = interrupted or any(result.interrupted for _, result in results)
     rivals: dict[str, Rival] = {}
     try:
         rivals["grid"] = _best_grid(models, task, finalists)
-        if cluster.num_ranks <= FEW_RANKS:
-            finalists += _other_searches(models, task)
         if costs is None and "sequence" in inners:
             known = min((finalist.value for finalist in finalists), default=inf)
             rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal, known)
@@ -177,14 +197,26 @@ def recomputing_or_not(
     return [CalibratedStageCosts(cluster, model, work, inners, find=find) for work in (workload, other)]
 
 
-def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[tuple[StageCosts, SearchResult]]:
+def _report_first(costs: StageCosts, task: _Task, effort_s: float) -> None:
+    """Tell of a first plan before other planners' plans are made, which takes longer."""
+    if task.progress is not None:
+        first = _search_of(costs, replace(task, progress=None), effort_s).first()
+        if first is not None:
+            task.progress(first, 0.0)
+
+
+def _with_others(models: Sequence[StageCosts], task: _Task) -> list[_Begun]:
+    """The models with other planners' plans, those first under which these are best."""
+    begun = [_Begun(costs, other_plans(costs, task.objective, task.global_batch, task.sizes)) for costs in models]
+    return sorted(begun, key=lambda each: min((plan.value for plan in each.others), default=inf))
+
+
+def _search(begun: Sequence[_Begun], task: _Task, effort_s: float) -> list[_Found]:
     """Search under every model, later ones from the plans of the earlier ones and with less effort."""
-    results: list[tuple[StageCosts, SearchResult]] = []
-    for share, costs in zip((1.0, SECOND_SHARE), models, strict=False):
-        evaluate = Evaluator(costs, task.global_batch, task.objective)
-        inners = ("tensor", "sequence") if isinstance(costs, CalibratedStageCosts) else ("tensor",)
-        search = Search(evaluate, task.sizes, inners, effort_s * share, task.progress)
-        result = search.run([result.best.shapes for _, result in results])
+    results: list[_Found] = []
+    for share, (costs, others) in zip((1.0, SECOND_SHARE), begun, strict=False):
+        warm = [result.best.shapes for _, result in results] + [plan.shapes for plan in others]
+        result = _search_of(costs, task, effort_s * share).run(warm)
         if result is not None:
             results.append((costs, result))
             if result.interrupted:
@@ -192,36 +224,34 @@ def _search(models: Sequence[StageCosts], task: _Task, effort_s: float) -> list[
     return results
 
 
+def _search_of(costs: StageCosts, task: _Task, effort_s: float) -> Search:
+    inners = ("tensor", "sequence") if isinstance(costs, CalibratedStageCosts) else ("tensor",)
+    evaluate = Evaluator(costs, task.global_batch, task.objective)
+    return Search(evaluate, task.sizes, inners, effort_s, task.progress)
+
+
 def _with_fitted_owners(models: Sequence[StageCosts], task: _Task, effort_s: float) -> Iterator[_Found]:
     """Search with owners of optimizer state fitted to memory: devices without room own less."""
     for costs in models:
         if isinstance(costs, CalibratedStageCosts):
             fitted = costs.with_owners("fitted")
-            evaluate = Evaluator(fitted, task.global_batch, task.objective)
-            result = Search(evaluate, task.sizes, ("tensor", "sequence"), effort_s * OWNERS_SHARE, task.progress).run()
+            result = _search_of(fitted, task, effort_s * OWNERS_SHARE).run()
             if result is not None:
                 yield fitted, result
 
 
 def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
     plans = [result.best, *result.others]
-    finalists = []
-    for i, plan in enumerate(plans[:FINISHED]):
-        finished = finish(costs, plan)
-        others = tuple(plans[:i] + plans[i + 1 :])
-        finalists.append(_Finalist(costs, finished, value_of(objective, plan, finished.step_s), others))
-    return finalists
+    return [
+        _finalist(costs, objective, plan, tuple(plans[:i] + plans[i + 1 :])) for i, plan in enumerate(plans[:FINISHED])
+    ]
 
 
-def _other_searches(models: Sequence[StageCosts], task: _Task) -> Iterator[_Finalist]:
-    """HexiScale's and Tangram's plans: on few devices they take little time, and ours is never slower than they are."""
-    for costs in models:
-        tangram = plan_tangram(costs, task.objective, task.global_batch, task.sizes)
-        hexiscale = plan_hexiscale(costs, task.objective, task.global_batch, task.sizes)
-        for candidate in (hexiscale, None if tangram is None else tangram.candidate):
-            if candidate is not None and candidate.value < TOO_LONG:
-                finished = finish(costs, candidate)
-                yield _Finalist(costs, finished, value_of(task.objective, candidate, finished.step_s), ())
+def _finalist(
+    costs: StageCosts, objective: Objective, plan: Candidate, others: tuple[Candidate, ...] = ()
+) -> _Finalist:
+    finished = finish(costs, plan)
+    return _Finalist(costs, finished, value_of(objective, plan, finished.step_s), others)
 
 
 def _best_grid(models: Sequence[StageCosts], task: _Task, finalists: list[_Finalist]) -> Rival:

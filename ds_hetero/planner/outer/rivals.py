@@ -19,7 +19,8 @@ from ds_hetero.planner.explain import describe
 from ds_hetero.planner.outer.explain import shape_text
 from ds_hetero.planner.outer.hexiscale import plan_hexiscale
 from ds_hetero.planner.outer.planned import Rival
-from ds_hetero.planner.outer.search.evaluate import Candidate, judge_layers
+from ds_hetero.planner.outer.search.evaluate import Candidate
+from ds_hetero.planner.outer.search.given_layers import judge_layers
 from ds_hetero.planner.outer.search.starts import uniform_grids
 from ds_hetero.planner.outer.tangram import plan_tangram
 from ds_hetero.planner.search.canonical import make_problem, schedule_of

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, Block, PlacedPipeline, StageCosts, SyncTimes
 from ds_hetero.planner.outer.search.batches import batch_bound_s, split_batch
-from ds_hetero.planner.outer.search.cuts import Cut, LayerCuts, make_cut
+from ds_hetero.planner.outer.search.cuts import Cut, LayerCuts
 
-__all__ = ["Candidate", "Evaluator", "Shape", "busy_rate", "judge", "judge_layers", "place", "value_of"]
+__all__ = ["ACTION_S", "Candidate", "Evaluator", "Shape", "busy_rate", "judge", "place", "value_of"]
 
 BOUND_S = 2e-5  # what a look at the bound of a candidate takes
 BOUND_PIPELINE_S = 2e-6
@@ -228,19 +228,6 @@ def judge(
         step_s=step_s,
         value=objective.value(step_s, rate, busy_rate(objective, shapes, cuts, micro_batches)),
     )
-
-
-def judge_layers(costs: StageCosts, objective: Objective, pipelines: Sequence[PlacedPipeline]) -> Candidate | None:
-    """Judge a plan of whatever origin, with its own layers and micro-batches; None if it does not fit."""
-    cuts = []
-    for pipeline in pipelines:
-        cut = make_cut(costs, pipeline.blocks, pipeline.layers, pipeline.micro_batch_size, len(pipelines))
-        if cut is None:
-            return None
-        cuts.append(cut)
-    shapes = [Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in pipelines]
-    candidate = judge(costs, objective, shapes, cuts, [pipeline.micro_batches for pipeline in pipelines])
-    return candidate if candidate.value < inf else None
 
 
 def place(shapes: Sequence[Shape], cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[PlacedPipeline, ...]:

@@ -135,6 +135,17 @@ class Search:
             interrupted=interrupted,
         )
 
+    def first(self) -> Candidate | None:
+        """Return the first start that fits, in a fraction of the time of `run`; None if none does."""
+        for shapes in itertools.chain(self._grids(), self._families()):
+            plan = self._evaluate(shapes)
+            if plan is not None:
+                self._note(plan)
+                return plan
+            if self._is_spent():
+                break
+        return None
+
     # --- parts of it
 
     def _ranked(self) -> list[Candidate]:

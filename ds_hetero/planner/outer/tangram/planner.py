@@ -9,19 +9,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, StageCosts
+from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools, StageCosts
 from ds_hetero.planner.outer.blocks import block_of
-from ds_hetero.planner.outer.search.evaluate import Candidate, judge_layers
+from ds_hetero.planner.outer.search.evaluate import ACTION_S, Candidate
+from ds_hetero.planner.outer.search.given_layers import GivenLayers
 from ds_hetero.planner.outer.tangram.composition import Timing, compose, compose_exactly
 from ds_hetero.planner.outer.tangram.interface import PartialPlan, UniformParallelizer
 from ds_hetero.planner.outer.tangram.islands import Island, form_islands
 from ds_hetero.planner.outer.tangram.pruning import Answers, Rules, interface_s
 
-__all__ = ["TangramPlan", "plan_tangram"]
+__all__ = ["TangramPlan", "composition_size", "plan_tangram"]
 
 ALL_ORDERS = 4  # islands up to which every order is tried
+
+_ByBatch = dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ def plan_tangram(
     *,
     rules: Rules | None = None,
     exact: bool = False,
+    effort_s: float = inf,
 ) -> TangramPlan | None:
     """Return Tangram's plan; None if no composition fits.
 
@@ -59,19 +64,34 @@ def plan_tangram(
         sizes: of micro-batches that are tried.
         rules: of pruning; left out, all four.
         exact: compose exactly instead of by Algorithm 2.
+        effort_s: of the last word on its compositions, by a count of their actions; those that may be best come first.
     """
     islands = form_islands(costs.pools)
     parallelizer = UniformParallelizer(costs, samples, sizes)
-    ask = Answers(costs, islands, parallelizer, rules)
-    best: tuple[Candidate, tuple[Island, ...], tuple[int, ...]] | None = None
+    answers = _Answered(Answers(costs, islands, parallelizer, rules))
+    composed: list[tuple[GivenLayers, tuple[Island, ...], tuple[int, ...]]] = []
     for order in _orders(islands):
-        for parts in _compositions(costs, ask, order, samples, exact):
+        for parts in _compositions(costs, answers, order, samples, exact):
             for scattered in (False, True):
                 placed = _placed(order, parts, samples, scattered)
-                candidate = None if placed is None else judge_layers(costs, objective, placed)
-                if candidate is not None and (best is None or candidate.value < best[0].value):
-                    best = candidate, order, tuple(sum(part.layers) for part in parts)
+                given = None if placed is None else GivenLayers.of(costs, objective, placed)
+                if given is not None:
+                    composed.append((given, order, tuple(sum(part.layers) for part in parts)))
+    best: tuple[Candidate, tuple[Island, ...], tuple[int, ...]] | None = None
+    spent_s = 0.0
+    for given, order, layers in sorted(composed, key=lambda each: each[0].least_value):
+        if best is not None and (given.least_value >= best[0].value or spent_s > effort_s):
+            break
+        spent_s += ACTION_S * given.num_actions
+        candidate = given.judged(costs, objective)
+        if candidate is not None and (best is None or candidate.value < best[0].value):
+            best = candidate, order, layers
     return None if best is None else TangramPlan(*best, parallelizer.calls)
+
+
+def composition_size(pools: Pools) -> int:
+    """Orders of islands times devices, with which the time of `plan_tangram` grows."""
+    return len(list(_orders(form_islands(pools)))) * sum(len(pool.ranks) for pool in pools.pools)
 
 
 def _orders(islands: Sequence[Island]) -> Iterator[tuple[Island, ...]]:
@@ -83,23 +103,40 @@ def _orders(islands: Sequence[Island]) -> Iterator[tuple[Island, ...]]:
 
 
 def _compositions(
-    costs: StageCosts, ask: Answers, order: Sequence[Island], samples: int, exact: bool
+    costs: StageCosts, answers: _Answered, order: Sequence[Island], samples: int, exact: bool
 ) -> Iterator[list[PartialPlan]]:
     """The best composition for every degree of data parallelism and micro-batch that all islands can have."""
     num_layers, last = costs.model.num_layers, len(order) - 1
-    tables: list[dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]] = []
-    for k, island in enumerate(order):
-        by_batch: dict[tuple[int, int], dict[tuple[int, int], PartialPlan]] = {}
-        for at in ask.slices():
-            for plan in ask(at, island, k == 0, k == last):
-                by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
-        tables.append(by_batch)
+    tables = [answers(island, k == 0, k == last) for k, island in enumerate(order)]
     for data, size in sorted(set.intersection(*(set(table) for table in tables))):
         chosen = [table[data, size] for table in tables]
-        timings = [_timings(costs, ask, order, chosen, k) for k in range(len(order))]
+        timings = [_timings(costs, answers.ask, order, chosen, k) for k in range(len(order))]
         ends = (compose_exactly if exact else compose)(timings, num_layers, samples // (data * size))
         if ends is not None:
             yield [plans[at] for plans, at in zip(chosen, itertools.pairwise((0, *ends)), strict=True)]
+
+
+class _Answered:
+    """The answers for an island in every place of a pipeline, by degree and micro-batch, then slice.
+
+    Args:
+        ask: asks them.
+    """
+
+    def __init__(self, ask: Answers) -> None:
+        self.ask = ask
+        self._known: dict[tuple[Island, bool, bool], _ByBatch] = {}
+
+    def __call__(self, island: Island, first: bool, last: bool) -> _ByBatch:
+        """Return those of an island that is the first or the last of the pipeline, both, or neither."""
+        place = island, first, last
+        if place not in self._known:
+            by_batch: _ByBatch = {}
+            for at in self.ask.slices():
+                for plan in self.ask(at, island, first, last):
+                    by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
+            self._known[place] = by_batch
+        return self._known[place]
 
 
 def _timings(
@@ -109,12 +146,18 @@ def _timings(
     chosen: Sequence[dict[tuple[int, int], PartialPlan]],
     k: int,
 ) -> dict[tuple[int, int], Timing]:
-    """Period and latency of an island's slices with the hand-over to them; without those that rule 4 drops."""
-    timings = {}
+    """Period and latency of an island's slices with the hand-over to them; without those that rule 4 drops.
+
+    A hand-over depends on the tensor-parallel degrees on both sides only, since micro-batches are equal.
+    """
     degrees = {plan.tensor_parallel: plan for plan in chosen[k - 1].values()} if k else {}
+    before: dict[int, float] = {}
+    timings = {}
     for at, plan in chosen[k].items():
-        before = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in degrees.values()]
-        hand_over_s = min(before, default=0.0)
+        if plan.tensor_parallel not in before:
+            times = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in degrees.values()]
+            before[plan.tensor_parallel] = min(times, default=0.0)
+        hand_over_s = before[plan.tensor_parallel]
         if ask.compatible(plan, hand_over_s):
             timings[at] = plan.period_s, plan.latency_s + 2 * hand_over_s
     return timings
