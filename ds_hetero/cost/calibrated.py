@@ -30,7 +30,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost import explain
 from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.passes import BlockPasses
+from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms import flops
@@ -121,8 +121,9 @@ class CalibratedCostModel(CostModel):
         gathered parameters back into the model in stages 1 and 2.
         """
         work, model = self.workload, self.model
-        loss_D = tokens_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._block.rates.half_tokens
-        loss_s = float(loss_D[tokens_D > 0].max())
+        computed_D = np.maximum(tokens_D, PLACEHOLDER_TOKENS)
+        loss_D = computed_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._block.rates.half_tokens
+        loss_s = float(loss_D.max())
         stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
         zero_s, reductions = 0.0, work.micro_batches if stage >= 2 else 1
         if stage == 3:

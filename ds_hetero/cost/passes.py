@@ -24,8 +24,9 @@ from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["AssignedWork", "BlockPasses", "Pass"]
+__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Pass"]
 
+PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
 MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast
 
@@ -38,7 +39,7 @@ class Pass:
         name: ``"forward"`` or ``"backward"``.
         repeats: how often a block runs it; twice forward with activation checkpointing, whose backward begins with it.
         token_s: outside attention, per token.
-        fixed_s: outside attention, for a rank that has tokens.
+        fixed_s: outside attention, whatever the tokens.
         attention_s: per query row (token x head x sequence) and key, full attention.
     """
 
@@ -152,8 +153,8 @@ class BlockPasses:
         )
 
     def non_attention_s(self, tokens_BD: Floats, block_pass: Pass) -> Floats:
-        """Time of every rank outside attention, ``[B, D]``."""
-        return np.asarray(tokens_BD * block_pass.token_s + np.where(tokens_BD > 0, block_pass.fixed_s, 0.0))
+        """Time of every rank outside attention, ``[B, D]``; a rank without tokens computes one that stands for none."""
+        return np.asarray(np.maximum(tokens_BD, PLACEHOLDER_TOKENS) * block_pass.token_s + block_pass.fixed_s)
 
     def attention_s(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, Floats, bool]:
         """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
