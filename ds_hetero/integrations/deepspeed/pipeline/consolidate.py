@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.pipeline.checkpoints import MODEL_CONFIG, read_parts, whole_tensor
+from ds_hetero.integrations.transformers.stages.weight_files import (
+    file_name,
+    make_folder,
+    write_index,
+    write_text,
+    write_weights,
+)
 from ds_hetero.job.checkpoint_folder import expect_finished
 from ds_hetero.job.manifest import changed_parts, read_manifest
 
@@ -73,21 +79,17 @@ def consolidate(
     batches = list(_batches({name: prod(shape) * item_bytes for name, shape in shapes.items()}, file_bytes))
     files: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.glob("*.safetensors")):
-            raise CheckpointError(f"{out} holds weights already. Name another folder.")
-        for number, names in enumerate(batches, 1):
-            file = f"model-{number:05d}-of-{len(batches):05d}.safetensors"
-            tensors = {name: _tensor(name, shapes[name], parts, frozen, dtype) for name in names}
-            save_file(tensors, out / file, metadata={"format": "pt"})
-            files |= dict.fromkeys(names, file)
-            sizes |= {name: tensor.nbytes for name, tensor in tensors.items()}
-        (out / "config.json").write_text(json.dumps(parts[0][MODEL_CONFIG], indent=2) + "\n", encoding="utf-8")
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(files.items()))}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}.") from error
+    make_folder(out)
+    if any(out.glob("*.safetensors")):
+        raise CheckpointError(f"{out} holds weights already. Name another folder.")
+    for number, names in enumerate(batches, 1):
+        file = file_name(number, len(batches))
+        tensors = {name: _tensor(name, shapes[name], parts, frozen, dtype) for name in names}
+        write_weights(out / file, tensors)
+        files |= dict.fromkeys(names, file)
+        sizes |= {name: tensor.nbytes for name, tensor in tensors.items()}
+    write_text(out / "config.json", json.dumps(parts[0][MODEL_CONFIG], indent=2) + "\n")
+    write_index(out, files, sum(sizes.values()))
     written = tuple(dict.fromkeys(files.values()))
     return Consolidated(
         step=parts[0]["global_steps"], tensors=len(sizes), size_bytes=sum(sizes.values()), files=written

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoint_folder import why_not_written
+from ds_hetero.integrations.transformers.stages.weight_files import (
+    file_name,
+    make_folder,
+    write_index,
+    write_weights,
+)
 from ds_hetero.runtime.collectives import on_all_ranks
 
 __all__ = ["whole_parameter", "write_stages"]
-
-_INDEX = "model.safetensors.index.json"
 
 
 class _Written(NamedTuple):
@@ -53,13 +51,11 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
     whole = {name: whole_parameter(tensor) for name, tensor in held.items()}
 
     def write() -> _Written | None:
-        with _naming(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if stage is None:
             return None
-        name = f"model-{stage[0] + 1:05d}-of-{stage[1]:05d}.safetensors"
-        with _naming(folder / name):
-            save_file({key: t.contiguous() for key, t in whole.items()}, folder / name, metadata={"format": "pt"})
+        name = file_name(stage[0] + 1, stage[1])
+        write_weights(folder / name, whole)
         return _Written(name, {key: t.numel() * t.element_size() for key, t in whole.items()})
 
     written = sorted((of_rank for of_rank in on_all_ranks(write) if of_rank is not None), reverse=True)
@@ -68,20 +64,9 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
         if dist.get_rank() == 0:
             files = {key: of_stage.file for of_stage in written for key in of_stage.sizes}  # of the first stage with it
             sizes = {key: size for of_stage in written for key, size in of_stage.sizes.items()}
-            content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(files.items()))}
-            with _naming(folder / _INDEX):
-                (folder / _INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+            write_index(folder, files, sum(sizes.values()))
 
     on_all_ranks(index)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Raise what the file system refuses as a `CheckpointError`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {why_not_written(path, error)}.") from error
 
 
 def whole_parameter(tensor: Tensor) -> Tensor:
