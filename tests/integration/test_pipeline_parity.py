@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.integration.test_pipelines import PLANS, adamw, errors_against_one_process, pipeline, plan_of
+from tests.integration.test_pipelines import PLANS, adamw, errors_against_one_process, pipeline, plan_of, sgd
 from tests.support import run_deepspeed
 
 # HexiScale's plan (arXiv:2409.01143, section 3.1) with a fifth of its 40 layers and half of its 24 micro-batches: ranks
@@ -35,10 +35,6 @@ CASES = {
     "packed": {"packed": True},
     "adapters": {"lora": True},
 }
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def errors(rank, plans, cases, dtype):

@@ -88,6 +88,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def trains_as_one_process(rank, plan, changes, packed=False, lora=False):
     import ds_hetero
 
@@ -95,10 +99,11 @@ def trains_as_one_process(rank, plan, changes, packed=False, lora=False):
     return errors_against_one_process(ds_hetero.register(), plan, changes, packed, lora)
 
 
-def random_plans_train_as_one_process(rank, world_size, seeds):
+def random_plans_train_as_one_process(rank, world_size, seeds, dtype=torch.float64):
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
+    optimizer = adamw if dtype is torch.float64 else sgd
     handle = ds_hetero.register()
     worst = {}
     for seed in seeds:
@@ -107,7 +112,10 @@ def random_plans_train_as_one_process(rank, world_size, seeds):
         inners = {stage.get("inner") for p in plan["pipelines"] for stage in p["stages"]}
         lora = rng.random() < 0.3 and "tensor" not in inners
         changes["num_key_value_heads"] = HEADS
-        worst[seed], _ = errors_against_one_process(handle, plan, changes, rng.random() < 0.5, lora, 5)
+        packed = rng.random() < 0.5
+        worst[seed], _ = errors_against_one_process(
+            handle, plan, changes, packed, lora, 5, dtype=dtype, make_optimizer=optimizer
+        )
     return worst
 
 
@@ -233,6 +241,20 @@ def test_random_plans_train_as_one_process(world_size, seeds):
 def test_more_random_plans_train_as_one_process(world_size, seeds):
     outcomes = run_deepspeed(random_plans_train_as_one_process, world_size, world_size, seeds, timeout_s=800)
     assert max(error for worst in outcomes for error in worst.values()) < 1e-12, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    [(2, range(16, 22)), (3, range(8)), (4, range(22, 32)), (5, range(32, 42)), (6, range(8, 16))],
+)
+def test_random_plans_train_as_one_process_in_fp32(world_size, seeds):
+    """42 plans; sums of fp32 in another order, five steps of SGD."""
+    outcomes = run_deepspeed(
+        random_plans_train_as_one_process, world_size, world_size, seeds, torch.float32, timeout_s=800
+    )
+    assert max(error for worst in outcomes for error in worst.values()) < 1e-5, outcomes
 
 
 ALONE = plan_of(pipeline(8, 1, {"ranks": [0], "layers": [0, LAYERS]}))
