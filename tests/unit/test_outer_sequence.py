@@ -12,6 +12,7 @@ from ds_hetero.cost.stages.stage import Block, Part
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
+from ds_hetero.planner.outer.blocks import can_be_placed
 from ds_hetero.planner.outer.given import judge_plan
 from ds_hetero.planner.outer.planning import plan_pipelines
 from ds_hetero.planner.outer.replan import replan
@@ -77,6 +78,16 @@ def test_nodes_of_unlike_devices_are_stages_where_that_is_fastest(found):
     separate = CalibratedStageCosts(TWO_NODES, MODEL, WORK)
     without = plan_pipelines(TWO_NODES, MODEL, WORK, 4, costs=separate, micro_batch_sizes=(1,), effort_s=0.2)
     assert found.step_s < 0.9 * without.step_s
+
+
+def test_devices_that_alternate_with_others_do_not_share_sequences_alone():
+    """A schedule holds consecutive ranks, and devices of one kind are at every other one here."""
+    costs = CalibratedStageCosts(TWO_NODES, MODEL, WORK)
+    assert costs.stage(0, 2, "sequence", 1, 1) is None
+    assert CalibratedStageCosts(nodes_of([SLOW] * 4, 1), MODEL, WORK).stage(0, 2, "sequence", 1, 1) is not None
+    alone = [(Block(1, 0, 2, "sequence"),)]
+    assert not can_be_placed(costs.pools, alone)
+    assert can_be_placed(costs.pools, [(Block.of_parts([Part(0, 0, 2), Part(1, 0, 2)]),)])
 
 
 def test_such_a_plan_is_predicted_from_its_file_as_it_was_planned(found):

@@ -107,6 +107,8 @@ class CalibratedStageCosts:
         if inner not in self._inners:
             return None
         if inner == "sequence":
+            if not _has_neighbours(self.pools.largest[kind].ranks, size):
+                return None
             return self.mixed_stage((Part(kind, self.pools.largest[kind].node, size),), micro_batch_size, pipelines)
         if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
@@ -297,3 +299,8 @@ class CalibratedStageCosts:
     def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
         """Gradients leave while the last micro-batch goes backward, as far as they are ready."""
         return pipelines_s + max(0.0, sync.reduce_s - overlap_s) + sync.exposed_s
+
+
+def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
+    """Whether ``size`` of these ascending ranks follow one another, as those of a schedule must."""
+    return any(last - first == size - 1 for first, last in zip(ranks, ranks[size - 1 :], strict=False))

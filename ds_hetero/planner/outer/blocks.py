@@ -14,6 +14,7 @@ from ds_hetero.cost.stages.stage import Block, Pool, Pools, StageCosts, StageOpt
 __all__ = [
     "MAX_SIZE",
     "block_of",
+    "can_be_placed",
     "cut_pool",
     "hops_s",
     "idle_devices",
@@ -73,6 +74,19 @@ def ranks_of_blocks(pools: Pools, pipelines: Sequence[Sequence[Block]]) -> list[
             ranks[i][j] += tuple(pool[: part.size])
             del pool[: part.size]
     return ranks
+
+
+def _are_consecutive(ranks: Iterable[int]) -> bool:
+    """Whether ranks follow one another without a gap, as those of a schedule must."""
+    ascending = sorted(ranks)
+    return ascending[-1] - ascending[0] == len(ascending) - 1
+
+
+def can_be_placed(pools: Pools, pipelines: Sequence[Sequence[Block]]) -> bool:
+    """Whether every stage that shares sequences gets consecutive ranks."""
+    of_blocks = zip(pipelines, ranks_of_blocks(pools, pipelines), strict=True)
+    pairs = [pair for blocks, ranks in of_blocks for pair in zip(blocks, ranks, strict=True)]
+    return all(_are_consecutive(ranks) for block, ranks in pairs if block.inner == "sequence")
 
 
 def stage_options(

@@ -22,6 +22,7 @@ from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec
+from ds_hetero.planner.outer.blocks import can_be_placed
 from ds_hetero.planner.outer.explain import nothing_fits, reasons_of
 from ds_hetero.planner.outer.finish import Finished, finish, to_plan
 from ds_hetero.planner.outer.others import other_plans
@@ -241,7 +242,8 @@ def _with_fitted_owners(models: Sequence[StageCosts], task: _Task, effort_s: flo
 
 
 def _finalists(costs: StageCosts, objective: Objective, result: SearchResult) -> list[_Finalist]:
-    plans = [result.best, *result.others]
+    known = [result.best, *result.others]
+    plans = [plan for plan in known if can_be_placed(costs.pools, [shape.blocks for shape in plan.shapes])]
     return [
         _finalist(costs, objective, plan, tuple(plans[:i] + plans[i + 1 :])) for i, plan in enumerate(plans[:FINISHED])
     ]
