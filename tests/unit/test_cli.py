@@ -94,8 +94,8 @@ def test_plan_and_simulate_keep_the_contract(tmp_path):
 # What `ds-hetero plan` may load, beside the standard library: half of what a small plan takes is starting.
 PLAN_LOADS = {"click", "numpy"}
 PLAN_LOADS_OF_OURS = {
-    "baselines", "cli", "cluster", "common", "cost", "errors", "models", "planner", "plans", "reporting", "schedule",
-    "splits",
+    "baselines", "cli", "cluster", "common", "cost", "errors", "model_shapes", "models", "planner", "plans",
+    "recurrent_layers", "reporting", "schedule", "splits",
 }  # fmt: skip
 PLAN_LEAVES = {
     "numpy.ma",

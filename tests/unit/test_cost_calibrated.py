@@ -106,7 +106,7 @@ def test_one_rank_by_hand():
 
 
 def test_a_rank_without_tokens_runs_its_layers_as_the_others_do():
-    """Its host issues every kernel: a slow one holds all others up at the next exchange, as for benchmarks.pipelines."""
+    """Its host issues every kernel: a slow one holds all others up at the next exchange."""
     slow = cluster(2, efficiency={"kernel_overhead_s": 1.0, "matmul_half_tokens": 64})
     part = plan(((0, 1), (4096, 0), (4, 4)))
     found, one = cost(slow).predict(part), cost(slow).predict(plan(((0, 1), (4095, 1), (4, 4))))

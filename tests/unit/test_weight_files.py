@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_under_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file/folder cannot be written: .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"file/folder cannot be written: .*Not a directory"):
         make_folder(tmp_path / "file" / "folder")
 
 
