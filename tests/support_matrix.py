@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tests.integration.architectures import CAUSAL, MASKED
 from tests.support import ROOT
+from tests.sweep_table import render_sweep
 
 __all__ = ["PAGE", "STATUS", "TABLES", "Row", "render", "with_tables"]
 
@@ -65,15 +66,6 @@ _ZERO12 = "tests/integration/test_zero12.py::test_training_equals_equal_partitio
 _ZERO3 = "tests/integration/test_zero3.py::test_training_equals_that_of_equal_shards"
 
 
-_ROBERTAS = (
-    "roberta",
-    "roberta-prelayernorm",
-    "camembert",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "data2vec-text",
-    "xmod",
-)
 _TRL = "tests/integration/test_trl.py::"
 _ANY = "tests/integration/test_any_module.py::"
 _LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
@@ -175,13 +167,15 @@ _MODEL_ROWS = (
         status="self-checked",
         tests=(_BREADTH,),
     ),
-    _self_checked("OPT, all sizes", "opt", note="the head calls the decoder itself"),
-    _self_checked(
-        "RoBERTa, XLM-R (XL too), X-MOD, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text",
-        *(f"{family} {head}" for family in _ROBERTAS for head in ("MaskedLM", "CausalLM", "TokenClassification")),
-        note="they count positions from `padding_idx + 1`",
+    _model("OPT, all sizes", "opt", note="positions by its mask, as it counts them"),
+    _model(
+        "RoBERTa, XLM-R (XL too), X-MOD, CamemBERT, Roberta-PreLayerNorm, Data2Vec-Text, ESM",
+        "roberta",
+        "roberta decoder",
+        "esm",
+        note="positions from `padding_idx + 1`, as they count them; padding needs an `attention_mask`",
     ),
-    _self_checked("ESM, ESM-2", "esm", "esm token dropout", note="positions as RoBERTa; a share of the sequence"),
+    _self_checked("ESM-2 with `token_dropout`", "esm token dropout", note="a share of the sequence"),
     _self_checked("MobileBERT", "mobilebert", note="its embedding reads neighbouring tokens"),
     _self_checked(
         "`ElectraForPreTraining`, `BertForPreTraining`",
@@ -197,12 +191,13 @@ _MODEL_ROWS = (
         note="set `router_aux_loss_coef` to 0",
     ),
     Row(
-        what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
+        what="sequence classification and rewards on decoders, question answering on decoders and encoders "
+        "(`...ForSequenceClassification`, `...ForQuestionAnswering`), by sharded calls",
         status="tested",
-        tests=("tests/integration/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
+        tests=("tests/integration/test_sharded_call.py::test_heads_that_pool_train_as_on_one_process",),
         note="whole batches; a batch of `handle.dataloader` is refused",
     ),
-    _refused("heads that pool over the sequence: question answering, multiple choice", "pooling"),
+    _refused("other heads that pool over the sequence: multiple choice, next sentences", "pooling"),
     _refused("classification behind an encoder's pooler", "pooler"),
     _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
     _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),
@@ -549,7 +544,8 @@ def render(rows: Sequence[Row]) -> str:
 def with_tables(page: str) -> str:
     """The page with every table between its two markers replaced."""
     legend = "\n".join(["| word | meaning |", "|---|---|", *(f"| {word} | {text} |" for word, text in STATUS.items())])
-    for name, table in {"legend": legend, **{name: render(rows) for name, rows in TABLES.items()}}.items():
+    tables = {name: render(rows) for name, rows in TABLES.items()}
+    for name, table in {"legend": legend, **tables, "sweep": render_sweep()}.items():
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
         page, count = re.subn(pattern, lambda match, text=table: f"{match[1]}{text}\n{match[2]}", page, flags=re.DOTALL)
         assert count == 1, f"docs/support.md has {count} places for the table {name!r}"

@@ -43,6 +43,7 @@ class ModelLoader(ShardedLoader):
             batches=batches,
             keep_labels=not model.moves_labels,
             keep_inputs=model.cuts_inputs,
+            complete=model.complete,
             placer=model.place,
             plan_ahead=(lambda: model.placer) if model.places_documents else None,
             by_documents=model.places_documents,

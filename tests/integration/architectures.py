@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CAUSAL", "MASKED", "build"]
+__all__ = ["CAUSAL", "CHANGES", "MASKED", "SIZES", "VOCAB", "build"]
 
 _CAUSAL = """
 afmoe apertus arcee aria_text axk1 beam bert bert-generation bitnet cohere cohere2 cohere2_moe ctrl cwm
@@ -26,11 +26,11 @@ CAUSAL = tuple(_CAUSAL.split())
 MASKED = tuple(_MASKED.split())
 """Model types of masked-language models."""
 
-_VOCAB = 96
+VOCAB = 96
 
 # Given to every configuration that has a field of the name.
-_SIZES: dict[str, Any] = {
-    "vocab_size": _VOCAB,
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -73,7 +73,7 @@ _SIZES: dict[str, Any] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     # embeddings
-    "vocab_size_per_layer_input": _VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
     # The comparison in the tests needs none; within attention it is refused.
     "hidden_dropout_prob": 0.0,
@@ -85,8 +85,8 @@ _SIZES: dict[str, Any] = {
 }
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": None}
 
-# What a configuration needs beyond or against `_SIZES`; None leaves a field out.
-_CHANGES: dict[str, dict[str, Any]] = {
+# What a configuration needs beyond or against `SIZES`; None leaves a field out.
+CHANGES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "bert": {"is_decoder": True},
     "bert-generation": {"is_decoder": True},
@@ -127,7 +127,7 @@ def build(model_type: str, dtype: torch.dtype, *, masked: bool = False) -> Any:
 
     config_class = CONFIG_MAPPING[model_type]
     fields = {*config_class().to_dict(), *config_class.attribute_map}
-    sizes = {name: value for name, value in _SIZES.items() if name in fields} | _CHANGES.get(model_type, {})
+    sizes = {name: value for name, value in SIZES.items() if name in fields} | CHANGES.get(model_type, {})
     config = config_class(**{n: v for n, v in sizes.items() if v is not None and not (masked and n == "is_decoder")})
     if model_type == "mllama_text_model":
         make: Any = MllamaForCausalLM._from_config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.integration.tiny import VOCAB
 
-__all__ = ["batch_of", "verdict"]
+__all__ = ["batch_of", "replica_of", "verdict"]
 
 
 def batch_of(kind: str = "plain", num_labels: int = VOCAB) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
     is_trained = [parameter.requires_grad for parameter in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    sharded = ShardedModel(model, _replica(repr(schedule), *head_counts(model)), None)
+    sharded = ShardedModel(model, replica_of(repr(schedule), *head_counts(model)), None)
     try:
         check_first_batch(sharded, batch)
         return ""
@@ -69,7 +69,7 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
 
 
 @functools.cache
-def _replica(schedule: str, num_heads: int, num_kv_heads: int) -> Any:
+def replica_of(schedule: str, num_heads: int, num_kv_heads: int) -> Any:
     """This rank's, with process groups that the models of one process share."""
     import ast
 

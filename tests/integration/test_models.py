@@ -36,6 +36,14 @@ _VISION: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+_ROBERTA = {
+    "num_key_value_heads": 4,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "pad_token_id": 1,  # which is among the tokens of `whole_batch`, so that a mask has to say what is padding
+}
+_NEED_MASK = ("roberta", "roberta decoder", "esm")
+
 _ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 _ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 
@@ -119,6 +127,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "embd_pdrop": 0.0,
         },
     ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {"num_key_value_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 0},
+    ),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", _ROBERTA),
+    "roberta decoder": ("RobertaConfig", "RobertaForCausalLM", {**_ROBERTA, "is_decoder": True}),
+    "esm": (
+        "EsmConfig",
+        "EsmForMaskedLM",
+        {**_ROBERTA, "mask_token_id": 5, "position_embedding_type": "absolute", "token_dropout": False},
+    ),
 }
 
 
@@ -133,22 +153,27 @@ def make(name: str) -> Any:
 
 
 def whole_batch(kind: str) -> dict[str, Tensor]:
-    """Two rows of 31 tokens: plain, padded on one side, or packed documents."""
+    """Two rows of 31 tokens: plain, padded on one side, or packed documents.
+
+    "left, first unlabelled" is padded on the left, and padding predicts no label.
+    """
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCAB, (2, 31), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if kind == "packed":
         batch["position_ids"] = torch.cat([torch.arange(11), torch.arange(20)]).expand(2, -1)
-    if kind in ("left", "right"):
+    if kind.startswith(("left", "right")):
         mask = torch.ones_like(ids)
         mask[1, :9] = 0
-        batch["attention_mask"] = mask if kind == "left" else mask.flip(1)
+        batch["attention_mask"] = mask if kind.startswith("left") else mask.flip(1)
         batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
+    if kind == "left, first unlabelled":
+        batch["labels"][1, 9] = -100
     return batch
 
 
 NO_TOKENS_2 = {**ONE_GROUP_2, "groups": [{"ranks": [0, 1], "tokens": [1, 0], "heads": [3, 1]}]}
-GRADIENT_CASES = [(name, "plain", UNEVEN_2) for name in MODELS]
+GRADIENT_CASES = [(name, "plain", UNEVEN_2) for name in MODELS if name not in _NEED_MASK]
 GRADIENT_CASES += [
     (name, kind, UNEVEN_2) for name in ("llama", "gpt-oss sinks") for kind in ("left", "right", "packed")
 ]
@@ -156,6 +181,11 @@ GRADIENT_CASES += [
     ("llama", "packed", ONE_GROUP_2),
     ("gemma3", "packed", ONE_GROUP_2),
     ("bert", "right", ONE_GROUP_2),
+    ("opt", "right", ONE_GROUP_2),
+    ("opt", "left, first unlabelled", UNEVEN_2),
+    ("roberta", "left", UNEVEN_2),
+    ("roberta decoder", "right", UNEVEN_2),
+    ("esm", "right", NO_TOKENS_2),
     ("mixtral router loss", "right", ONE_GROUP_2),
     ("mixtral router loss", "left", NO_TOKENS_2),
 ]
@@ -214,7 +244,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"text_config": {**_SIZES, **_ROUTED, "output_router_logits": True, "router_aux_loss_coef": 0.7}},
         "its router loss",
     ),
-    "pooling": ("LlamaConfig", "LlamaForQuestionAnswering", {}, "its head pools over the whole sequence"),
+    "pooling": ("BertConfig", "BertForNextSentencePrediction", {}, "its head pools over the whole sequence"),
     "pooler": ("BertConfig", "BertForSequenceClassification", {}, "BertModel itself pools over the sequence"),
     "encoder-decoder": (
         "T5Config",
@@ -293,6 +323,21 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     settings = getattr(transformers, config)(**{**_SIZES, "attn_implementation": "sdpa", **changes})
     with pytest.raises(ModelError, match=f"{model} cannot be split over the sequence:(.|\n)*{re.escape(says)}"):
         check_model(getattr(transformers, model)(settings))
+
+
+def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by_it() -> None:
+    from ds_hetero.errors import BatchError
+    from ds_hetero.integrations.transformers.counted_positions import position_counter, with_positions
+
+    count = position_counter(make("roberta").base_model)
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 1, 1]])}
+    with pytest.raises(BatchError, match="hold padding tokens, from which the model counts its positions"):
+        with_positions(count, batch)
+    masked = {**batch, "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    assert with_positions(count, masked)["position_ids"].tolist() == [[2, 3, 4, 1, 1]]
+    given = {**batch, "position_ids": torch.arange(5)[None]}
+    assert with_positions(count, given) is given
+    assert position_counter(make("llama").base_model) is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers, asked by PEFT

@@ -35,7 +35,8 @@ __all__ = ["POOLS", "check_model", "decoder_of", "embeddings_of", "head_counts",
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+_POOLED = ("ForMultipleChoice", "ForNextSentencePrediction")
+_POOLS_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")  # from the decoder's hidden states
 POOLS = (
     "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
@@ -73,7 +74,14 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
 
 def decoder_of(pretrained: PretrainedModel) -> nn.Module:
     """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
-    return text_decoder_of(pretrained) if has_towers(pretrained) else pretrained.base_model
+    if has_towers(pretrained):
+        return text_decoder_of(pretrained)
+    from transformers import PreTrainedModel
+
+    inner: Any = getattr(pretrained.base_model, "decoder", None)  # heads of OPT and its kin call it past the base model
+    wraps = isinstance(inner, PreTrainedModel) and not hasattr(pretrained.base_model, "encoder")
+    decoder: nn.Module = inner if wraps else pretrained.base_model
+    return decoder
 
 
 def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
@@ -85,8 +93,8 @@ def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
 
 
 def pools(pretrained: PretrainedModel) -> bool:
-    """Whether the head pools over the sequence that its decoder returns, as for classification and rewards."""
-    return type(pretrained).__name__.endswith("ForSequenceClassification")
+    """Whether the head pools over the sequence that its decoder returns: classification, rewards, spans of answers."""
+    return type(pretrained).__name__.endswith(_POOLS_ITSELF)
 
 
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:

@@ -205,8 +205,12 @@ def _convolution(original: Callable[..., Tensor], forward: ShardedForward, given
 def _scan(name: str, original: Callable[..., Any], forward: ShardedForward, given: _Arguments) -> Any:
     function = _SCANS[name]
     by_name = given.by_name(function.positional)
-    if any(by_name.get(state) is not None for state in _STATES) or by_name.get("z") is not None:
-        raise ModelError(f"{name} is given a state or a gate in a sharded forward, which cannot be split.")
+    asks_for_state = not function.returns_state and by_name.get("return_final_states")
+    if asks_for_state or any(by_name.get(given_one) is not None for given_one in (*_STATES, "z")):
+        raise ModelError(
+            f"{name} is given or asked for a state, or given a gate, in a sharded forward, which cannot be split. Call "
+            "the model with use_cache=False."
+        )
     inputs = {key: by_name[key][:, :0] if forward.is_placeholder else by_name[key] for key in function.inputs}
     parameters = {key: by_name[key] for key in function.parameters if by_name.get(key) is not None}
 

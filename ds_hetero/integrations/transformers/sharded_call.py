@@ -75,6 +75,9 @@ class Called(Protocol):
     def moves_labels(self) -> bool:
         """Whether a token predicts the label of the next one."""
 
+    def complete(self, batch: Any) -> Any:
+        """A whole batch with the positions that the model would make of the whole of it."""
+
 
 class ShardedCall:
     """One call of a model with a whole batch.
@@ -148,7 +151,7 @@ class ShardedCall:
 
         def read() -> dict[str, str]:
             _expect_cuttable(type(self._model.pretrained).__name__, given, replica, self._kept_logits)
-            batch = read_batch(given, keep_labels=not self._model.moves_labels)
+            batch = read_batch(self._model.complete(given), keep_labels=not self._model.moves_labels)
             made.append(place(stream_placement, replica.schedule, batch))
             return made[0].fingerprints()
 

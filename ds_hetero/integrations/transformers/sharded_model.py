@@ -23,6 +23,7 @@ from ds_hetero.integrations.transformers.attention import (
     end_sharded_forward,
     end_whole_forward,
 )
+from ds_hetero.integrations.transformers.counted_positions import position_counter, with_positions
 from ds_hetero.integrations.transformers.entrance import Entrance
 from ds_hetero.integrations.transformers.former_attention import remember_implementation, restore_implementation
 from ds_hetero.integrations.transformers.forward_inputs import (
@@ -97,6 +98,7 @@ class ShardedModel:
         self.is_restored = False
         self._decoder = decoder_of(self.pretrained)
         self._embeddings = embeddings_of(self.pretrained)
+        self._count_positions = position_counter(self._decoder)
         self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
@@ -180,6 +182,10 @@ class ShardedModel:
     def cuts_inputs(self) -> bool:
         """Whether forwards take whole sequences, of which the decoder is given this rank's part, see `towers`."""
         return self._door is not None
+
+    def complete(self, batch: Any) -> Any:
+        """A whole batch with what the model would make of the whole of it: positions that it counts in its own way."""
+        return with_positions(self._count_positions, batch)
 
     @contextlib.contextmanager
     def looking_at(self, window: Window) -> Iterator[None]:
@@ -332,7 +338,7 @@ class ShardedModel:
             raise ModelError(POOLS.format(type(self.pretrained).__name__))
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
-        if "use_cache" in self._parameters and not is_forced:
+        if "use_cache" in self._parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])

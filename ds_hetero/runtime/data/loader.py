@@ -58,6 +58,7 @@ class ShardedLoader:
             out, it is detected, and logged by rank 0.
         keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
         keep_inputs: cut labels only, see there.
+        complete: adds to a batch what its model would make of the whole of it, before it is cut.
         placer: decides who holds which positions of a batch.
         plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
             gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
@@ -86,13 +87,14 @@ class ShardedLoader:
         batches: Literal["same", "own"] | None = None,
         keep_labels: bool = False,
         keep_inputs: bool = False,
+        complete: Callable[[Any], Any] = lambda batch: batch,
         placer: Placer = stream_placement,
         plan_ahead: PlacerOfNow | None = None,
         by_documents: bool = False,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
-        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents, keep_inputs)
+        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents, keep_inputs, complete)
         self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()

@@ -26,6 +26,7 @@ class WholeBatches:
         names: by which loaders show their parts.
         by_documents: have batches know their documents, see `ds_hetero.runtime.data.batch_documents`.
         keep_inputs: see `ds_hetero.runtime.data.shards.read_batch`.
+        complete: adds to a batch what its model would make of the whole of it.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class WholeBatches:
         names: LoaderNames,
         by_documents: bool = False,
         keep_inputs: bool = False,
+        complete: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         self.dataloader, self.names = dataloader, names
         self.reader: ReplicaSampler | ReplicaStream | None = reader_of(dataloader)
         self.epoch: int | None = None  # as `set_epoch` was called
         self._keep_labels, self._keep_inputs, self._by_documents = keep_labels, keep_inputs, by_documents
+        self._complete = complete
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
         self._num_dropped = 0  # batches that the next epoch reads and drops
         self._keeps_next, self._kept = True, None  # the first batch is kept too, see `keep_next`
@@ -78,7 +81,7 @@ class WholeBatches:
             if self.reader is not None:
                 self.reader.first_step = 0
             self._keep(batch)
-            read = read_batch(batch, self._keep_labels, self._keep_inputs)
+            read = read_batch(self._complete(batch), self._keep_labels, self._keep_inputs)
             yield with_documents(read) if self._by_documents else read
         self._loaded_state = None
 

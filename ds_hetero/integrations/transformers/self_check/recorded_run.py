@@ -19,6 +19,7 @@ from torch import Tensor, nn
 __all__ = ["Place", "RecordedRun", "record_run"]
 
 _EMBEDDINGS = "inputs_embeds"
+_EXPERTS = "Experts"  # how transformers ends the names of classes that hold all experts of a layer
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
 
 
@@ -87,7 +88,9 @@ class _Recorder:
         decoder: nn.Module | None,
     ) -> None:
         self._decoder = decoder
-        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        inside = _inside_experts(model)
+        named = ((module, name) for name, module in model.named_modules() if module not in inside)
+        self._names = {module: name or type(model).__name__ for module, name in named}
         self._shape, self._shake = shape, shake
         self._num_calls: Counter[str] = Counter()
         self._tensors: dict[Place, Tensor] = {}
@@ -152,6 +155,15 @@ class _Recorder:
             return tensor.expand(batch_size, *tensor.shape[1:])
         rest = tensor.shape[2:] if tuple(tensor.shape[:2]) == self._shape else tensor.shape[1:]
         return tensor.reshape(*self._shape, *rest)
+
+
+def _inside_experts(model: nn.Module) -> set[nn.Module]:
+    """Modules that a container of experts calls once for each expert that any token chose.
+
+    Calls in two runs are not of the same tokens; what the container returns is looked at.
+    """
+    containers = [module for module in model.modules() if type(module).__name__.endswith(_EXPERTS)]
+    return {module for container in containers for module in container.modules() if module is not container}
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -195,7 +195,8 @@ def _placed(model: ShardedModel, piece: Mapping[str, Any]) -> PlacedBatch:
     Several rows, or one with padding, are cut by their length: they would become one row, which could not be compared
     with the whole piece token by token.
     """
-    schedule, batch = model.replica.schedule, read_batch(dict(piece), keep_labels=not model.moves_labels)
+    schedule = model.replica.schedule
+    batch = read_batch(model.complete(dict(piece)), keep_labels=not model.moves_labels)
     if isinstance(model.placer, DocumentPlacer):
         by_documents = with_documents(batch)
         if (by_documents.batch_size, by_documents.length, len(by_documents.rows)) == (1, batch.length, 1):

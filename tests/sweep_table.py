@@ -1,0 +1,69 @@
+"""What the sweep over transformers' architectures found, as recorded, and the tables of docs/support.md made of it.
+
+    python -m tests.integration.sweep        # runs it, two ranks, and records what it finds
+    python -m tests.support_matrix           # writes the tables into docs/support.md
+
+`tests/integration/test_sweep.py` holds every run to the record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from tests.support import ROOT
+
+__all__ = ["RECORD", "recorded", "render_sweep"]
+
+RECORD = ROOT / "tests" / "integration" / "sweep_outcomes.json"
+
+_HEADS = {
+    "causal": "decoders",
+    "masked": "encoders, masked",
+    "images": "images and sounds before text",
+    "tokens": "token classification",
+    "seq2seq": "encoder-decoders, and sounds before text",
+}
+_KINDS = ("exact", "refused", "not built")
+
+
+def recorded() -> dict[str, tuple[str, str]]:
+    """By head and model type: what became of it, and the reason that was said."""
+    return {name: (kind, why) for name, (kind, why) in json.loads(RECORD.read_text()).items()}
+
+
+def render_sweep(found: Mapping[str, tuple[str, str]] | None = None) -> str:
+    """Tables of counts, and of types by what became of them."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, (kind, why) in (recorded() if found is None else found).items():
+        head, _, model_type = name.partition(" ")
+        groups[kind, head, _reason(kind, why)].append(model_type)
+    counts = Counter((head, kind) for (kind, head, _), types in groups.items() for _ in types)
+    lines = ["| head | exact | refused by name | not built |", "|---|---|---|---|"]
+    for head, words in _HEADS.items():
+        lines.append(f"| {words} | {' | '.join(str(counts[head, kind]) for kind in _KINDS)} |")
+    totals = [sum(count for (_, of_kind), count in counts.items() if of_kind == kind) for kind in _KINDS]
+    lines += [f"| all | {' | '.join(map(str, totals))} |", "", "| head | today | types |", "|---|---|---|"]
+    for kind in _KINDS:
+        for head, words in _HEADS.items():
+            of_head = [(reason, types) for (k, h, reason), types in groups.items() if (k, h) == (kind, head)]
+            for reason, types in sorted(of_head, key=lambda entry: -len(entry[1])):
+                said = f"{kind}: {reason}" if reason else kind
+                lines.append(f"| {words} | {said} | {', '.join(f'`{name}`' for name in sorted(types))} |")
+    return "\n".join(lines)
+
+
+def _reason(kind: str, why: str) -> str:
+    """The first reason of a refusal, without the names of classes, so that types with the same one stand together."""
+    if kind != "refused":
+        return why if kind == "exact" else ""
+    if "computes something else when it is split" in why:
+        return "by the self-check, at the first batch"
+    first = why.partition(" cannot be split over the sequence: - ")[2] or re.sub(r"^\w+ ", "", why)
+    first = re.split(r" - |;|, where|\. ", first)[0].rstrip(".")
+    first = re.sub(r"^layers of type .*", "layers of types that are not supported", first)
+    first = re.sub(r"^layer \S+ \(\w+\)", "a layer", first)
+    first = re.sub(r"^\S+ \(\w+\) chooses", "an indexer chooses", first)
+    return re.sub(r"\b[A-Z]\w+(Model|Decoder|Wrapper)(\.forward)?\b", "the model", first).replace("|", "/")
