@@ -98,8 +98,8 @@ class ShardedModel:
         self.is_restored = False
         self._decoder = decoder_of(self.pretrained)
         self._embeddings = embeddings_of(self.pretrained)
-        self._count_positions = position_counter(self._decoder)
         self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None
+        self._count_positions = position_counter(self._decoder) if self._door is None else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
