@@ -191,13 +191,12 @@ _MODEL_ROWS = (
         note="set `router_aux_loss_coef` to 0",
     ),
     Row(
-        what="sequence classification and rewards on decoders, question answering on decoders and encoders "
-        "(`...ForSequenceClassification`, `...ForQuestionAnswering`), by sharded calls",
+        what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
         status="tested",
-        tests=("tests/integration/test_sharded_call.py::test_heads_that_pool_train_as_on_one_process",),
+        tests=("tests/integration/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
         note="whole batches; a batch of `handle.dataloader` is refused",
     ),
-    _refused("other heads that pool over the sequence: multiple choice, next sentences", "pooling"),
+    _refused("heads that pool over the sequence: question answering, multiple choice", "pooling"),
     _refused("classification behind an encoder's pooler", "pooler"),
     _refused("encoder-decoders: T5, BART, M2M, Pegasus ...", "encoder-decoder"),
     _refused("recurrent layers: Mamba, RWKV, RecurrentGemma ...", "recurrent"),

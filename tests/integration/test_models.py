@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"text_config": {**_SIZES, **_ROUTED, "output_router_logits": True, "router_aux_loss_coef": 0.7}},
         "its router loss",
     ),
-    "pooling": ("BertConfig", "BertForNextSentencePrediction", {}, "its head pools over the whole sequence"),
+    "pooling": ("LlamaConfig", "LlamaForQuestionAnswering", {}, "its head pools over the whole sequence"),
     "pooler": ("BertConfig", "BertForSequenceClassification", {}, "BertModel itself pools over the sequence"),
     "encoder-decoder": (
         "T5Config",

@@ -35,8 +35,7 @@ __all__ = ["POOLS", "check_model", "decoder_of", "embeddings_of", "head_counts",
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_POOLED = ("ForMultipleChoice", "ForNextSentencePrediction")
-_POOLS_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")  # from the decoder's hidden states
+_POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 POOLS = (
     "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
@@ -93,8 +92,8 @@ def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
 
 
 def pools(pretrained: PretrainedModel) -> bool:
-    """Whether the head pools over the sequence that its decoder returns: classification, rewards, spans of answers."""
-    return type(pretrained).__name__.endswith(_POOLS_ITSELF)
+    """Whether the head pools over the sequence that its decoder returns, as for classification and rewards."""
+    return type(pretrained).__name__.endswith("ForSequenceClassification")
 
 
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
