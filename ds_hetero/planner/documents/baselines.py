@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import fsum
+from operator import mul
 
 from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
@@ -67,7 +68,7 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
 
 def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     """A bound below every `over_one_node_s`: perfect balance, and what cutting every document adds on average."""
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
     speed, added = 0.0, float("inf")
     for units in costs.units_by_node:
         speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
@@ -93,7 +94,7 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
     """Predicted time if ``units`` share all of these documents; infinity where a unit's memory does not suffice."""
     if not any(costs.most_tokens[unit] for unit in units):
         return float("inf") if lengths else 0.0
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
     shares = _shares(units, costs)
     of_node = [0.0] * costs.num_nodes
     for unit, part in zip(units, shares, strict=True):

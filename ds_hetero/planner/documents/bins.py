@@ -140,6 +140,8 @@ def _first_to_end(
     best_s, best, best_queue = inf, (inf, -1), kinds[0][2]
     for token_s, square_s, queue in kinds:
         entry = queue[0]
+        if entry[0] >= best_s:
+            continue
         if room[entry[1]] < tokens:
             entry = next((other for other in queue if room[other[1]] >= tokens), (inf, -1))
         end_s = entry[0] + tokens * (token_s + length * square_s)

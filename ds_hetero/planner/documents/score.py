@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
@@ -75,7 +76,7 @@ def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float
         costs: of the units.
         padding: tokens outside every document.
     """
-    tokens, squares = sum(lengths) + padding, sum(n * n for n in lengths)
+    tokens, squares = sum(lengths) + padding, sum(map(mul, lengths, lengths))
     outside, within = 0.0, 0.0  # sums of 1 / a over units of a ratio of r or more, of 1 / b over the others
     by_ratio = []
     for token_s, square_s, most in zip(costs.token_s, costs.square_s, costs.most_tokens, strict=True):

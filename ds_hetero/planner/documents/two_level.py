@@ -56,7 +56,7 @@ def two_level(
     longest_first = [lengths[j] for j in order]
     parts = list(map(Part, order, longest_first, longest_first))
     if len(units) == 1:
-        by_node: list[Pieces] | None = [[(0, part.tokens)] for part in parts]
+        by_node: list[Pieces] | None = [[(0, tokens)] for tokens in longest_first]
     else:
         fragment = max(least_tokens, min(4 * least_tokens, sum(lengths) // len(units) // 64))
         by_node = deal(parts, nodes, bound_s * (1 + effort.node_slack), fragment)
@@ -84,8 +84,10 @@ def two_level(
         of_parts = _inside(bins, across[node], inside[node], budget_s, least_tokens, effort.widen)
         if of_parts is None:
             return None
-        for part, pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
-            placed[part.document] += [(of_node[i], tokens) for i, tokens in pieces]
+        for (document, _, _), pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
+            of_document = placed[document]
+            for i, tokens in pieces:
+                of_document.append((of_node[i], tokens))
     return placed
 
 
@@ -122,7 +124,11 @@ def _inside(
             return None
         placed.append(pieces)
     per_token, per_square = 1 / fsum(1 / s for s in bins.token_s), 1 / fsum(1 / s for s in bins.square_s)
-    work_s = fsum(tokens * (per_token + length * per_square) for _, length, tokens in (*across, *inside))
+    tokens, squares = 0, 0
+    for _, length, held in (*across, *inside):
+        tokens += held
+        squares += held * length
+    work_s = tokens * per_token + squares * per_square
     dealt = deal(inside, bins, max(budget_s, work_s), least_tokens, widen)
     return None if dealt is None else placed + dealt
 
