@@ -91,6 +91,7 @@ class HeterogeneitySection(BaseModel):
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
     attention: KernelName | None = None
+    tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
@@ -124,6 +125,7 @@ _ACCEPTED = {
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',
     "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
+    "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '

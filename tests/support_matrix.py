@@ -71,6 +71,7 @@ _ANY = "tests/integration/test_any_module.py::"
 _LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
 _SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
 _OWN_TERMS = "tests/integration/test_own_terms.py::"
+_TILES = "tests/integration/test_tiles.py::"
 
 
 def _model(what: str, *cases: str, note: str = "") -> Row:
@@ -486,6 +487,15 @@ _FEATURE_ROWS = (
     ),
     _tried(
         "hpZ on equal weights, predivide and prescale, communication in bf16, CSV monitor, flops profiler, WarmupLR"
+    ),
+    Row(
+        what="MLPs and the loss in tiles (`tile_tokens`), ZeRO 1 to 3, recomputation, a rank without tokens",
+        status="tested",
+        tests=(
+            _TILES + "test_training_in_tiles_equals_one_process_without",
+            _TILES + "test_what_a_model_does_to_its_logits_is_in_the_loss_of_a_tile",
+        ),
+        note="decoders with plain MLPs; experts are refused",
     ),
     _tried("TiledMLP on ZeRO-2, `sequence_tiled_compute` on ZeRO-3"),
     _tried("DoRA with `modules_to_save`"),

@@ -92,16 +92,22 @@ class BlockPasses:
                 repeats=repeats,
                 token_s=workload.micro_batch
                 * (
-                    flops.matmul_flops(model) * products * rates.s_per_flop
+                    (flops.matmul_flops(model) * products + again) * rates.s_per_flop
                     + flops.elementwise_elements(model) * products * workload.element_bytes * rates.memory_s_per_byte
                 ),
                 fixed_s=products
                 * (flops.matmul_flops(model) * rates.s_per_flop * rates.half_tokens + rates.kernel_overhead_s),
                 attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
             )
-            for name, repeats, products, operations in (
-                ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS),
-                ("backward", 1, flops.MATMUL_BACKWARD, flops.ATTENTION_BACKWARD_FLOPS),
+            for name, repeats, products, operations, again in (
+                ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS, 0),
+                (
+                    "backward",
+                    1,
+                    flops.MATMUL_BACKWARD,
+                    flops.ATTENTION_BACKWARD_FLOPS,
+                    flops.mlp_flops(model) if workload.tiled_mlp else 0,
+                ),
             )
         )
 

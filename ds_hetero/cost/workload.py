@@ -45,6 +45,7 @@ class Workload:
         zero_weights: share of the optimizer state per rank; None for equal shares.
         activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
         tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
+        tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
         element_bytes: bytes of a parameter or an activation (P).
         gradient_bytes: bytes of gradient per parameter, less where only some parameters are trained.
         optimizer_bytes: bytes of optimizer state per parameter; 12 are a master weight and two Adam moments in fp32.
@@ -66,6 +67,7 @@ class Workload:
     zero_weights: tuple[float, ...] | None = None
     activation_checkpointing: bool = True
     tiled_logits: bool = True
+    tiled_mlp: bool = False
     element_bytes: int = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12

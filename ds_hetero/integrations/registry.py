@@ -206,6 +206,8 @@ class Registry:
         known.model.record_batches(known.record_batch)
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
+        if start.section.tile_tokens is not None:
+            known.model.tile(start.section.tile_tokens)
         placer = agree_on_placer(world, start, replica.replica_id)
         known.model.place_documents(placer)
         known.zones = None if placer is None else DocumentZones(placer.costs.node)

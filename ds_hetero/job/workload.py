@@ -38,7 +38,8 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         zero_stage=stage,
         zero_weights=tuple(weights) if isinstance(weights, list) and num_replicas == 1 else None,
         activation_checkpointing=model.checkpointing,
-        tiled_logits=False,  # models return the logits of all tokens of a shard
+        tiled_logits=facts.section.tile_tokens is not None,  # else models return the logits of all tokens of a shard
+        tiled_mlp=facts.section.tile_tokens is not None,
         element_bytes=element_bytes,
         gradient_bytes=(FP32_BYTES if training.accumulates_in_fp32 else element_bytes) * trained,
         optimizer_bytes=(master_bytes + 2 * FP32_BYTES) * trained,

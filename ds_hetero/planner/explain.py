@@ -66,6 +66,8 @@ def does_not_fit(cost: CostModel, predictions: Sequence[Prediction]) -> str:
         remedies.append("activation checkpointing")
     if not work.tiled_logits:
         remedies.append("a tiled loss")
+    if not work.tiled_mlp:
+        remedies.append('MLPs in tiles ("tile_tokens")')
     if work.micro_batch > 1:
         remedies.append("micro_batch=1")
     remedies.append("more or larger devices")

@@ -381,3 +381,14 @@ def test_evaluation_is_fast_enough_for_a_search():
         bound.block_s(grouping, tokens, heads)
         times.append(time.perf_counter() - begin)
     assert min(times) < 2e-3  # 0.4 ms on an idle machine
+
+
+def test_a_tiled_mlp_takes_one_forward_more_and_the_memory_of_a_tile():
+    one, length = cluster(1, memory=1e6), 65536
+    whole, tiled = (cost(one, seq_len=length, activation_checkpointing=True, tiled_mlp=each) for each in (False, True))
+    schedule = ulysses(1, MODEL.num_heads, MODEL.num_kv_heads)
+    before, after = (each.predict(schedule) for each in (whole, tiled))
+    assert after.block_s - before.block_s == pytest.approx(2 * MODEL.mlp_parameters * length / 1e12, rel=1e-3)
+    parts = [each.memory_parts(*each.arrays(schedule)) for each in (whole, tiled)]
+    width = 3 * MODEL.mlp_size * 2  # bytes of a token: what the MLP keeps, and as much again of gradients
+    assert float((parts[0]["layer"] - parts[1]["layer"])[0]) == pytest.approx(2 * width * (length - 4096))

@@ -26,6 +26,7 @@ OTHER = {
     "zero_weights": (1.0, 2.0),
     "activation_checkpointing": False,
     "tiled_logits": False,
+    "tiled_mlp": False,
     "element_bytes": 4,
     "gradient_bytes": 1.5,
     "optimizer_bytes": 6.0,

@@ -256,3 +256,21 @@ def test_the_command_ends_with_0_where_it_fits_1_where_not_and_2_on_bad_input(ca
     assert code == 1 and "does not fit" in printed.out and "What would make it fit" in printed.out
     code, printed = _run(capsys, *job, "--seq-len", 8192, "--what-if", "add=4070")
     assert code == 2 and not printed.out and "nearest names" in printed.err
+
+
+def test_a_million_tokens_take_tiles_offload_and_uneven_shares(capsys):
+    """The commands of docs/before-you-buy.md that end with an error."""
+    job = ("--gpus", "4xA100-80GB | 4xL40S", "--network", 25, "--model", "llama-3.1-8b", "--seq-len", 1048576)
+    code, printed = _run(capsys, *job, "--json")
+    advice = json.loads(printed.out)["advice"][0]
+    assert code == 1 and advice["fits"] and advice["runnable"]
+    assert advice["changes"] == ["optimizer offload", "tiled MLP and loss"]
+    assert advice["iteration_s"] / 60 == pytest.approx(16.2, abs=0.05)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *map(str, job)])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and 'MLPs in tiles ("tile_tokens")' in told and "sequences of up to about" in told
+    with pytest.raises(SystemExit):
+        main(["plan", *map(str, job), "--tiled-mlp", "--offload-optimizer", "--json"])
+    baselines = json.loads(capsys.readouterr().out)["baselines"]
+    assert "L40S on node1) needs 49.8 GiB of 46.5" in json.dumps(baselines["ulysses"])

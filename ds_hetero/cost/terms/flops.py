@@ -15,6 +15,7 @@ __all__ = [
     "logit_elements",
     "logit_flops",
     "matmul_flops",
+    "mlp_flops",
     "recurrent_elements",
     "recurrent_matmul_flops",
 ]
@@ -41,6 +42,11 @@ def recurrent_matmul_flops(model: ModelSpec) -> float:
     assert model.recurrent is not None
     mlp = _mlps_per_mixer(model) * model.active_mlp_parameters
     return 2 * (model.recurrent.parameters(model.hidden_size) + mlp)
+
+
+def mlp_flops(model: ModelSpec) -> float:
+    """The part of `matmul_flops` that is the MLP's, which tiles of it compute again in the backward."""
+    return 2 * _mlps_per_mixer(model) * model.active_mlp_parameters
 
 
 def _mlps_per_mixer(model: ModelSpec) -> float:

@@ -15,6 +15,7 @@ from ds_hetero.models import ModelSpec
 
 __all__ = [
     "LOGIT_TILE_TOKENS",
+    "MLP_TILE_TOKENS",
     "WIDE",
     "joined_layers",
     "memory_parts",
@@ -27,6 +28,7 @@ __all__ = [
 
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
+MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP
 WIDE = 4  # bytes of fp32
 
 
@@ -105,15 +107,17 @@ def memory_parts(
     )
     # Per layer: two norm inputs, both residual sums, attention's output, the MLP's intermediates; after the exchange q,
     # k, v, the output of attention and its log-sum-exp.
-    kept = element * tokens * (4 * hidden + all_heads * head_dim + mlp_width)
+    # A tiled MLP keeps its input alone, which is one of the four; what a tile needs comes on top of the layer.
+    mlp_kept, mlp_tokens = (0, np.minimum(tokens, MLP_TILE_TOKENS)) if workload.tiled_mlp else (mlp_width, tokens)
+    kept = element * tokens * (4 * hidden + all_heads * head_dim + mlp_kept)
     kept = kept + element * head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
-    scan_kept = tokens * (element * (4 * hidden + mlp_width) + recurrent_bytes(model, element))
+    scan_kept = tokens * (element * (4 * hidden + mlp_kept) + recurrent_bytes(model, element))
     kept, kept_by_all = joined_layers(model, kept, scan_kept)
     if workload.activation_checkpointing:
         activations, layer = model.num_layers * element * tokens * hidden, kept
     else:
         activations, layer = kept_by_all, np.zeros_like(kept)
-    layer = layer + element * tokens * (mlp_width + hidden)
+    layer = layer + element * (mlp_tokens * (mlp_width + (mlp_width - mlp_kept)) + tokens * hidden)
     ring = np.zeros_like(kept)
     if grouping.num_groups > 1:
         visiting = batch * length_K.max(axis=-1, keepdims=True) * kv_D * head_dim

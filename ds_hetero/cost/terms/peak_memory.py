@@ -27,6 +27,7 @@ from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.terms.memory import (
     LOGIT_TILE_TOKENS,
+    MLP_TILE_TOKENS,
     WIDE,
     joined_layers,
     memory_parts,
@@ -187,11 +188,13 @@ def _layer(model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: F
     kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
     kv_rows = batch * length_K[..., grouping.group_of] * kv_D
     mlp = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
-    norm = (WIDE + 2 * element) * hidden
-    of_mlp = norm + element * (4 if model.gated_mlp else 2) * mlp
+    norm, inner = (WIDE + 2 * element) * hidden, element * (4 if model.gated_mlp else 2) * mlp
+    of_mlp = norm + (0 if workload.tiled_mlp else inner)
     visited = batch * _last_visible(grouping, length_K, workload.causal)[..., grouping.group_of] * kv_D
     exchanged = element * model.head_dim * (2 * rows + 2 * kv_rows + 2 * visited) + WIDE * rows
     attention = tokens * (norm + of_mlp + element * model.num_heads * model.head_dim) + exchanged
     kept, by_all = joined_layers(model, attention, tokens * (norm + of_mlp + recurrent_bytes(model, element)))
     made = element * tokens * (2 * mlp + hidden)
+    if workload.tiled_mlp:  # the inner activations of a tile, their gradients, and the gradient of the layer
+        made = np.minimum(tokens, MLP_TILE_TOKENS) * (inner + element * 2 * mlp) + element * tokens * hidden
     return _Layer(kept=kept, of_mlp=tokens * of_mlp, made=made, kept_by_all=by_all)

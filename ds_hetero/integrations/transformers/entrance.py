@@ -20,6 +20,7 @@ from ds_hetero.integrations.transformers.forward_mode import Wanted, wanted_resu
 from ds_hetero.integrations.transformers.router_losses import router_term
 from ds_hetero.integrations.transformers.shard_loss import add_loss
 from ds_hetero.integrations.transformers.sharded_call import Called, ShardedCall
+from ds_hetero.integrations.transformers.tiles import Tiles
 
 __all__ = ["Entrance"]
 
@@ -32,7 +33,12 @@ class Entrance:
     Args:
         model: whose ``pretrained`` is the outermost transformers model.
         at_decoder: sharded calls are entered and left where the decoder is.
+
+    Attributes:
+        tiles: computes the loss of a shard tile by tile; None for logits of all its tokens.
     """
+
+    tiles: Tiles | None = None
 
     def __init__(self, model: Called, at_decoder: bool) -> None:
         self._model, self._at_decoder = model, at_decoder
@@ -40,6 +46,7 @@ class Entrance:
         self._former = vars(self._pretrained).get("forward")  # that of TRL, for one
         self._names = list(inspect.signature(type(self._pretrained).forward).parameters)[1:]
         self._latest: ShardedForward | None = None
+        self._made: Any = None  # by the decoder, where the loss is tiled
         self._call: ShardedCall | None = None
         self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)  # type: ignore[method-assign]
 
@@ -75,9 +82,13 @@ class Entrance:
     def run_decoder(self, forward: ShardedForward) -> None:
         """The decoder runs ``forward`` in the call of the model that is running."""
         self._latest = forward
+        if self.tiles is not None:
+            self.tiles.begin(forward.batch.placement.rank_tokens)
 
     def leave_decoder(self, outputs: Any) -> Any:
         """What the decoder is to return; None for ``outputs`` themselves, or where it has failed."""
+        if self.tiles is not None and self._latest is not None:
+            self._made = outputs
         if self._call is None or outputs is None:
             self._call = None if self._at_decoder else self._call
             return None
@@ -99,8 +110,9 @@ class Entrance:
             wanted = self._begin(kwargs)
             if wanted is not None:
                 return self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
-            output = run(pretrained, *args, **kwargs)
-            self._end(kwargs, output)
+            tiles = self._tiles_of(kwargs)
+            output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
+            self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
             return output
 
         return forward
@@ -110,6 +122,11 @@ class Entrance:
         """What the call is to return, if it is a sharded call."""
         self._latest = None
         return None if self._at_decoder or self._call is not None else _wanted_of(kwargs)
+
+    def _tiles_of(self, kwargs: Mapping[str, Any]) -> Tiles | None:
+        """What computes the loss of this call in tiles, where the loss is made here."""
+        is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
+        return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Any:
@@ -123,10 +140,16 @@ class Entrance:
         return call.put_together(outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, kwargs: dict[str, Any], output: Any) -> None:
+    def _end(self, kwargs: dict[str, Any], output: Any, run: Callable[..., Any] | None) -> None:
+        """The call is over; ``run`` is the model's own forward where the loss is tiled."""
         forward, self._latest = self._latest, None
-        if forward is not None:
-            add_loss(output, kwargs, forward, router_term(self._pretrained, output))
+        made, self._made = self._made, None
+        if forward is None:
+            return
+        loss_sum: Callable[[], Any] | None = None
+        if self.tiles is not None and run is not None:
+            loss_sum = functools.partial(self.tiles.loss_sum, run, made, kwargs)
+        add_loss(output, kwargs, forward, router_term(self._pretrained, output), loss_sum)
 
 
 def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:

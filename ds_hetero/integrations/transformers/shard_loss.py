@@ -8,7 +8,7 @@ of the whole batch, equal on all ranks, with a gradient of the scale that the en
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,11 @@ _MARK = "ds_hetero_loss"  # of outputs whose loss was made here
 
 
 def add_loss(
-    outputs: Any, batch: Mapping[str, Any], forward: ShardedForward, router_term: Tensor | float = 0.0
+    outputs: Any,
+    batch: Mapping[str, Any],
+    forward: ShardedForward,
+    router_term: Tensor | float = 0.0,
+    loss_sum: Callable[[], Tensor] | None = None,
 ) -> None:
     """Set ``outputs.loss`` where the model was given ``shift_labels`` and no ``labels``.
 
@@ -36,6 +40,7 @@ def add_loss(
         batch: the arguments of the model.
         forward: the forward that made them.
         router_term: what the model adds to the mean loss of its tokens for its routers.
+        loss_sum: makes this rank's token losses added up, where ``outputs`` have no logits.
 
     Caller: every rank of the replica, once per forward on a shard.
     Collectives: one all_reduce of two numbers.
@@ -46,7 +51,9 @@ def add_loss(
     if labels is None or batch.get("labels") is not None or not isinstance(outputs, ModelOutput):
         return
     logits = outputs.get("logits")
-    if not isinstance(logits, Tensor) or outputs.get("loss") is not None or logits.shape[:2] != labels.shape:
+    if not isinstance(logits, Tensor) or outputs.get("loss") is not None:
+        return
+    if loss_sum is None and logits.shape[:2] != labels.shape:
         return
     replica, num_items, divisor = forward.replica, None, 1
     if replica.batch_split is not None:
@@ -56,8 +63,8 @@ def add_loss(
         num_items, divisor = info.num_items, replica.batch_split.micro_steps
     with forward.clock.phase(IDLE, "loss"):
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        loss_sum = cross_entropy_sum(logits, labels) + num_tokens * router_term
-        loss = sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
+        of_tokens = cross_entropy_sum(logits, labels) if loss_sum is None else loss_sum()
+        loss = sequence_parallel_loss(of_tokens + num_tokens * router_term, num_tokens, replica, num_items, divisor)
     outputs["loss"] = loss
     OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
     setattr(outputs, _MARK, True)

@@ -78,6 +78,10 @@ class Called(Protocol):
     def complete(self, batch: Any) -> Any:
         """A whole batch with the positions that the model would make of the whole of it."""
 
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward would now take a shard."""
+
 
 class ShardedCall:
     """One call of a model with a whole batch.

@@ -38,6 +38,7 @@ from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.integrations.transformers.rope_length import RopeLength
 from ds_hetero.integrations.transformers.router_losses import mark_router_logits, open_router_loss, router_term
+from ds_hetero.integrations.transformers.tiles import Tiles
 from ds_hetero.integrations.transformers.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.integrations.transformers.training_noise import expect_no_noise, scale_noise
 from ds_hetero.placement import Placement, Placer, Rows, stream_placement
@@ -132,6 +133,16 @@ class ShardedModel:
             config._attn_implementation_internal = NAME
         return configs
 
+    def tile(self, tokens: int) -> None:
+        """Compute MLPs and losses of shards in tiles of so many tokens.
+
+        Raises:
+            ModelError: see `Tiles`.
+        """
+        if self._entrance.tiles is not None:
+            self._entrance.tiles.close()
+        self._entrance.tiles = Tiles(self.pretrained, self._decoder, tokens)
+
     def keep_alive(self, record: object) -> None:
         """Have ``record`` live as long as the model, whose hooks hold this object."""
         self._kept_alive = record
@@ -141,6 +152,8 @@ class ShardedModel:
         self.is_restored = True
         for hook in self._hooks:
             hook.remove()
+        if self._entrance.tiles is not None:
+            self._entrance.tiles.close()
         self._entrance.close()
         self._close_doors()
         self._close_router_loss()
@@ -284,11 +297,13 @@ class ShardedModel:
     def unrecorded(self) -> Iterator[None]:
         """Have forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
         kept = self.clock, self._record_batch, self.latest_positions
+        tiles, self._entrance.tiles = self._entrance.tiles, None
         self.clock, self._record_batch = StepClock(default_device()), None
         try:
             yield
         finally:
             self.clock, self._record_batch, self.latest_positions = kept
+            self._entrance.tiles = tiles
 
     def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
         """Call ``record`` with the layout of every batch from now on, except those that fill up a step."""

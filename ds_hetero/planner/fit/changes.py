@@ -16,6 +16,7 @@ import numpy as np
 from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.terms.memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.fit.best import Fitted, best_schedule, with_workload
 from ds_hetero.schedule import Schedule
@@ -80,6 +81,12 @@ CHANGES = (
         "deepspeed's sequence_tiled_compute around the function that makes logits and loss, in a loop of your own",
         lambda work, _: not work.tiled_logits,
         lambda work: replace(work, tiled_logits=True),
+    ),
+    Change(
+        "tiled MLP and loss",
+        f'"tile_tokens": {MLP_TILE_TOKENS} in the section, and loss = engine(**batch).loss in a loop of your own',
+        lambda work, _: not work.tiled_mlp,
+        lambda work: replace(work, tiled_logits=True, tiled_mlp=True),
     ),
     Change(
         "smaller gradient buckets",
