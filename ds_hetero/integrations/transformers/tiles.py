@@ -11,6 +11,7 @@ Source: tiled computation of ALST (arXiv:2506.13996, section 3.1), here on uneve
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -44,7 +45,8 @@ class Tiles:
         self._model, self._tokens, self._count = model, tokens, 1
         self._place = next((name for name, child in model.named_children() if child is decoder), None)
         self._mlps = [module for name, module in decoder.named_modules() if _is_mlp(name, module)]
-        if self._place is None or model.get_output_embeddings() is None or not self._mlps:
+        keeps_few = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        if self._place is None or model.get_output_embeddings() is None or not self._mlps or not keeps_few:
             raise ModelError(
                 f'"tile_tokens": {tokens}: {type(model).__name__} does not have a decoder with plain MLPs and a head '
                 "for language behind it, which are what can be computed in tiles. Leave the key out."
