@@ -1,6 +1,6 @@
 """Long sequences on little memory: a job that runs out of it for real, and the same job with what saves some.
 
-    python -m benchmarks.fit.ladder [--tokens 262144] [--mib 1536] [--json] [--output FILE]
+    python -m benchmarks.fit.ladder [--tokens 262144] [--mib 2560] [--json] [--output FILE]
 
 Two ranks hold a sequence in shares of 5:4 and train a small model whose attention sees windows, so that a step takes
 minutes on a CPU, under a limit of their private memory (RLIMIT_DATA): what they have when everything is imported, and
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import sys
@@ -45,10 +46,11 @@ _OUT_OF_MEMORY = r".*(can't allocate memory|bad_alloc|MemoryError|Cannot allocat
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 18)
-    parser.add_argument("--mib", type=int, default=1536, help="memory of a rank beside what it has at the start")
+    parser.add_argument("--mib", type=int, default=2560, help="memory of a rank beside what it has at the start")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # in the ranks: what is freed leaves the process at once
     result = {
         **header(" ".join(["python -m benchmarks.fit.ladder", *sys.argv[1:]])),
         "model": MODEL,
