@@ -207,6 +207,11 @@ class Registry:
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
         if start.section.tile_tokens is not None:
+            if not isinstance(known.model, ShardedModel):
+                raise ConfigError(
+                    f'"tile_tokens": {start.section.tile_tokens} tiles models of transformers that are split over a '
+                    f"sequence, and {type(model).__name__} is not. Leave the key out."
+                )
             known.model.tile(start.section.tile_tokens)
         placer = agree_on_placer(world, start, replica.replica_id)
         known.model.place_documents(placer)
