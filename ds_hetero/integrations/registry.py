@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import nn
 
+from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
