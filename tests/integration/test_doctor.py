@@ -67,11 +67,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         '"flash_attn" does not work here: flash-attn runs on CUDA devices',
     ),
     "dropout": ({"heterogeneity": UNEVEN}, {"attention_dropout": 0.1}, "dropout inside attention is not supported"),
-    "length-dependent rope": (
-        {"heterogeneity": UNEVEN},
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
-        "depends on the length of the sequence",
-    ),
     "pipelines on more ranks": ({"heterogeneity": {"schedule": pipelines(0, 1, 2)}}, {}, "ranks up to 2"),
     "batch of pipelines": ({"heterogeneity": {"schedule": pipelines(0, 1)}}, {}, "take 3 sequences per optimizer step"),
     "heads of pipelines": (

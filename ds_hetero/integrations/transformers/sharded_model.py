@@ -354,7 +354,7 @@ class ShardedModel:
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         if "use_cache" in self._parameters and kwargs.get("past_key_values") is None:
-            kwargs["use_cache"] = False
+            kwargs.setdefault("use_cache", False)  # made on request only: training has no use for it
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
         tokens = kwargs["position_ids"].shape[1]
