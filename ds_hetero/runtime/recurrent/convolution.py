@@ -57,8 +57,7 @@ def convolution(
     rows = []
     for reads in halo.rows:
         inputs = source[reads.start : reads.stop].index_select(2, halo.on(x.device, reads.read))
-        out = compute(inputs) if inputs.shape[2] else inputs
-        rows.append(nn.functional.pad(out, (0, 1)).index_select(2, halo.on(x.device, reads.kept)))
+        rows.append(nn.functional.pad(compute(inputs), (0, 1)).index_select(2, halo.on(x.device, reads.kept)))
     return torch.cat(rows)
 
 
@@ -221,8 +220,10 @@ class _Pieces:
             read += [torch.tensor(before, dtype=torch.int64), torch.arange(local, local + count)]
             kept[local : local + count] = torch.arange(at + reach, at + reach + count)
             at += reach + count
+        if not read:  # a zero goes through: ZeRO needs gradients of the convolution's parameters here too
+            read, at = [torch.tensor([self.zero])], 1
         kept[kept < 0] = at
-        return _Reads(rows.start, rows.stop, torch.cat(read) if read else kept.new_empty(0), kept)
+        return _Reads(rows.start, rows.stop, torch.cat(read), kept)
 
     def _place(self, position: int, first: int) -> int:
         """Where a position is read; the zero before the document's ``first``."""
