@@ -14,6 +14,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
+    sys.path.remove(str(Path(__file__).resolve().parent))  # a module there has the checkout's name
     numpy = importlib.import_module("numpy")
     prices = importlib.import_module("sailor.Planner.simulations.constants").GPU_PRICES
     planner = importlib.import_module("sailor.Planner.baselines.AMP.amp_planner").AMPPlanner

@@ -7,6 +7,7 @@ its ``model_type``, parts of configurations (texts, towers) included.
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from typing import Any
 
 from tests.integration.architectures import CHANGES, SIZES, VOCAB
@@ -172,7 +173,8 @@ def tiny_config(config_class: Any, head: str) -> Any:
         head: ``"causal"`` for decoders, so that what may be either is one.
     """
     default = config_class()
-    changes = CHANGES.get(config_class.model_type, {}) | _AGAINST.get(config_class.model_type, {})
+    # Copied: configurations write into the dictionaries that they are given, and types share some of these.
+    changes = deepcopy(CHANGES.get(config_class.model_type, {}) | _AGAINST.get(config_class.model_type, {}))
     fields = {*default.to_dict(), *config_class.attribute_map}
     sizes = {**_MORE_SIZES, **SIZES}
     values = {name: value for name, value in sizes.items() if name in fields and value is not None} | changes
