@@ -101,7 +101,7 @@ _AGAINST: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {**_AXES, "head_dim": 16},
     "glm4v_text": _AXES,
     "glm_moe_dsa": _LATENT,
-    "glm_ocr_text": {**_AXES, "head_dim": 16},
+    "glm_ocr_text": {"rope_parameters": {**_AXES["rope_parameters"], "mrope_section": [2, 2, 4]}, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
