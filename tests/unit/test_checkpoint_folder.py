@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ds_hetero.job.checkpoint_folder import why_not_written
+from tests.file_limits import small_files
 
 TORN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")  # torch.save, disk full
-
-
-@contextmanager
-def _small_files() -> Iterator[None]:
-    """Bound every file of this process, pytest's own output among them: around one call only."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_the_error_of_the_file_system_in_the_chain_counts(tmp_path: Path) -> None:
@@ -33,7 +20,7 @@ def test_the_error_of_the_file_system_in_the_chain_counts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", "part"])
 def test_the_file_system_is_asked_again(name: str, tmp_path: Path) -> None:
-    with _small_files():
+    with small_files():
         reason = why_not_written(tmp_path / name, TORN)
     assert reason.endswith("File too large")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,19 +10,9 @@ from safetensors.torch import load_file
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.transformers.stages.weight_files import make_folder, write_index, write_text, write_weights
+from tests.file_limits import small_files
 
 WEIGHTS = {"layer.weight": torch.arange(4096.0).view(64, 64).t()}
-
-
-@contextmanager
-def _small_files() -> Iterator[None]:
-    """Bound every file of this process: around one call only."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -35,7 +22,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         "model.safetensors.index.json": lambda path: write_index(path.parent, {"a" * 2000: "f"}, 1),
     }
     for name, write in calls.items():
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*File too large"), _small_files():
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*File too large"), small_files():
             write(tmp_path / name)
 
 

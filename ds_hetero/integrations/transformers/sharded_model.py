@@ -353,8 +353,9 @@ class ShardedModel:
             raise ModelError(POOLS.format(type(self.pretrained).__name__))
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
-        if "use_cache" in self._parameters and kwargs.get("past_key_values") is kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False  # made on request only: training has no use for it
+        keeps_cache = kwargs.get("past_key_values") is not None or (is_forced and kwargs.get("use_cache"))
+        if "use_cache" in self._parameters and not keeps_cache:
+            kwargs["use_cache"] = False  # made on request inside handle.sharded() only: training has no use for it
         if forward.is_placeholder:
             kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
         tokens = kwargs["position_ids"].shape[1]
