@@ -80,6 +80,11 @@ class RecurrentLayers:
         return per_head, 2 * self.key_dim * element_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of all heads and of how much of the state before it is left, both in fp32."""
+        return 4 * self.num_heads * (self.head_dim * self.key_dim + 1)
+
+    @property
     def scan_flops(self) -> float:
         """Forward operations of the scan per token and head.
 

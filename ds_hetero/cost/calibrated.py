@@ -82,7 +82,7 @@ class CalibratedCostModel(CostModel):
         """Time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
         attention_B = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
-        return self._block_s(self._with_recurrence(attention_B, tokens_BD))
+        return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.
@@ -100,11 +100,13 @@ class CalibratedCostModel(CostModel):
             exchanged_s += share * float(ring.start_s.max())
             finish.append(ring_finish_s(ring))
         if self._recurrent is not None:
-            for block_pass, times in zip(self._block.passes, self._recurrent.passes(tokens_D[None]), strict=True):
+            for block_pass, times in zip(
+                self._block.passes, self._recurrent.passes(grouping, tokens_D[None]), strict=True
+            ):
                 share = block_pass.repeats * self._recurrent_share
                 non_attention_s += share * float((times.total_B - times.exchange_B)[0])
                 exchanged_s += share * float(times.total_B[0])
-        block_s = float(self._block_s(self._with_recurrence(finish, tokens_D[None]))[0])
+        block_s = float(self._block_s(self._with_recurrence(finish, grouping, tokens_D[None]))[0])
         return Terms(
             non_attention_s=non_attention_s,
             all_to_all_s=exchanged_s - non_attention_s,
@@ -160,14 +162,14 @@ class CalibratedCostModel(CostModel):
         attention_D = explain.busy_s(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
         if self._recurrent is None:
             return attention_D
-        return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(tokens_D)
+        return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(grouping, tokens_D)
 
     def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
         """The largest part of the block, and the rank or the link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         terms = self.terms(grouping, tokens_D, heads_D)
         finish = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
-        finish = self._with_recurrence(finish, tokens_D[None])
+        finish = self._with_recurrence(finish, grouping, tokens_D[None])
         if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):
             return self._recurrent.slowest_link(self.cluster, tokens_D)
         repeats = [block_pass.repeats for block_pass in self._block.passes]
@@ -184,11 +186,11 @@ class CalibratedCostModel(CostModel):
             self._block, assigned, self._recurrent, (self._attention_share, self._recurrent_share)
         )
 
-    def _with_recurrence(self, attention_B: list[Floats], tokens_BD: Floats) -> list[Floats]:
+    def _with_recurrence(self, attention_B: list[Floats], grouping: Grouping, tokens_BD: Floats) -> list[Floats]:
         """Forward and backward of the mean layer, of those of an attention layer."""
         if self._recurrent is None:
             return attention_B
-        recurrent = self._recurrent.passes(tokens_BD)
+        recurrent = self._recurrent.passes(grouping, tokens_BD)
         return [
             self._attention_share * attention + self._recurrent_share * times.total_B
             for attention, times in zip(attention_B, recurrent, strict=True)

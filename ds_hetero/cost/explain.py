@@ -93,7 +93,7 @@ def mixed_timeline(
         shares: of both kinds in all layers.
     """
     spans: list[Span] = []
-    begin_s, of_pass = 0.0, recurrent.passes(assigned.tokens_BD)
+    begin_s, of_pass = 0.0, recurrent.passes(assigned.grouping, assigned.tokens_BD)
     for phase in _phases(block):
         backward = phase == "backward"
         block_pass = block.passes[backward]

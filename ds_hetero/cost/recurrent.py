@@ -1,13 +1,17 @@
 """The two passes of one layer that carries a state along the sequence: from tokens to times.
 
-The runtime (`ds_hetero.runtime.recurrent`) trades heads for tokens over the whole replica: a rank gives its tokens of
-all heads, scans all tokens of its own heads, and gets the outputs of its tokens back. Heads are shared out in
-proportion to tokens, so a share of tokens is a share of the scan as well, to a whole head.
+The runtime (`ds_hetero.runtime.recurrent`) splits a scan in one of two ways, whichever sends fewer bytes:
 
-    pass    longest work outside the scan + exchanges + longest scan
+    heads for tokens    a rank gives its tokens of all heads, scans all tokens of its own heads, and gets the outputs of
+                        its tokens back. Heads are shared out in proportion to tokens, to a whole head.
+                        pass    longest work outside the scan + exchanges + longest scan
+    states (Mamba-2)    a rank scans its own tokens of all heads, gets the state before them from the ranks that hold
+                        earlier ones, and adds what it contributes.
+                        pass    longest work with scan + states + longest addition
 
-The exchanges move B L (1 - sum of h_r^2) times the width of inputs and outputs, h_r being rank r's share. A convolution
-takes a few tokens from the ranks before: one start-up and no time for its bytes.
+The exchanges of heads move B L (1 - sum of h_r^2) times the width of inputs and outputs, h_r being rank r's share;
+states are as large for any L. A convolution takes a few tokens from the ranks before: one start-up and no time for its
+bytes.
 
 Dimension key: B assignments, D ranks.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
@@ -28,13 +33,14 @@ from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["RecurrentLayer", "RecurrentTimes", "heads_by_tokens"]
+__all__ = ["RecurrentLayer", "RecurrentTimes", "heads_by_tokens", "moved_states"]
 
 
 class RecurrentTimes(NamedTuple):
     """One forward or backward, in seconds.
 
-    ``work_BD`` outside the scan and ``scan_BD`` by rank, ``exchange_B`` of all ranks together.
+    ``work_BD`` before the exchange (outside the scan; where states are passed on, the scan as well) and ``scan_BD``
+    after it (the scan, or what states add to it) by rank, ``exchange_B`` of all ranks together.
     """
 
     work_BD: Floats
@@ -43,7 +49,7 @@ class RecurrentTimes(NamedTuple):
 
     @property
     def before_B(self) -> Floats:
-        """Work outside the scan of the slowest rank."""
+        """Work before the exchange of the slowest rank."""
         return np.asarray(self.work_BD.max(axis=1))
 
     @property
@@ -76,26 +82,35 @@ class RecurrentLayer:
         per_head, per_key_head = layers.input_bytes(element)
         moved = per_head + per_key_head * layers.num_key_heads / layers.num_heads + layers.head_dim * element
         self._head_s_D = batch * (layers.scan_flops * rates.s_per_flop + moved * rates.memory_s_per_byte)
+        out = layers.head_dim * element
+        self._addition_s_D = (
+            layers.num_heads
+            * batch
+            * (2 * layers.key_dim * layers.head_dim * rates.s_per_flop + 3 * out * rates.memory_s_per_byte)
+        )
         self._repeats = 2 if workload.activation_checkpointing else 1
         passes = self._repeats + flops.MATMUL_BACKWARD
         self.token_s_D, self.fixed_s_D = passes * self._token_s_D, passes * self._fixed_s_D
         self.scan_s_D = passes * layers.num_heads * self._head_s_D
 
-    def passes(self, tokens_BD: Floats) -> tuple[RecurrentTimes, RecurrentTimes]:
+    def passes(self, grouping: Grouping, tokens_BD: Floats) -> tuple[RecurrentTimes, RecurrentTimes]:
         """Return one forward and one backward, without what the backward computes again."""
         heads_BD = heads_by_tokens(tokens_BD, self._layers.num_heads)
         exchange_B = self._exchange_s(tokens_BD, heads_BD)
-        has_tokens = tokens_BD > 0
-        times = []
-        for products in (1, flops.MATMUL_BACKWARD):
-            work_BD = tokens_BD * self._token_s_D + np.where(has_tokens, self._fixed_s_D, 0.0)
-            scan_BD = heads_BD * (self._workload.seq_len * self._head_s_D)
-            times.append(RecurrentTimes(products * work_BD, exchange_B, products * scan_BD))
+        work_BD = tokens_BD * self._token_s_D + np.where(tokens_BD > 0, self._fixed_s_D, 0.0)
+        scan_BD = heads_BD * (self._workload.seq_len * self._head_s_D)
+        if not self._layers.delta_rule:
+            passes_B = self._passes_states(grouping, tokens_BD)
+            exchange_B = np.where(passes_B, self._states_s(grouping, tokens_BD), exchange_B)
+            own_BD = self._layers.num_heads * tokens_BD * self._head_s_D
+            work_BD = work_BD + np.where(passes_B[:, None], own_BD, 0.0)
+            scan_BD = np.where(passes_B[:, None], tokens_BD * self._addition_s_D, scan_BD)
+        times = [RecurrentTimes(n * work_BD, exchange_B, n * scan_BD) for n in (1, flops.MATMUL_BACKWARD)]
         return times[0], times[1]
 
-    def busy_s(self, tokens_D: Floats) -> Floats:
+    def busy_s(self, grouping: Grouping, tokens_D: Floats) -> Floats:
         """Time that every rank computes, forward, backward and again, ``[D]``."""
-        forward, backward = self.passes(tokens_D[None])
+        forward, backward = self.passes(grouping, tokens_D[None])
         compute = [times.work_BD[0] + times.scan_BD[0] for times in (forward, backward)]
         return np.asarray(self._repeats * compute[0] + compute[1])
 
@@ -127,6 +142,23 @@ class RecurrentLayer:
                 spans.append(Span.of(rank, "compute", "non_attention", arrived_s, scanned_s, phase=phase))
         return spans, begin_s + share * float(times.total_B[0])
 
+    def _passes_states(self, grouping: Grouping, tokens_BD: Floats) -> npt.NDArray[np.bool_]:
+        """Whether states are passed on, by the runtime's rule (`ds_hetero.runtime.recurrent.scan`), ``[B]``."""
+        layers, work = self._layers, self._workload
+        per_head, per_key_head = layers.input_bytes(work.element_bytes)
+        token_bytes = layers.num_heads * (per_head + layers.head_dim * work.element_bytes)
+        token_bytes += layers.num_key_heads * per_key_head
+        moved_B = moved_states(grouping, tokens_BD)
+        traded_B = work.seq_len - (tokens_BD**2).sum(axis=1) / work.seq_len
+        return np.asarray((moved_B > 0) & (moved_B * layers.state_bytes <= token_bytes * traded_B))
+
+    def _states_s(self, grouping: Grouping, tokens_BD: Floats) -> Floats:
+        """States of every rank to all others, as if none were first; and the convolution's tokens, ``[B]``."""
+        pieces_BD = np.where(tokens_BD > 0, 2.0 if _is_zigzag(grouping) else 1.0, 0.0)
+        bytes_BD = np.where(tokens_BD > 0, float(self._workload.micro_batch * self._layers.state_bytes), 0.0)
+        states_B = exchange_s(self._whole, pieces_BD, bytes_BD)[:, 0]
+        return np.asarray(states_B + 2 * exchange_latency_s(self._whole)[0])
+
     def _exchange_s(self, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Inputs one way, the output the other way (or their gradients), and the convolution's tokens, ``[B]``.
 
@@ -156,6 +188,19 @@ class RecurrentLayer:
         stop_BD = np.cumsum(heads_BD, axis=1)
         start_BD = stop_BD - heads_BD
         return np.asarray(np.where(heads_BD > 0, -(-stop_BD // each) - start_BD // each, 0))
+
+
+def _is_zigzag(grouping: Grouping) -> bool:
+    return grouping.zigzag and grouping.num_groups > 1
+
+
+def moved_states(grouping: Grouping, tokens_BD: Floats) -> Ints:
+    """States of one row that all ranks together send forward, where every rank is a group of its own, ``[B]``.
+
+    Every rank with tokens holds one piece, or in a zigzag two, and needs the states of all pieces before its last.
+    """
+    count_B = (tokens_BD > 0).sum(axis=1)
+    return np.asarray((3 if _is_zigzag(grouping) else 1) * (count_B * (count_B - 1) // 2))
 
 
 def heads_by_tokens(tokens_BD: Floats, num_heads: int) -> Ints:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from ds_hetero.runtime.documents import (
     rows_of,
 )
 from ds_hetero.runtime.recurrent.convolution import convolution
-from ds_hetero.runtime.recurrent.scan import Scan, head_cuts, scan
+from ds_hetero.runtime.recurrent.scan import head_cuts, scan
+from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan
 from ds_hetero.runtime.recurrent.sequences import sequences_of
+from ds_hetero.runtime.recurrent.state_passing import pass_states
 from ds_hetero.runtime.replica import Replica, make_replica
+from ds_hetero.runtime.step_clock import UNTIMED
 from tests.dist.cases import Case, random_case
 from tests.support import run_ranks
 
@@ -40,6 +44,7 @@ def _check_all(rank: int, seeds: range) -> None:
         batch = batch_layout(case.placement, rows_of(_documents(case)))
         try:
             _check_scan(case, replica, batch, random.Random(seed))
+            _check_passed_states(case, replica, batch, random.Random(seed))
             _check_convolution(case, replica, batch, random.Random(seed))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
@@ -108,6 +113,69 @@ def _whole_scan(
     grads = {name: x.grad for name, x in inputs.items() if x.grad is not None}
     assert parameter.grad is not None
     return out, {**grads, "skip": parameter.grad}
+
+
+def _state_space(inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mamba-2 token by token: [B, n, H, P], and the last state [B, H, P, N]."""
+    x, write, read = inputs["x"], *(_for_each_head(inputs[name], inputs["x"].shape[2]) for name in ("write", "read"))
+    state, out = torch.zeros(*x.shape[:1], *x.shape[2:], write.shape[-1], dtype=x.dtype), []
+    left = _log_decay(inputs, parameters).exp()
+    for token in range(x.shape[1]):
+        state = left[:, token, :, None, None] * state + x[:, token, :, :, None] * write[:, token, :, None]
+        out.append((state * read[:, token, :, None]).sum(-1) + parameters["skip"][:, None] * x[:, token])
+    return torch.stack(out, 1), state
+
+
+def _for_each_head(x: Tensor, num_heads: int) -> Tensor:
+    return x.repeat_interleave(num_heads // x.shape[2], 2)
+
+
+def _log_decay(inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    return -inputs["step"] * parameters["rate"].exp()
+
+
+def _check_passed_states(case: Case, replica: Replica, batch: BatchLayout, rng: random.Random) -> None:
+    groups = rng.choice([1, 2])
+    heads = groups * rng.choice([1, 3])
+    torch.manual_seed(rng.randrange(2**31))
+    shape = (case.batch_size, case.length)
+    whole = {
+        "x": torch.randn(*shape, heads, 3, dtype=torch.float64),
+        "step": 0.2 * torch.rand(*shape, heads, dtype=torch.float64),
+        "write": torch.randn(*shape, groups, 2, dtype=torch.float64),
+        "read": torch.randn(*shape, groups, 2, dtype=torch.float64),
+    }
+    parameters = {name: torch.randn(heads, dtype=torch.float64) for name in ("rate", "skip")}
+    dout = torch.randn_like(whole["x"])
+    mine = torch.tensor(case.placement.positions(replica.rank), dtype=torch.int64)
+    leaves = [{name: x.clone().requires_grad_() for name, x in each.items()} for each in (whole, parameters)]
+    expected = torch.zeros_like(whole["x"])
+    for rows in sequences_of(batch):
+        for start, stop in rows.documents:
+            part = {name: x[rows.start : rows.stop, start:stop] for name, x in leaves[0].items()}
+            expected[rows.start : rows.stop, start:stop] = _state_space(part, leaves[1])[0]
+    expected.backward(dout)
+    inputs = {name: x[:, mine].clone().requires_grad_() for name, x in whole.items()}
+    own = {name: x.clone().requires_grad_() for name, x in parameters.items()}
+    passed = PassedState(reader="read", log_decay=_log_decay, compute=_state_space)
+    call = Scan(
+        inputs=inputs,
+        output_like="x",
+        parameters=own,
+        compute=lambda inputs, parameters: _state_space(inputs, parameters)[0],
+        passed_state=passed,
+    )
+    in_double = mock.patch.object(torch, "float32", torch.float64)  # states are sent in float32 else
+    with in_double:
+        out = pass_states(call, passed, replica, batch, UNTIMED)
+        out.backward(dout[:, mine])
+    torch.testing.assert_close(out, expected[:, mine], rtol=1e-12, atol=1e-12)
+    for name, x in inputs.items():
+        torch.testing.assert_close(x.grad, leaves[0][name].grad[:, mine], rtol=1e-12, atol=1e-11, msg=name)
+    for name, parameter in own.items():
+        assert parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, leaves[1][name].grad, rtol=1e-12, atol=1e-11, msg=name)
 
 
 def _check_convolution(case: Case, replica: Replica, batch: BatchLayout, rng: random.Random) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hetero.runtime.recurrent import scan as scans
 from tests.integration.self_checking import batch_of as rows_of
 from tests.integration.self_checking import verdict
 from tests.integration.tiny import (
@@ -105,7 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 _LENGTH, _CUT = 150, 50
-KINDS = ("plain", "packed", "left", "right", "checkpointing")
+KINDS = ("plain", "packed", "left", "right", "checkpointing", "traded")
 
 
 def make(name: str) -> Any:
@@ -168,6 +169,8 @@ CASES += [(name, kind, (3, 1)) for name in ("Qwen3_5", "FalconH1") for kind in (
 CASES += [(name, "packed", (5, 3, 1)) for name in ("Qwen3Next", "NemotronH")]  # cuts inside groups of heads
 CASES += [(name, "left", (30, 1, 1)) for name in ("Qwen3_5", "Bamba")]  # no heads; shards shorter than a convolution
 CASES += [(name, "plain", (1, 0)) for name in ("KimiLinear", "Zamba2")]  # no tokens
+CASES += [("Bamba", "packed", (5, 0, 1)), ("NemotronH", "right", (5, 3, 1))]  # states pass over a rank; zigzag
+CASES += [("FalconH1", "traded", (3, 1))]  # heads for tokens, though states could be passed on
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,8 @@ def _check(rank: int, name: str, kind: str, tokens: tuple[int, ...]) -> None:
     import ds_hetero
 
     torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[misc, method-assign]
+    if kind == "traded":
+        scans.passes_states = lambda *args: False
     batch, whole, model = batch_of(kind), make(name), make(name)
     loss = _loss_of(whole, batch)
     loss.backward()

@@ -12,12 +12,18 @@ from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.recurrent import heads_by_tokens
+from ds_hetero.cost.recurrent import heads_by_tokens, moved_states
 from ds_hetero.cost.stages.models import STAGE_COSTS, make_stage_costs
+from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.planner import plan, strategy
+from ds_hetero.plans import Plan
 from ds_hetero.reporting.described_plan import _config_of
+from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.recurrent.state_passing import chains_of
+from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Group, Schedule
 from ds_hetero.splits import share
 
@@ -149,7 +155,8 @@ def test_one_scan_moves_what_the_formula_of_the_docs_says():
     model, length = model_from_config(QWEN_NEXT, "m"), 65536
     slow = cost(model, cluster(1, 1, bandwidth=0.01), seq_len=length)
     fast = cost(model, cluster(1, 1, bandwidth=1e6), seq_len=length)
-    one_pass = [each._recurrent.passes(np.array([[length * 3 / 4, length / 4]]))[0] for each in (slow, fast)]
+    tokens = np.array([[length * 3 / 4, length / 4]])
+    one_pass = [each._recurrent.passes(Grouping(each.cluster, [[0], [1]]), tokens)[0] for each in (slow, fast)]
     width_in, width_out = 2 * 16 * 128 * 2 + 32 * 128 * 2 + 32 * 2 + 32 * 4, 32 * 128 * 2
     sent_bytes = length * (3 / 4) * (1 / 4) * (width_in + width_out)  # equal for both ranks and both ways
     assert one_pass[0].exchange_B[0] - one_pass[1].exchange_B[0] == pytest.approx(sent_bytes / 0.01e9, rel=1e-4)
@@ -161,7 +168,8 @@ def test_a_layer_takes_its_work_its_exchange_and_its_scan():
     node = {"name": "n", "device": "d", "count": 1, "link": {"bandwidth_gb_per_s": 1}}
     machines = cluster_from_dict({"nodes": [node], "devices": {"d": device}})
     model, length = model_from_config(BAMBA, "m"), 4096
-    forward, backward = cost(model, machines, seq_len=length)._recurrent.passes(np.array([[float(length)]]))
+    tokens = np.array([[float(length)]])
+    forward, backward = cost(model, machines, seq_len=length)._recurrent.passes(Grouping(machines, [[0]]), tokens)
     inner, groups = 128 * 64, 2 * 128
     weights = 4096 * (2 * inner + groups + 128) + 4096 * inner + (inner + groups) * 4 + 3 * 4096 * 14336
     scan = 2 * 256 * (128 + 64) + 4 * 128 * 64
@@ -169,6 +177,34 @@ def test_a_layer_takes_its_work_its_exchange_and_its_scan():
     assert forward.before_B[0] == pytest.approx(2 * weights * length / 1e12, rel=1e-4)
     assert forward.scan_BD[0, 0] == pytest.approx(scan * 128 * length / 1e12, rel=1e-3)
     assert backward.total_B[0] == pytest.approx(2 * forward.total_B[0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_passed_states_are_counted_as_the_runtime_counts_them(layout):
+    rng = random.Random(2)
+    for _ in range(20):
+        weights = [rng.choice([0, rng.randrange(1, 9)]) for _ in range(rng.randrange(2, 7))]
+        weights[0] = weights[0] or 1
+        groups = tuple(Group(ranks=(rank,), tokens=(weight,), heads=(4,)) for rank, weight in enumerate(weights))
+        schedule = Schedule(num_heads=4, num_kv_heads=4, groups=groups, layout=layout)
+        batch = batch_layout(stream_placement(schedule, 1000), (Rows(0, 1, ((0, 1000),)),))
+        replica = Replica(plan=Plan.of_replicas([schedule]), rank=0, sp_group=None, a2a_group=None)
+        grouping = Grouping.of_schedule(cluster(*[1] * len(weights)), schedule)
+        counted = moved_states(grouping, np.array([weights], dtype=float))[0]
+        assert counted == chains_of(replica, batch).moved_states, weights
+
+
+def test_states_take_no_longer_for_longer_sequences():
+    """Two ranks of 3:1 on a slow link: one state of all heads, whatever the length; the delta rule has no such way."""
+    model = model_from_config(BAMBA, "m")
+    taken = []
+    for length in (65536, 131072):
+        bounds = [cost(model, cluster(1, 1, bandwidth=each), seq_len=length) for each in (0.01, 1e6)]
+        tokens = np.array([[length * 3 / 4, length / 4]])
+        times = [each._recurrent.passes(Grouping(each.cluster, [[0], [1]], zigzag=False), tokens)[0] for each in bounds]
+        taken.append(times[0].exchange_B[0] - times[1].exchange_B[0])
+        assert times[0].work_BD[0] == pytest.approx([3 * times[0].work_BD[0, 1], times[0].work_BD[0, 1]], rel=1e-3)
+    assert taken == pytest.approx([4 * 128 * (64 * 128 + 1) / 0.01e9] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("config", [QWEN_NEXT, BAMBA, FALCON], ids=["delta rule", "Mamba-2", "both"])

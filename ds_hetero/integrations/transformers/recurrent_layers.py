@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.attention import ShardedForward, expect_whole_batch
 from ds_hetero.runtime.recurrent.convolution import convolution
-from ds_hetero.runtime.recurrent.scan import Scan, scan
+from ds_hetero.runtime.recurrent.scan import scan
+from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
 
 __all__ = [
     "KEYWORD",
@@ -61,6 +62,7 @@ class _ScanFunction:
         parameters: those that hold a value for every head, [H].
         output_like: the input of the output's shape.
         returns_state: whether it returns the output and the last state, or the output alone.
+        reader: the input that reads the state, of a scan whose state only decays; else None.
     """
 
     positional: tuple[str, ...]
@@ -68,6 +70,7 @@ class _ScanFunction:
     parameters: tuple[str, ...]
     output_like: str
     returns_state: bool
+    reader: str | None = None
 
 
 _DELTA_INPUTS = ("query", "key", "value", "g", "beta")
@@ -81,6 +84,7 @@ _SCANS = {
         ("A", "D", "dt_bias"),
         "hidden_states",
         False,
+        "C",
     ),
 }
 
@@ -214,13 +218,41 @@ def _scan(name: str, original: Callable[..., Any], forward: ShardedForward, give
     inputs = {key: by_name[key][:, :0] if forward.is_placeholder else by_name[key] for key in function.inputs}
     parameters = {key: by_name[key] for key in function.parameters if by_name.get(key) is not None}
 
-    def compute(inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    def compute(inputs: Tensors, parameters: Tensors) -> Tensor:
         result = given.call(original, function.positional, {**by_name, **inputs, **parameters})
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    call = Scan(inputs=inputs, output_like=function.output_like, parameters=parameters, compute=compute)
+    passed = None if function.reader is None else _passed_state(function, function.reader, original, given)
+    call = Scan(
+        inputs=inputs, output_like=function.output_like, parameters=parameters, compute=compute, passed_state=passed
+    )
     out = scan(call, forward.replica, forward.batch, forward.clock)
     if forward.is_placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return (out, None) if function.returns_state else out
+
+
+def _passed_state(
+    function: _ScanFunction, reader: str, original: Callable[..., Any], given: _Arguments
+) -> PassedState | None:
+    """Of Mamba-2: a token leaves exp(A dt) of the state before it; None where the last state cannot be asked for."""
+    by_name = given.by_name(function.positional)
+    if "return_final_states" not in given.kwargs:
+        return None
+
+    def compute(inputs: Tensors, parameters: Tensors) -> tuple[Tensor, Tensor]:
+        asked = {**by_name, **inputs, **parameters, "return_final_states": True}
+        out, state = given.call(original, function.positional, asked)
+        return out, state
+
+    def log_decay(inputs: Tensors, parameters: Tensors) -> Tensor:
+        dt = inputs["dt"].float()
+        if "dt_bias" in parameters:
+            dt = dt + parameters["dt_bias"].float()
+        if by_name.get("dt_softplus"):
+            dt = nn.functional.softplus(dt)
+        low, high = by_name.get("dt_limit") or (0.0, float("inf"))
+        return parameters["A"].float() * dt.clamp(low, high)
+
+    return PassedState(reader=reader, log_decay=log_decay, compute=compute)

@@ -10,7 +10,7 @@ Dimension key: B batch, C channels, s this rank's tokens, k size of the convolut
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ds_hetero.placement import Placement, Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
-from ds_hetero.runtime.recurrent.sequences import sequences_of
+from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
@@ -153,21 +153,9 @@ def _needed(intervals: Sequence[Range], sequences: Sequence[Rows], reach: int) -
     return {
         position
         for rows in sequences
-        for first, start, _ in _pieces(intervals, rows.documents)
+        for first, start, _ in pieces_of(intervals, rows.documents)
         for position in range(max(first, start - reach), start)
     }
-
-
-def _pieces(intervals: Sequence[Range], documents: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """(start of the document, start, stop) of every part of an interval in one document, in the order of tokens."""
-    starts = [start for start, _ in documents]
-    for low, high in intervals:
-        at = max(bisect_right(starts, low) - 1, 0)
-        while at < len(documents) and documents[at][0] < high:
-            first, last = documents[at]
-            if max(first, low) < min(last, high):
-                yield first, max(first, low), min(last, high)
-            at += 1
 
 
 class _Places:
@@ -214,7 +202,7 @@ class _Pieces:
         own = sum(stop - start for start, stop in self.intervals)
         kept = torch.full((own,), -1, dtype=torch.int64)
         at = 0
-        for first, start, stop in _pieces(self.intervals, rows.documents):
+        for first, start, stop in pieces_of(self.intervals, rows.documents):
             before = [self._place(position, first) for position in range(start - reach, start)]
             local, count = self._place(start, first), stop - start
             read += [torch.tensor(before, dtype=torch.int64), torch.arange(local, local + count)]

@@ -1,15 +1,16 @@
-"""A scan along the whole sequence for this rank's share of its heads: gated delta rule, Kimi delta attention, Mamba-2.
+"""A scan along the whole sequence: gated delta rule, Kimi delta attention, Mamba-2.
 
-Every rank gives its tokens of all heads and gets all tokens of its own heads, in the order of the sequence; the kernel
-runs on them as it is, document by document; the outputs travel back. So any kernel serves, and any placement.
+Heads are traded for tokens: every rank gives its tokens of all heads and gets all tokens of its own heads, in the order
+of the sequence; the kernel runs on them as it is, document by document; the outputs travel back. Or, where states can
+be passed on and that moves fewer bytes, every rank keeps its tokens (`state_passing`). Either way any kernel serves,
+and any placement.
 
 Dimension key: B batch, s this rank's tokens, L tokens of the whole sequence, H heads, h those of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +18,14 @@ from torch import Tensor, nn
 from ds_hetero.placement import Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.recurrent.head_trade import Cuts, head_trade, shared_heads, to_sequence, to_shards
+from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
 from ds_hetero.runtime.recurrent.sequences import sequences_of
+from ds_hetero.runtime.recurrent.state_passing import chains_of, pass_states
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.splits import Split, share
 
-__all__ = ["Scan", "head_cuts", "scan"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scan:
-    """What one layer asks for.
-
-    Args:
-        inputs: per token, [B, s, N, ...] with N = H or a divisor of it.
-        output_like: the input of H heads and of the output's shape.
-        parameters: per head, [H].
-        compute: of whole sequences of some heads, inputs and parameters by name: [B, L, h, D].
-    """
-
-    inputs: Mapping[str, Tensor]
-    output_like: str
-    parameters: Mapping[str, Tensor]
-    compute: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+__all__ = ["head_cuts", "passes_states", "scan", "trade_heads"]
 
 
 def head_cuts(replica: Replica, num_heads: int) -> Cuts:
@@ -51,6 +37,31 @@ def scan(call: Scan, replica: Replica, batch: BatchLayout, clock: Clock = UNTIME
     """Run a scan over the whole sequence; return this rank's tokens of the output, [B, s, H, D].
 
     Caller: every rank of the replica, once per layer.
+    Collectives: those of `pass_states` or of `trade_heads`, the same on all ranks.
+    """
+    if call.passed_state is not None and passes_states(call, call.passed_state, replica, batch):
+        return pass_states(call, call.passed_state, replica, batch, clock)
+    return trade_heads(call, replica, batch, clock)
+
+
+def passes_states(call: Scan, passed: PassedState, replica: Replica, batch: BatchLayout) -> bool:
+    """Whether all ranks together send no more bytes by passing states than by trading heads for tokens.
+
+    The cost model decides by the same rule.
+    """
+    like = call.inputs[call.output_like]
+    token_bytes = like.element_size() * prod(like.shape[2:])
+    token_bytes += sum(x.element_size() * prod(x.shape[2:]) for x in call.inputs.values())
+    tokens, length = batch.placement.rank_tokens, batch.placement.length
+    traded = token_bytes * batch.batch_size * (length - sum(count * count for count in tokens) / length)
+    num_heads, width = like.shape[2], prod(like.shape[3:]) * call.inputs[passed.reader].shape[-1]
+    state_bytes = 4 * num_heads * (width + 1)
+    return state_bytes * chains_of(replica, batch).moved_states <= traded
+
+
+def trade_heads(call: Scan, replica: Replica, batch: BatchLayout, clock: Clock = UNTIMED) -> Tensor:
+    """`scan` by trading heads for tokens.
+
     Collectives: forward one all_to_all_single for each data type of the inputs and one for the output; the same again
         backward.
     """
@@ -82,7 +93,7 @@ def _one_for_each(x: Tensor, heads_each: int, held: Range, own: Range) -> Tensor
     return x[:, :, torch.tensor(places, dtype=torch.int64, device=x.device)]
 
 
-def _rows_of(call: Scan, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor], rows: Rows) -> Tensor:
+def _rows_of(call: Scan, inputs: Tensors, parameters: Tensors, rows: Rows) -> Tensor:
     """The output of some rows of the batch: zero outside of every sequence."""
     length = next(iter(inputs.values())).shape[1]
     parts, at = [], 0

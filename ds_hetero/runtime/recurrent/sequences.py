@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ds_hetero.placement import Rows
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from ds_hetero.placement import Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 
-__all__ = ["sequences_of"]
+__all__ = ["pieces_of", "sequences_of"]
 
 
 def sequences_of(batch: BatchLayout) -> tuple[Rows, ...]:
@@ -19,3 +22,15 @@ def sequences_of(batch: BatchLayout) -> tuple[Rows, ...]:
     return tuple(
         rows if len(rows.documents) > 1 else Rows(rows.start, rows.stop, whole) for rows in batch.placement.rows
     )
+
+
+def pieces_of(intervals: Sequence[Range], documents: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """(start of the document, start, stop) of every part of an interval in one document, in the order of tokens."""
+    starts = [start for start, _ in documents]
+    for low, high in intervals:
+        at = max(bisect_right(starts, low) - 1, 0)
+        while at < len(documents) and documents[at][0] < high:
+            first, last = documents[at]
+            if max(first, low) < min(last, high):
+                yield first, max(first, low), min(last, high)
+            at += 1
