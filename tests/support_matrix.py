@@ -441,6 +441,12 @@ _FEATURE_ROWS = (
         tests=(_FEATURES + "test_recomputation_trains_as_on_one_process",),
     ),
     Row(
+        what="activation checkpoints on the host: `activation_checkpointing_enable(offload=True)` of transformers",
+        status="tested",
+        tests=(_FEATURES + "test_checkpoints_on_the_host_train_as_on_one_process",),
+        note="on CPU, where nothing is pinned",
+    ),
+    Row(
         what="`engine.compile`, backend `aot_eager`",
         status="tested",
         tests=(_FEATURES + "test_a_compiled_model_trains_as_on_one_process",),

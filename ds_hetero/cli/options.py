@@ -84,16 +84,18 @@ def training_options(
     Args:
         tiled_loss: what holds where it is left out.
         batch: with ``--micro-batch`` and ``--micro-batches``.
-        memory: with ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp`` and ``--offload-optimizer``.
+        memory: with ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp``, ``--offload-activations`` and
+            ``--offload-optimizer``.
     """
     tiled = click.option("--tiled-loss/--whole-loss", default=tiled_loss, help="Compute the loss in tiles of tokens.")
     tiled_mlp = click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens.")
     offload = click.option("--offload-optimizer", is_flag=True, help="Optimizer state in the host's memory.")
-    of_memory = (*_MEMORY, tiled_mlp, offload) if memory else ()
+    checkpoints = click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory.")
+    of_memory = (*_MEMORY, tiled_mlp, checkpoints, offload) if memory else ()
     options = (_SEQ_LEN, *(_BATCH if batch else ()), _CAUSAL, *of_memory, tiled)
     names = (
         *("seq_len", "micro_batch", "micro_batches", "causal", "zero_stage", "checkpointing"),
-        *("tiled_loss", "tiled_mlp", "offload_optimizer"),
+        *("tiled_loss", "tiled_mlp", "offload_activations", "offload_optimizer"),
     )
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +124,7 @@ def _workload(
     checkpointing: bool = True,
     tiled_loss: bool = True,
     tiled_mlp: bool = False,
+    offload_activations: bool = False,
     offload_optimizer: bool = False,
 ) -> Workload:
     """Return the options that describe the training as a workload."""
@@ -136,6 +139,7 @@ def _workload(
         activation_checkpointing=checkpointing,
         tiled_logits=tiled_loss,
         tiled_mlp=tiled_mlp,
+        offload_activations=offload_activations,
         offload_optimizer=offload_optimizer,
     )
 

@@ -18,6 +18,7 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
+from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
 from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring_time import RingCoefficients
 from ds_hetero.cost.terms.transfer_time import ring_transfers_s
@@ -86,6 +87,7 @@ class BlockPasses:
         self.cluster, self.model, self.workload = cluster, model, workload
         self.rates = rates = AchievedRates.of(cluster, causal=workload.causal)
         self._unit_bytes = workload.micro_batch * model.head_dim * workload.element_bytes  # per token and head
+        copy_s_D = checkpoint_copy_s_D(cluster.devices, model, workload)
         self.passes = tuple(
             Pass(
                 name=name,
@@ -94,7 +96,8 @@ class BlockPasses:
                 * (
                     (flops.matmul_flops(model) * products + again) * rates.s_per_flop
                     + flops.elementwise_elements(model) * products * workload.element_bytes * rates.memory_s_per_byte
-                ),
+                )
+                + (copy_s_D if name == "forward" else 0.0),
                 fixed_s=products
                 * (flops.matmul_flops(model) * rates.s_per_flop * rates.half_tokens + rates.kernel_overhead_s),
                 attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],

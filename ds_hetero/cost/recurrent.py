@@ -29,6 +29,7 @@ from ds_hetero.cost.prediction import Bottleneck, Span
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
 from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
@@ -88,9 +89,11 @@ class RecurrentLayer:
             * batch
             * (2 * layers.key_dim * layers.head_dim * rates.s_per_flop + 3 * out * rates.memory_s_per_byte)
         )
+        self._copy_s_D = checkpoint_copy_s_D(cluster.devices, model, workload)
         self._repeats = 2 if workload.activation_checkpointing else 1
         passes = self._repeats + flops.MATMUL_BACKWARD
         self.token_s_D, self.fixed_s_D = passes * self._token_s_D, passes * self._fixed_s_D
+        self.token_s_D = self.token_s_D + self._repeats * self._copy_s_D
         self.scan_s_D = passes * layers.num_heads * self._head_s_D
 
     def passes(self, grouping: Grouping, tokens_BD: Floats) -> tuple[RecurrentTimes, RecurrentTimes]:
@@ -105,8 +108,8 @@ class RecurrentLayer:
             own_BD = self._layers.num_heads * tokens_BD * self._head_s_D
             work_BD = work_BD + np.where(passes_B[:, None], own_BD, 0.0)
             scan_BD = np.where(passes_B[:, None], tokens_BD * self._addition_s_D, scan_BD)
-        times = [RecurrentTimes(n * work_BD, exchange_B, n * scan_BD) for n in (1, flops.MATMUL_BACKWARD)]
-        return times[0], times[1]
+        forward = RecurrentTimes(work_BD + tokens_BD * self._copy_s_D, exchange_B, scan_BD)
+        return forward, RecurrentTimes(flops.MATMUL_BACKWARD * work_BD, exchange_B, flops.MATMUL_BACKWARD * scan_BD)
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats) -> Floats:
         """Time that every rank computes, forward, backward and again, ``[D]``."""

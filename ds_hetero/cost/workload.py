@@ -44,6 +44,7 @@ class Workload:
         zero_stage: 0 to 3.
         zero_weights: share of the optimizer state per rank; None for equal shares.
         activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
+        offload_activations: what checkpointing keeps is in the host's memory; the copies are counted.
         tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
         tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
         element_bytes: bytes of a parameter or an activation (P).
@@ -71,6 +72,7 @@ class Workload:
     element_bytes: int = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12
+    offload_activations: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
     buffers: Buffers | None = None

@@ -32,6 +32,7 @@ class ModelFacts:
         trained_share: share of its parameters that are trained.
         causal: whether its attention is causal.
         checkpointing: whether the activations of every layer are checkpointed.
+        offloads_checkpoints: whether what is checkpointed is kept in the host's memory.
         head_dim: width of a head; None where the model does not say.
         softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
         is_split: whether it is switched to our attention; False for a module that every rank runs whole.
@@ -48,6 +49,7 @@ class ModelFacts:
     trained_share: float = 1.0
     causal: bool = True
     checkpointing: bool = False
+    offloads_checkpoints: bool = False
     head_dim: int | None = None
     softcap: float | None = None
     is_split: bool = True

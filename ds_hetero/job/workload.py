@@ -43,6 +43,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         element_bytes=element_bytes,
         gradient_bytes=(FP32_BYTES if training.accumulates_in_fp32 else element_bytes) * trained,
         optimizer_bytes=(master_bytes + 2 * FP32_BYTES) * trained,
+        offload_activations=model.checkpointing and model.offloads_checkpoints and not on_host,
         offload_optimizer=stage > 0 and not on_host and training.offloads_optimizer,
         offload_parameters=stage == 3 and not on_host and training.offloads_parameters,
         data_parallel=num_replicas,

@@ -184,7 +184,7 @@ def read_scenario(data: Any) -> PlanScenario:
 
 def _read_workload(data: Any) -> Workload:
     if isinstance(data, Mapping):
-        data = {"tiled_mlp": False, **data}  # files of before do not have it
+        data = {"tiled_mlp": False, "offload_activations": False, **data}  # files of before do not have these
     _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     usual = asdict(Workload(seq_len=1))
     for name in _WORKLOAD:

@@ -115,6 +115,46 @@ def _check_recomputation(rank: int, reentrant: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_on_the_host_train_as_on_one_process(stage: int) -> None:
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("this transformers keeps them on the device")
+    run_deepspeed(_check_checkpoints_on_host, 2, stage)
+
+
+def _check_checkpoints_on_host(rank: int, stage: int) -> None:
+    from torch.autograd.graph import save_on_cpu
+    from transformers import modeling_utils
+
+    from ds_hetero.integrations.transformers.facts import read_model_facts
+
+    packed = []
+
+    class Unpinned(save_on_cpu):  # memory can be pinned for an accelerator only
+        def __init__(self, pin_memory: bool, device_type: str) -> None:
+            super().__init__(pin_memory=False, device_type=device_type)
+            pack = self.pack_hook
+            self.pack_hook = lambda x: packed.append(x.shape) or pack(x)
+
+    modeling_utils.save_on_cpu = Unpinned
+    model, whole = llama(), batches(3)
+    assert not read_model_facts(model).offloads_checkpoints
+    model.activation_checkpointing_enable()
+    facts = read_model_facts(model)
+    assert facts.checkpointing and not facts.offloads_checkpoints
+    model.activation_checkpointing_enable(offload=True)
+    assert read_model_facts(model).offloads_checkpoints
+    losses = train(*start(model, stage=stage), whole)
+    expected, _ = train_on_one_process(twin := llama(), [[batch] for batch in whole])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_parameters(parameters(model, stage), parameters(twin))
+    inputs = [shape for shape in packed if len(shape) == 3]
+    assert {shape[-1] for shape in inputs} == {model.config.hidden_size} and len(packed) >= 2 * len(whole)
+
+
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_on_one_process() -> None:
     run_deepspeed(_check_compiled, 2)
 

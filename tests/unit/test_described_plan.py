@@ -27,6 +27,7 @@ OTHER = {
     "activation_checkpointing": False,
     "tiled_logits": False,
     "tiled_mlp": False,
+    "offload_activations": False,
     "element_bytes": 4,
     "gradient_bytes": 1.5,
     "optimizer_bytes": 6.0,

@@ -194,14 +194,17 @@ def test_a_uniform_schedule_is_advised_to_be_planned_and_weights_follow_memory()
     assert weights is None or weights[0] > weights[1]
 
 
-def test_what_is_not_runnable_yet_is_named_and_not_counted_as_advice():
-    (offload,) = (
-        each
-        for each in advise(best_schedule(cost_of(model="llama-3.1-8b")), "plan")
-        if each.after is None and each.name == "activation offload"
-    )
-    assert not offload.fits and "no test of this engine" in offload.why_not
-    assert offload.to_dict()["runnable"] is False
+def test_offloading_activations_costs_two_copies_of_every_layers_input():
+    """2 bytes of 3,072 numbers per token and layer, over PCIe 4 x 16; all but one layer's leave the card."""
+    cost = cost_of("3090", "llama-3.2-3b", zero_stage=2, seq_len=65536)
+    (offload,) = (each for each in advise(best_schedule(cost), "plan") if each.name == "activation offload")
+    of_layer = 65536 * 2 * cost.model.hidden_size
+    before, after = best_schedule(cost), offload.after.fitted
+    added_s = offload.after.iteration_s - before.prediction.iteration_s
+    assert added_s == pytest.approx(2 * cost.model.num_layers * of_layer / 32e9, rel=1e-6)
+    parts = [each.cost.memory_parts(*each.cost.arrays(each.schedule)) for each in (before, after)]
+    saved = float((parts[0]["activations"] - parts[1]["activations"])[0])
+    assert saved == (cost.model.num_layers - 1) * of_layer
 
 
 @pytest.mark.parametrize(
@@ -263,6 +266,6 @@ def test_a_million_tokens_take_tiles_offload_and_uneven_shares(capsys):
     job = ("--gpus", "4xA100-80GB | 4xL40S", "--network", 25, "--model", "llama-3.1-8b", "--seq-len", 1048576)
     code, printed = _run(capsys, *job, "--json")
     advice = json.loads(printed.out)["advice"][0]
-    assert code == 1 and advice["fits"] and advice["runnable"]
-    assert advice["changes"] == ["optimizer offload", "tiled MLP and loss"]
-    assert advice["iteration_s"] / 60 == pytest.approx(16.3, abs=0.06)
+    assert code == 1 and advice["fits"]
+    assert advice["changes"] == ["tiled loss", "activation offload"]
+    assert advice["iteration_s"] / 60 == pytest.approx(16.2, abs=0.06)

@@ -89,7 +89,8 @@ def memory_parts(
 
         model_states     see `static_bytes`
         gathered         ZeRO-3: this layer's and the next one's parameters, this layer's full gradients, the embedding
-        activations      per layer its input if checkpointed, else all that its backward needs
+        activations      per layer its input if checkpointed, else all that its backward needs; of one layer if that
+                         is in the host's memory
         layer            what one layer's backward needs, if checkpointed, and the gradients of its widest part
         ring_buffers     two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
         exchange_buffers packed q, k, v of the all-to-all
@@ -114,7 +115,8 @@ def memory_parts(
     scan_kept = tokens * (element * (4 * hidden + mlp_kept) + recurrent_bytes(model, element))
     kept, kept_by_all = joined_layers(model, kept, scan_kept)
     if workload.activation_checkpointing:
-        activations, layer = model.num_layers * element * tokens * hidden, kept
+        on_device = 1 if workload.offload_activations else model.num_layers
+        activations, layer = on_device * element * tokens * hidden, kept
     else:
         activations, layer = kept_by_all, np.zeros_like(kept)
     layer = layer + element * (mlp_tokens * (mlp_width + (mlp_width - mlp_kept)) + tokens * hidden)

@@ -85,9 +85,17 @@ def describe_model(model: nn.Module) -> ModelFacts:
         trained_share=_trained_share(pretrained),
         causal=any(getattr(module, "is_causal", False) for module in modules),
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
+        offloads_checkpoints=any(map(_offloads_checkpoints, modules)),
         head_dim=_head_dim(config, num_heads),
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
+
+
+def _offloads_checkpoints(module: nn.Module) -> bool:
+    """Whether transformers was asked to keep this layer's checkpoint on the host: its function wraps torch's then."""
+    function = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
+    return bool(getattr(module, "gradient_checkpointing", False)) and "save_on_cpu" in names
 
 
 def model_without_weights(source: str | Path) -> nn.Module | None:

@@ -65,7 +65,6 @@ class Advice:
         return {
             "changes": [change.name for change in self.changes],
             "how": [change.how for change in self.changes],
-            "runnable": all(change.not_runnable is None for change in self.changes),
             "fits": self.fits,
             "why_not": self.why_not,
             "iteration_s": None if self.after is None else self.after.iteration_s,
@@ -81,14 +80,10 @@ def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
         source: its schedule, or the name of the strategy that made it.
     """
     changes = [change for change in CHANGES if change.applies(fitted.cost.workload, source)]
-    known = [change for change in changes if change.not_runnable is None]
-    alone = [Advice.of(fitted, source, (change,)) for change in known]
+    alone = [Advice.of(fitted, source, (change,)) for change in changes]
     alone.sort(key=_cost)
     together = () if any(advice.fits for advice in alone) else _together(fitted, source, alone)
-    unknown = tuple(
-        Advice((change,), None, change.not_runnable) for change in changes if change.not_runnable is not None
-    )
-    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, _cost(advice))), *unknown)
+    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, _cost(advice))))
 
 
 def _together(fitted: Fitted, source: str | Schedule, alone: Sequence[Advice]) -> tuple[Advice, ...]:

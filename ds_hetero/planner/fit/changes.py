@@ -1,7 +1,7 @@
 """What can be changed in a training so that it needs less memory, what it costs, and how it is done.
 
-Offloading is not in the cost models: its time is added here, as transfers over the card's PCIe that nothing hides, and
-Adam's step in the host's memory at `HOST_BYTES_PER_S` a rank, an assumption.
+Offloading of the optimizer is not in the cost models: its time is added here, as transfers over the card's PCIe that
+nothing hides, and Adam's step in the host's memory at `HOST_BYTES_PER_S` a rank, an assumption.
 
 Dimension key: D ranks.
 """
@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.terms.host_time import host_bytes_per_s_D
 from ds_hetero.cost.terms.memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.fit.best import Fitted, best_schedule, with_workload
@@ -26,7 +24,6 @@ __all__ = ["CHANGES", "HOST_BYTES_PER_S", "Change", "Changed", "apply"]
 
 HOST_BYTES_PER_S = 20e9  # of one rank's share of the host's memory, read and written by Adam
 SMALL_BUCKET = 50_000_000  # elements; a tenth of DeepSpeed's, and still long enough for a link
-UNKNOWN_PCIE = (4, 8)  # of a device that is not in the catalogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,12 @@ class Change:
         how: what to write where.
         applies: whether it would change a workload that is planned by a source.
         workload: the workload after it; the same where it changes something else.
-        not_runnable: why this engine cannot follow it yet; None where tests hold it.
     """
 
     name: str
     how: str
     applies: Callable[[Workload, str | Schedule], bool]
     workload: Callable[[Workload], Workload]
-    not_runnable: str | None = None
 
 
 def _stage(stage: int) -> Change:
@@ -129,10 +124,10 @@ CHANGES = (
     ),
     Change(
         "activation offload",
-        "checkpointed activations in the host's memory",
-        lambda work, _: work.activation_checkpointing,
-        lambda work: work,
-        not_runnable="no test of this engine holds it; see docs/support.md",
+        "model.activation_checkpointing_enable(offload=True) of transformers, or activation_checkpointing_kwargs="
+        '{"offload": True} of the HF Trainer',
+        lambda work, _: not work.offload_activations,
+        lambda work: replace(work, activation_checkpointing=True, offload_activations=True),
     ),
 )
 
@@ -171,9 +166,4 @@ def _offload_s(fitted: Fitted) -> float:
     own_D = model.num_parameters * weights_D / weights_D.sum() / work.data_parallel
     moved_D = own_D * (work.gradient_bytes + work.element_bytes)
     stepped_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
-    return float((moved_D / _pcie_D(fitted.cost.cluster.devices) + stepped_D / HOST_BYTES_PER_S).max())
-
-
-def _pcie_D(devices: tuple[DeviceSpec, ...]) -> Floats:
-    entries = [CATALOGUE.get(device.name) for device in devices]
-    return np.array([pcie_bytes_per_s(*((e.pcie_generation, e.pcie_lanes) if e else UNKNOWN_PCIE)) for e in entries])
+    return float((moved_D / host_bytes_per_s_D(fitted.cost.cluster.devices) + stepped_D / HOST_BYTES_PER_S).max())
