@@ -37,7 +37,7 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import memory_parts
 from ds_hetero.cost.terms.peak_memory import peak_parts
-from ds_hetero.cost.terms.ring_time import ring_finish_s
+from ds_hetero.cost.terms.ring_time import alone_s, ring_finish_s
 from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
@@ -83,6 +83,15 @@ class CalibratedCostModel(CostModel):
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
         attention_B = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
         return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
+
+    def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
+        """Time of one block whose keys and values are always there; 0 for contiguous causal groups."""
+        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        rings = [self._block.ring(assigned, block_pass)[1] for block_pass in self._block.passes]
+        if rings[0].contiguous_causal:
+            return 0.0
+        alone_B = [alone_s(ring).max(axis=1) for ring in rings]
+        return float(self._block_s(self._with_recurrence(alone_B, tokens_D[None]))[0])
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.

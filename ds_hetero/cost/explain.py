@@ -17,7 +17,7 @@ from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.heads import ring_edges
-from ds_hetero.cost.terms.ring_time import ring_finish_s, ring_schedule
+from ds_hetero.cost.terms.ring_time import alone_s, ring_finish_s, ring_schedule
 
 __all__ = ["bottleneck", "busy_s", "mixed_timeline", "timeline"]
 
@@ -61,7 +61,7 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, show
     finish = [float(ring_finish_s(block.ring(assigned, one)[1])[0]) for one in block.passes]
     if shows_zero:
         return Bottleneck.of_rank(block.cluster, term, "ZeRO traffic", 0)
-    alone_K = (ring.start_s + ring.slope_s * block.workload.seq_len + ring.fixed_s * grouping.num_groups)[0]
+    alone_K = alone_s(ring)[0]
     if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
         return _slowest_transfer(block, assigned, term)
     slope_BD, fixed_BD, _ = block.attention_s(assigned, block_pass)

@@ -82,6 +82,10 @@ class CostModel(ABC):
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
         """Bars of one block, forward and backward, for a picture."""
 
+    def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
+        """Time of one block that no order of the groups undercuts; 0 where the cost model knows none."""
+        return 0.0
+
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Parts of an iteration that lie outside the blocks, by name; HexiSeq has none."""
         return {}

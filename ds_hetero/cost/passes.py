@@ -15,7 +15,7 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.terms.exchange_time import exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
@@ -204,4 +204,4 @@ class BlockPasses:
         packed_BD = tokens_BD * (2 * model.num_heads + 2 * model.num_kv_heads) + length_BD * (width_BD + heads_BD)
         copies_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self.rates.memory_s_per_byte)
         moved_BK = both[: len(tokens_BD)] + both[len(tokens_BD) :] + copies_BK
-        return np.where(grouping.sizes > 1, moved_BK + 2 * exchange_latency_s(grouping), 0.0)
+        return np.where(grouping.sizes > 1, moved_BK + 2 * grouping.exchange_latency_s, 0.0)

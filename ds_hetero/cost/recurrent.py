@@ -27,7 +27,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.prediction import Bottleneck, Span
 from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.terms.exchange_time import exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
 from ds_hetero.cost.terms.rates import AchievedRates
@@ -183,7 +183,7 @@ class RecurrentLayer:
         copies_B = (packed_BD * self._rates.memory_s_per_byte).max(axis=1)
         calls = 4 if layers.delta_rule and work.element_bytes != 4 else 3
         count = len(tokens_BD)
-        return np.asarray(both[:count] + both[count:] + copies_B + calls * exchange_latency_s(self._whole)[0])
+        return np.asarray(both[:count] + both[count:] + copies_B + calls * self._whole.exchange_latency_s[0])
 
     def _key_heads(self, heads_BD: Ints) -> Ints:
         """Key heads that every rank needs; one that lies on a cut goes to both sides."""

@@ -14,7 +14,7 @@ from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner import make_problem, plan, strategy
-from ds_hetero.planner.search.bin_covers import best_levels, cover
+from ds_hetero.planner.search.bin_covers import best_levels, cover, minimal_covers
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
 from ds_hetero.planner.search.search import search
@@ -326,7 +326,8 @@ def test_whole_shares_add_up_in_whole_units(share, total, unit):
 
 def test_covers_waste_little():
     """4 H100 at 3, 8 A100 at 1 and 8 heads: the level at which an H100 takes 3 and an A100 1 covers heads twice."""
-    groups, left = cover(np.array([3, 1]), np.array([4, 8]), 8, thrift=0.0)
+    heads, count = np.array([3, 1]), np.array([4, 8])
+    groups, left = cover(minimal_covers(heads, count, 8), heads, count, 8, thrift=0.0)
     assert len(groups) == 2
     assert sum(int(group @ [3, 1]) for group in groups) + int(left @ [3, 1]) == 20
     tau, groups, left = next(best_levels(np.array([3.0, 1.0]), np.array([4, 8]), 8, keep=1))

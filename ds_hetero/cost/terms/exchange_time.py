@@ -18,7 +18,7 @@ import numpy as np
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.terms.grouping import Grouping
 
-__all__ = ["exchange_latency_s", "exchange_s"]
+__all__ = ["exchange_s"]
 
 
 def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Floats:
@@ -29,15 +29,15 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
         tokens_BD: s, tokens of every rank.
         bytes_BD: w, bytes per token that every rank receives for its heads.
     """
-    part, node = grouping.node_slices.part_of, grouping.slice_node
-    s_per_byte = grouping.cluster.node_all_to_all_s_per_byte
-    tokens_BN, bytes_BN = grouping.node_slices.reduce(np.add, tokens_BD), grouping.node_slices.reduce(np.add, bytes_BD)
-    sent_BD = tokens_BD * (bytes_BN[:, part] - bytes_BD)
-    received_BD = bytes_BD * (tokens_BN[:, part] - tokens_BD)
-    worst_BD = np.maximum(sent_BD, received_BD) * s_per_byte[node, node][part]
-    if len(node) > grouping.num_groups:  # some group spans several nodes
-        np.maximum(worst_BD, tokens_BD * _elsewhere(grouping, bytes_BN)[:, part], out=worst_BD)
-        np.maximum(worst_BD, bytes_BD * _elsewhere(grouping, tokens_BN)[:, part], out=worst_BD)
+    part, values_2BD = grouping.node_slices.part_of, np.stack([tokens_BD, bytes_BD])
+    values_2BN = grouping.node_slices.reduce(np.add, values_2BD)
+    tokens_BN, bytes_BN = values_2BN
+    # What a rank sends is its tokens of others' bytes, and what it receives its bytes of others' tokens.
+    inside_2BD = values_2BD * (values_2BN[::-1, :, part] - values_2BD[::-1])
+    worst_BD = inside_2BD.max(axis=0) * grouping.inner_s_per_byte
+    if len(grouping.slice_node) > grouping.num_groups:  # some group spans several nodes
+        outside_2BD = values_2BD * _elsewhere(grouping, values_2BN[::-1])[..., part]
+        np.maximum(worst_BD, outside_2BD.max(axis=0), out=worst_BD)
     time_BK = grouping.by_group(np.maximum, worst_BD)
     if grouping.cluster.shares_ports:
         same_BN = grouping.node_slices.reduce(np.add, tokens_BD * bytes_BD)
@@ -45,17 +45,14 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
     return time_BK
 
 
-def _elsewhere(grouping: Grouping, amount_BN: Floats) -> Floats:
-    """What a node slice's group has in its other slices, times the seconds per byte to get there, ``[B, N]``."""
-    source, destination, sender, receiver = grouping.site_pairs
-    s_per_byte = grouping.cluster.node_all_to_all_s_per_byte[sender, receiver]
-    amount_BS = grouping.sites.reduce(np.add, amount_BN)
-    weighted_BS, own_s_S = np.zeros_like(amount_BS), np.zeros(amount_BS.shape[1])
-    starts = np.flatnonzero(np.diff(source, prepend=-1))
-    weighted_BS[:, source[starts]] = np.add.reduceat(amount_BS[:, destination] * s_per_byte, starts, axis=1)
-    itself = source == destination
-    own_s_S[source[itself]] = s_per_byte[itself]
-    return np.asarray(weighted_BS[:, grouping.sites.part_of] - own_s_S[grouping.sites.part_of] * amount_BN)
+def _elsewhere(grouping: Grouping, amount_N: Floats) -> Floats:
+    """What a node slice's group has in its other slices, times the seconds per byte to get there, ``[..., N]``."""
+    source, destination, _, _ = grouping.site_pairs
+    s_per_byte, starts, own_s_N = grouping.site_s_per_byte
+    amount_S = grouping.sites.reduce(np.add, amount_N)
+    weighted_S = np.zeros_like(amount_S)
+    weighted_S[..., source[starts]] = np.add.reduceat(amount_S[..., destination] * s_per_byte, starts, axis=-1)
+    return np.asarray(weighted_S[..., grouping.sites.part_of] - own_s_N * amount_N)
 
 
 def _shared_s(grouping: Grouping, tokens_BN: Floats, bytes_BN: Floats, same_BN: Floats) -> Floats:
@@ -72,13 +69,3 @@ def _shared_s(grouping: Grouping, tokens_BN: Floats, bytes_BN: Floats, same_BN: 
     time_BN = np.where(out_BN + into_BN > 0, nic_s[:, node], 0.0)
     np.maximum(time_BN, np.where(inside_BN > 0, switch_s[:, node], 0.0), out=time_BN)
     return np.asarray(np.maximum.reduceat(time_BN, grouping.group_starts, axis=1))
-
-
-def exchange_latency_s(grouping: Grouping) -> Floats:
-    """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
-    node, latency_s = grouping.slice_node, grouping.cluster.node_all_to_all_latency_s
-    worst_N = np.where(grouping.node_slices.sizes > 1, latency_s[node, node], 0.0)
-    worst_S = grouping.sites.reduce(np.maximum, worst_N)
-    source, _, sender, receiver = grouping.site_pairs
-    np.maximum.at(worst_S, source, latency_s[sender, receiver])
-    return np.asarray(np.maximum.reduceat(worst_S[grouping.sites.part_of], grouping.group_starts))

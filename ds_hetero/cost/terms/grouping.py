@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.arrays import Ints
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.schedule import Schedule
 
 __all__ = ["GroupBy", "Grouping"]
@@ -144,6 +144,30 @@ class Grouping:
     def sites(self) -> GroupBy:
         """Node slices by (group, place in the network)."""
         return GroupBy(self.slice_group, self.cluster.place[self.slice_node])
+
+    @cached_property
+    def inner_s_per_byte(self) -> Floats:
+        """Seconds per byte of an all-to-all between a rank and its own node, ``[D]``."""
+        return np.asarray(self.cluster.node_all_to_all_s_per_byte.diagonal()[self.cluster.node_of_rank])
+
+    @cached_property
+    def site_s_per_byte(self) -> tuple[Floats, Ints, Floats]:
+        """Of an all-to-all: every pair of sites, the first pair of every source, and a site within itself by slice."""
+        source, destination, sender, receiver = self.site_pairs
+        s_per_byte = self.cluster.node_all_to_all_s_per_byte[sender, receiver]
+        own_s_S, itself = np.zeros(len(self.sites.starts)), source == destination
+        own_s_S[source[itself]] = s_per_byte[itself]
+        return s_per_byte, np.flatnonzero(np.diff(source, prepend=-1)), own_s_S[self.sites.part_of]
+
+    @cached_property
+    def exchange_latency_s(self) -> Floats:
+        """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
+        node, latency_s = self.slice_node, self.cluster.node_all_to_all_latency_s
+        worst_N = np.where(self.node_slices.sizes > 1, latency_s[node, node], 0.0)
+        worst_S = self.sites.reduce(np.maximum, worst_N)
+        source, _, sender, receiver = self.site_pairs
+        np.maximum.at(worst_S, source, latency_s[sender, receiver])
+        return np.asarray(np.maximum.reduceat(worst_S[self.sites.part_of], self.group_starts))
 
     @cached_property
     def site_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ds_hetero.common.arrays import Bools, Floats, Ints
 
-__all__ = ["RingCoefficients", "ring_finish_s", "ring_schedule"]
+__all__ = ["RingCoefficients", "alone_s", "ring_finish_s", "ring_schedule"]
 
 
 LARGE_RING = 256
@@ -67,6 +67,12 @@ class RingCoefficients:
         return RingCoefficients(**arrays, backward=self.backward, contiguous_causal=self.contiguous_causal)
 
 
+def alone_s(ring: RingCoefficients) -> Floats:
+    """When every group would be done if KV were always there, ``[B, K]``; not for contiguous causal groups."""
+    num_groups = ring.length.shape[1]
+    return np.asarray(ring.start_s + ring.slope_s * ring.length.sum(axis=1)[:, None] + ring.fixed_s * num_groups)
+
+
 def ring_finish_s(ring: RingCoefficients) -> Floats:
     """When the last group is done, ``[B]``.
 
@@ -76,11 +82,9 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
     in a ring of more than 256, the slowest group's steps decide to within the start and one step, 1/K of the whole.
     """
     num_groups = ring.length.shape[1]
-    whole_B = ring.length.sum(axis=1)
     if ring.contiguous_causal and num_groups > 1:
         return _recurrence(ring)
-    alone_BK = ring.start_s + ring.slope_s * whole_B[:, None] + ring.fixed_s * num_groups
-    finish_B = alone_BK.max(axis=1)
+    finish_B = alone_s(ring).max(axis=1)
     if num_groups == 1:
         return np.asarray(finish_B)
     longest_B, shortest_B = ring.length.max(axis=1), ring.length.min(axis=1)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints, distinct
 
-__all__ = ["best_levels", "cover"]
+__all__ = ["best_levels", "cover", "minimal_covers"]
 
 
 MAX_PATTERNS = 20_000
@@ -42,8 +42,10 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
     possible = possible[np.argsort(levels[possible] / bins[possible], kind="stable")][: 3 * keep]
     covers = []
     for i in possible:
+        heads_C = heads_TC[i].astype(np.int64)
+        patterns = minimal_covers(heads_C, count_C, num_heads)
         for thrift in THRIFT:
-            groups, left = cover(heads_TC[i].astype(np.int64), count_C, num_heads, thrift)
+            groups, left = cover(patterns, heads_C, count_C, num_heads, thrift)
             if groups:
                 covers.append((levels[i] / len(groups), i, thrift, groups, left))
     covers.sort(key=lambda item: item[:3])
@@ -51,7 +53,9 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
         yield float(levels[i]), groups, left
 
 
-def cover(heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[list[Ints], Ints]:
+def cover(
+    patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: float
+) -> tuple[list[Ints], Ints]:
     """Form groups that each cover ``num_heads``, wasting little and keeping to the mix that is left.
 
     Greedy: always the pattern of least waste plus ``thrift`` times its deviation from the mix of the devices still
@@ -60,7 +64,6 @@ def cover(heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[
     Returns:
         groups as counts by class, and the counts left over.
     """
-    patterns = _patterns(heads_C, count_C, num_heads)
     left = count_C.copy()
     groups: list[Ints] = []
     while len(patterns):
@@ -80,8 +83,11 @@ def cover(heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[
     return groups, left
 
 
-def _patterns(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
-    """Minimal covers: every count but the last class's is free, the last one fills up what is missing."""
+def minimal_covers(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
+    """Counts by class that cover all heads with no device to spare, ``[patterns, C]``.
+
+    Every count but the last class's is free, the last one fills up what is missing.
+    """
     useful = np.flatnonzero(heads_C)
     order = useful[np.argsort(-heads_C[useful], kind="stable")]
     limits = [int(min(count_C[c], -(-num_heads // heads_C[c]))) + 1 for c in order[:-1]]

@@ -16,7 +16,8 @@ CALL_S = 5e-4
 RANK_S = 3e-7
 PAIR_S = 1.2e-8
 EXHAUSTIVE_RANKS = 5  # ranks up to which all partitions are tried
-THOROUGH_RANKS = 8  # ranks up to which so many starts are refined that what one descent misses another one finds
+THOROUGH_RANKS = 6  # ranks up to which so many starts are refined that what one descent misses another one finds
+FEW_RANKS = 8  # ranks up to which a few starts are refined with more evaluations each
 
 
 @dataclass(slots=True)
@@ -32,8 +33,8 @@ class EvaluationBudget:
     @classmethod
     def for_ranks(cls, num_ranks: int) -> EvaluationBudget:
         """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; more for few, which are searched widely."""
-        if num_ranks <= THOROUGH_RANKS:
-            return cls(0.4 if num_ranks <= EXHAUSTIVE_RANKS else 0.7)
+        if num_ranks <= FEW_RANKS:
+            return cls(0.7 if EXHAUSTIVE_RANKS < num_ranks <= THOROUGH_RANKS else 0.4)
         return cls(0.3 * (num_ranks / 128) ** (0.33 if num_ranks < 128 else 0.85))
 
     def split(self, parts: int) -> EvaluationBudget:

@@ -12,7 +12,7 @@ from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
 from ds_hetero.planner.search.partitions import M1, active_sets, groupings, with_idle
-from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.problem import LEAST_GAIN, Assignment, Problem
 from ds_hetero.planner.search.ring_order import ring_orders
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
 
@@ -89,10 +89,10 @@ def _closed_forms(
 def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *, thorough: bool) -> Assignment:
     """The same assignment in the best of a few ring orders."""
     best = start
-    for groups in ring_orders(problem, start.groups, thorough):
+    for groups in ring_orders(problem, start.groups, thorough) if problem.order_matters(start) else ():
         grouping = problem.grouping(groups)
         if budget.rows(grouping, 1):
-            best = problem.best(grouping, [(start.tokens, start.heads)], best.time_s * (1 - 1e-9)) or best
+            best = problem.best(grouping, [(start.tokens, start.heads)], best.time_s * (1 - LEAST_GAIN)) or best
     return best
 
 

@@ -17,7 +17,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
-__all__ = ["fit_memory", "fits_somehow", "longest_sequence"]
+__all__ = ["fit_memory", "fits_somehow", "has_room", "longest_sequence"]
 
 
 ROUNDS = 30
@@ -61,8 +61,18 @@ def _exchanged(grouping: Grouping) -> Floats:
     return np.where(place < size // 2, -1.0 / np.maximum(size // 2, 1), 1.0 / (size - size // 2))
 
 
+def has_room(cost: CostModel) -> bool:
+    """Whether every rank can hold what it holds without tokens and heads, which no schedule makes less."""
+    num_ranks = cost.cluster.num_ranks
+    grouping = Grouping(cost.cluster, [range(num_ranks)])
+    least_D = cost.memory_bytes(grouping, np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64))
+    return bool((least_D <= cost.capacity_bytes_D).all())
+
+
 def longest_sequence(cost: CostModel) -> int:
     """About how many tokens of a sequence would fit on this cluster, by bisection; 0 if the model itself does not."""
+    if not has_room(cost):
+        return 0
     low, high = 0, cost.workload.seq_len
     while high - low > max(1, low // 50):
         middle = (low + high) // 2

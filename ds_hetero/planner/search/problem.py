@@ -16,9 +16,10 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares
 
-__all__ = ["Assignment", "Problem", "Tried"]
+__all__ = ["LEAST_GAIN", "Assignment", "Problem", "Tried"]
 
 KEPT_RANKS = 128  # ranks up to which groupings are kept
+LEAST_GAIN = 1e-9  # relative; what another order of the groups must save
 FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many times as many after these
 
 
@@ -149,6 +150,13 @@ class Problem:
                 groups = np.split(grouping.order, grouping.offsets[1:-1])
                 return Assignment(float(time_s[row]), tuple(groups), tokens_BD[row].copy(), heads_BD[row].copy())
         return None
+
+    def order_matters(self, at: Assignment) -> bool:
+        """Whether another order of the groups could be faster."""
+        if len(at.groups) < 3:
+            return False
+        least_s = self.cost.free_ring_s(self.grouping(at.groups), at.tokens, at.heads) + self._loss_s(at.tokens)
+        return bool(least_s < at.time_s * (1 - LEAST_GAIN))
 
     def _loss_s(self, tokens_BD: Floats) -> Floats:
         """A layer's share of the loss, so that the sum over layers is the time of a micro-batch."""

@@ -16,9 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, THOROUGH_RANKS, EvaluationBudget
+from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, FEW_RANKS, THOROUGH_RANKS, EvaluationBudget
 from ds_hetero.planner.search.closed_forms import best_assignment, best_order, starts
 from ds_hetero.planner.search.descent import STEPS, descend, round_to_units
+from ds_hetero.planner.search.memory_fit import has_room
 from ds_hetero.planner.search.partitions import neighbours
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import cap_shares
@@ -27,9 +28,11 @@ __all__ = ["search"]
 
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
-# Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with.
+# Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with. Of a node
+# or two of unlike cards, many starts are as good as each other: what a few of them save, the last ones may use.
 SLOWEST_START = 1.4
 STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
+FEW_STAGES = ((6, 1.15, STEPS[:2]), (3, 1.05, STEPS[1:4]), (1, 1.0, STEPS))
 THOROUGH_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
@@ -44,23 +47,35 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
         problem: what to minimize.
         budget: how much may be evaluated; left out, what suits the number of ranks.
     """
+    if not has_room(problem.cost):
+        return []
     budget = budget or EvaluationBudget.for_ranks(problem.num_ranks)
-    stages = THOROUGH_STAGES if problem.num_ranks <= THOROUGH_RANKS else STAGES
+    stages = _stages(problem.num_ranks)
     best = _best(starts(problem, budget.split(3)), stages[0][0], SLOWEST_START)
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
     refining = budget.split(6)
     best = [_cap_all_to_all(problem, best_order(problem, start, refining, thorough=True), refining) for start in best]
+    passed: list[Assignment] = []
     for left, (keep, slower, steps) in zip((3, 2, 1), stages, strict=True):
         best = _best(best, keep, slower)
         stage = budget.split(left)
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, start, stage.split(2 * len(best))) for start in best]
         best = [descend(problem, start, steps, stage.split(len(best) - i)) for i, start in enumerate(best)]
+        passed += best
     best = [_reorder(problem, start, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for start in best]
     if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
         best = _best([*best, *_from_whole_tokens(problem)], M2)
-    return _best([_tidy(problem, _trade(problem, start)) for start in best], M2)
+    best = _best([_tidy(problem, _trade(problem, start)) for start in best], M2)
+    refined = {_working(f) for f in best}
+    return [*best, *(f for f in _best(passed, M2) if _working(f) not in refined)][:M2]
+
+
+def _stages(num_ranks: int) -> tuple[tuple[int, float, tuple[float, ...]], ...]:
+    if num_ranks <= THOROUGH_RANKS:
+        return THOROUGH_STAGES
+    return FEW_STAGES if num_ranks <= FEW_RANKS else STAGES
 
 
 def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:
@@ -118,10 +133,15 @@ def _best(assignments: Iterable[Assignment], keep: int, slower: float = np.inf) 
     """The ``keep`` best, one per partition of the working ranks, at most ``slower`` times as slow as the best."""
     best: dict[bytes, Assignment] = {}
     for f in sorted(assignments, key=lambda f: f.time_s):
-        working = (group[f.tokens[group] + f.heads[group] > 0] for group in f.groups)
-        best.setdefault(b"|".join(sorted(np.sort(group).tobytes() for group in working)), f)
+        best.setdefault(_working(f), f)
     kept = list(best.values())[:keep]
     return [f for f in kept if f.time_s <= slower * kept[0].time_s]
+
+
+def _working(assignment: Assignment) -> bytes:
+    """The partition of the ranks that work."""
+    work = assignment.tokens + assignment.heads
+    return b"|".join(sorted(np.sort(group[work[group] > 0]).tobytes() for group in assignment.groups))
 
 
 def _cap_all_to_all(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
