@@ -78,6 +78,16 @@ class CalibratedCostModel(CostModel):
         )
         self._freeze_curves()
 
+    @property
+    def least_block_s(self) -> float:
+        """Perfect balance in each pass, beside ZeRO's traffic in the same pass; of both together for recurrences."""
+        if self._recurrent is not None:
+            return super().least_block_s
+        work, heads = self.workload, self.model.num_heads
+        pairs = work.micro_batch * (0.5 if work.causal else 1.0) * heads * work.seq_len**2
+        least_s = [_balanced_s(each.token_s * work.seq_len, each.attention_s * pairs) for each in self._block.passes]
+        return float(self._block_s([np.array([each_s]) for each_s in least_s])[0])
+
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
@@ -85,13 +95,12 @@ class CalibratedCostModel(CostModel):
         return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
 
     def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
-        """Time of one block whose keys and values are always there; 0 for contiguous causal groups."""
+        """Time of one block whose keys and values are always there; 0 for contiguous causal groups and recurrences."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         rings = [self._block.ring(assigned, block_pass)[1] for block_pass in self._block.passes]
-        if rings[0].contiguous_causal:
+        if rings[0].contiguous_causal or self._recurrent is not None:
             return 0.0
-        alone_B = [alone_s(ring).max(axis=1) for ring in rings]
-        return float(self._block_s(self._with_recurrence(alone_B, tokens_D[None]))[0])
+        return float(self._block_s([alone_s(ring).max(axis=1) for ring in rings])[0])
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.

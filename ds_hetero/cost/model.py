@@ -70,6 +70,11 @@ class CostModel(ABC):
     def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
         """Peak memory by part, each ``[D]``; leading dimensions of the arguments are kept."""
 
+    @property
+    def least_block_s(self) -> float:
+        """Time of one block that no schedule undercuts: perfect balance, free exchanges, and ZeRO's traffic."""
+        return max(self.bound_s, self.floor_s)
+
     @abstractmethod
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Time that every rank computes in one block, ``[D]``."""

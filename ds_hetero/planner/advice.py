@@ -139,11 +139,12 @@ def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[i
 
 
 def _least_s(cost: CostModel) -> float:
-    """A time that no schedule undercuts by much: perfect balance, free exchanges, and what is outside the blocks."""
-    work, num_ranks = cost.workload, cost.cluster.num_ranks
-    outside = cost.outside_blocks_s(np.full(num_ranks, work.seq_len / num_ranks))
-    blocks_s = cost.model.num_layers * max(cost.bound_s, cost.floor_s)
-    return work.micro_batches * blocks_s + outside.get("zero_s", 0.0)
+    """A time that no schedule undercuts: perfect balance, free exchanges, and what is outside the blocks."""
+    work, loss_s_D = cost.workload, cost.loss_s_per_token_D
+    outside = cost.outside_blocks_s(np.zeros(cost.cluster.num_ranks))
+    loss_s = max(outside.get("loss_s", 0.0), work.seq_len / np.sum(1 / loss_s_D) if loss_s_D.all() else 0.0)
+    once_s = outside.get("zero_s", 0.0) + outside.get("optimizer_s", 0.0)
+    return float(work.micro_batches * (cost.model.num_layers * cost.least_block_s + loss_s) + once_s)
 
 
 def _cost_of(cost: CostModel, ranks: Sequence[int]) -> CostModel:
