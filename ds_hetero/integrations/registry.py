@@ -302,7 +302,8 @@ class Registry:
 
 def _stragglers(start: JobStart) -> Stragglers:
     replanner = make_replanner(start)
-    return Stragglers(lambda times: predicted_gain(replanner, start.plan, times))
+    has_schedules = any(schedule.sp_size > 1 for schedule in start.plan.schedules)
+    return Stragglers(lambda times: predicted_gain(replanner, start.plan, times), has_schedules=has_schedules)
 
 
 def _read_facts(model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]) -> JobFacts:

@@ -83,7 +83,7 @@ def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_hos
     weights: tuple[float, ...] | None = None
     if by_memory:
         equal = [job.workload(len(clusters))] * len(clusters)
-        replicas = _forecasts(facts.model.expect_spec(), plan, clusters, equal)
+        replicas = _forecasts(facts.model.expect_spec(by_memory=True), plan, clusters, equal)
         weights = weights_by_memory([(replica.cost, replica.prediction) for replica in replicas])
     searched = {} if searcher is None else searcher.planned
     try:

@@ -54,12 +54,20 @@ class ModelFacts:
     softcap: float | None = None
     is_split: bool = True
 
-    def expect_spec(self) -> ModelSpec:
+    def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:
         """Return the shape.
+
+        Args:
+            by_memory: it is needed for ``"zero_partition": "memory"``, and not for a schedule.
 
         Raises:
             ModelError: no cost model describes the model's layers.
         """
+        if self.spec is None and by_memory:
+            raise ModelError(
+                f"{self.no_spec_reason} So what the ranks have left of their memory is not known: give "
+                f'"{SECTION}.zero_partition" a list of weights, one per rank, or "uniform".'
+            )
         if self.spec is None:
             raise ModelError(
                 f'{self.no_spec_reason} So no schedule can be searched for: give "{SECTION}.schedule" a schedule file, '

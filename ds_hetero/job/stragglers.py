@@ -22,6 +22,11 @@ __all__ = ["BEHIND", "Stragglers", "scores"]
 BEHIND = 0.9  # score below which a rank is behind
 FAR_BEHIND = 0.8  # below which one observation is enough
 PATIENCE = 2  # observations in a row before a rank is named, or said to have caught up
+_OF_TOKENS = "Re-planning is", '"replan": {"enabled": true}'
+_OF_SAMPLES = (
+    "Samples in proportion to speed are",
+    '"schedule" with the file that "ds-hetero replicas --out FILE" writes',
+)
 
 
 def scores(own_s: Sequence[float]) -> list[float]:
@@ -41,10 +46,12 @@ class Stragglers:
     Args:
         gain: share of a step that re-planning is predicted to save by these times; None where nothing can be said. It
             is called when a rank is named, since it may search.
+        has_schedules: whether some replica has several ranks. Where none has, samples can be shared out, not tokens.
     """
 
-    def __init__(self, gain: Callable[[Sequence[RankTimes]], float | None]) -> None:
+    def __init__(self, gain: Callable[[Sequence[RankTimes]], float | None], *, has_schedules: bool = True) -> None:
         self._gain = gain
+        self._saves, self._remedy = _OF_TOKENS if has_schedules else _OF_SAMPLES
         self._behind: dict[int, int] = {}  # observations in a row, by rank; negative: since it caught up
         self.named: set[int] = set()
 
@@ -88,8 +95,8 @@ class Stragglers:
         )
         gain = self._gain(times)
         if gain is None or gain <= 0:
-            return f"{text}. Re-planning is not predicted to save anything."
-        return f'{text}. Re-planning is predicted to save {gain:.0%} of a step: "replan": {{"enabled": true}}.'
+            return f"{text}. {self._saves} not predicted to save anything."
+        return f"{text}. {self._saves} predicted to save {gain:.0%} of a step: {self._remedy}."
 
     def restart(self) -> None:
         """Forget what was observed under another plan, or before a pause."""

@@ -18,7 +18,8 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned_schedule import PlannedSchedule
-from ds_hetero.planner.planning import plan
+from ds_hetero.planner.planning import plan, searched_candidates
+from ds_hetero.planner.search.budget import EvaluationBudget
 
 __all__ = ["FewerRanks", "OtherStage", "faster_with_fewer_ranks", "faster_zero_stage"]
 
@@ -26,6 +27,7 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
+_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.06, 1.05  # of a search that says which sets are worth a whole one
 _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 
@@ -86,6 +88,7 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
         if _without_zero_s(cost, best) >= limit_s:
             break
         tried = _most_promising(cost, best, limit_s)
+        tried = [kept for kept in tried if _first_look_s(_cost_of(cost, kept), layout) < _FIRST_LOOK * limit_s]
         found = [(best_of, kept) for kept in tried if (best_of := _planned(cost, kept, layout)) is not None]
         faster, kept = min(found, key=lambda each: each[0].prediction.iteration_s, default=(best, ()))
         if not kept or faster.prediction.iteration_s >= limit_s:
@@ -145,6 +148,12 @@ def _least_s(cost: CostModel) -> float:
     loss_s = max(outside.get("loss_s", 0.0), work.seq_len / np.sum(1 / loss_s_D) if loss_s_D.all() else 0.0)
     once_s = outside.get("zero_s", 0.0) + outside.get("optimizer_s", 0.0)
     return float(work.micro_batches * (cost.model.num_layers * cost.least_block_s + loss_s) + once_s)
+
+
+def _first_look_s(cost: CostModel, layout: str | None) -> float:
+    """Time of a step by a short search; infinite where it finds nothing that fits."""
+    found = searched_candidates(cost, layout, budget=EvaluationBudget(_FIRST_LOOK_BUDGET_S))
+    return min((each.prediction.iteration_s for each in found), default=np.inf)
 
 
 def _cost_of(cost: CostModel, ranks: Sequence[int]) -> CostModel:

@@ -20,6 +20,7 @@ from ds_hetero.models import ModelSpec
 from ds_hetero.planner.candidates import Baselines, Candidate, fastest
 from ds_hetero.planner.explain import compared, describe, does_not_fit, idle_ranks
 from ds_hetero.planner.planned_schedule import PlannedSchedule, Rejected
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.schedule import LAYOUTS
@@ -100,16 +101,20 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
         raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {shortened(token_unit)}.")
 
 
-def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: int = 1) -> list[Candidate]:
+def searched_candidates(
+    cost: CostModel, layout: str | None = None, token_unit: int = 1, budget: EvaluationBudget | None = None
+) -> list[Candidate]:
     """The best schedules that the search finds, best first; none if nothing fits into memory.
 
     Args:
         cost: bound to cluster, model and workload.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
         token_unit: tokens are handed out in multiples of this.
+        budget: how much may be evaluated; left out, what suits the number of ranks.
     """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
-    schedules = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[: 1 + MAX_REJECTED]]
+    found = search(problem, budget)[: 1 + MAX_REJECTED]
+    schedules = [schedule_of(problem, assignment, rank_of) for assignment in found]
     return [Candidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules]
 
 

@@ -50,7 +50,7 @@ def weights_by_room(room_bytes: Sequence[float], partitioned: float) -> tuple[fl
     if full:
         raise PlanError(
             f"without any share of the model states, memory is exceeded already on {', '.join(full)}. Give those ranks "
-            "fewer tokens, or use shorter sequences or activation checkpointing."
+            "fewer tokens or samples, or use shorter sequences or activation checkpointing."
         )
     if sum(room_bytes) < partitioned:
         raise PlanError(

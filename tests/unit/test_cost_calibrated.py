@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_hetero.baselines import ring, ulysses, usp
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
-from ds_hetero.cost.terms.exchange_time import exchange_latency_s, exchange_s
+from ds_hetero.cost.terms.exchange_time import exchange_s
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks, ring_edges
 from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.models import ModelSpec, load_model
@@ -160,7 +160,7 @@ def test_two_groups_on_one_nic_share_its_bandwidth():
     assert found.tolist() == [[pytest.approx(2e-9), pytest.approx(2e-9)]]
     alone = exchange_s(Grouping(cluster(2, 2), [[0, 2], [1, 3]]), np.ones((1, 4)), np.ones((1, 4)))
     assert alone.tolist() == [[pytest.approx(1e-9), pytest.approx(1e-9)]]
-    assert exchange_latency_s(Grouping(cluster(2, 2, latency=7), [[0, 2], [1], [3]])) == pytest.approx([7e-6, 0, 0])
+    assert Grouping(cluster(2, 2, latency=7), [[0, 2], [1], [3]]).exchange_latency_s == pytest.approx([7e-6, 0, 0])
 
 
 def test_ring_transfers_add_up_at_the_receiver():

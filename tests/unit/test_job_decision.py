@@ -125,6 +125,17 @@ def test_shares_of_the_optimizer_state_follow_the_memory_that_is_left() -> None:
     assert weights is not None and len(weights) == 4 and len(set(weights)) == 1
 
 
+def test_shares_by_memory_of_a_model_that_no_cost_model_describes_are_refused_as_such() -> None:
+    unknown = replace(MODEL, spec=None, no_spec_reason="it is no transformers model.")
+    alone = replace(
+        facts_of(cluster=cluster(2), zero_partition="memory"),
+        model=unknown,
+        sp_sizes={"sequence_parallel_size of ds_config": 1},
+    )
+    with pytest.raises(ModelError, match=r'have left .* a list of weights, one per rank, or "uniform"'):
+        decide(alone, 2, measured=None, on_host=False)
+
+
 def test_a_job_that_no_cost_model_describes_is_started_without_a_forecast() -> None:
     model = replace(MODEL, spec=None, no_spec_reason="it has a window.")
     facts = replace(facts_of(cluster=cluster(2), schedule="ring"), model=model)

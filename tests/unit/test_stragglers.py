@@ -21,6 +21,14 @@ def test_scores_are_against_the_typical_rank():
     assert scores([0.0, 0.0]) == [1.0, 1.0]
 
 
+def test_replicas_of_one_rank_are_told_to_share_out_samples():
+    times = [_times(seconds, 2.0, deque([seconds] * RECENT_STEPS)) for seconds in (1.0, 2.0)]
+    (line,) = Stragglers(lambda _: 0.25, has_schedules=False).observe(5, times)
+    assert line.endswith('save 25% of a step: "schedule" with the file that "ds-hetero replicas --out FILE" writes.')
+    (line,) = Stragglers(lambda _: 0.25).observe(5, times)
+    assert line.endswith('Re-planning is predicted to save 25% of a step: "replan": {"enabled": true}.')
+
+
 def _follow(
     num_ranks: int, steps: int, interval: int, noise: float, speed: Callable[[int, int], float], seed: int = 0
 ) -> list[tuple[int, str]]:

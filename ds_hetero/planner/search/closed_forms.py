@@ -80,10 +80,13 @@ def _closed_forms(
     for exponent, unit in product(exponents, problem.head_units):
         heads_D = spread_heads(problem, groups, active, unit, exponent)
         attention_speed_K = 1 / grouping.by_group(np.maximum, heads_D * problem.attention_s)
-        for share_K in fill_groups(token_speed_K, attention_speed_K, problem.sees_everything):
-            yield fill_ranks(share_K, grouping.group_of, token_speed) * problem.seq_len, heads_D
-            if len(exponents) > 1:  # what a rank computes itself it need not send
-                yield fill_ranks(share_K, grouping.group_of, heads_D.astype(float)) * problem.seq_len, heads_D
+        share_CK = fill_groups(token_speed_K, attention_speed_K, problem.sees_everything)
+        weights = [token_speed]
+        if len(exponents) > 1:  # what a rank computes itself it need not send
+            weights.append(heads_D.astype(float))
+        tokens_CWD = np.stack([fill_ranks(share_CK, grouping.group_of, each) for each in weights], axis=1)
+        for tokens_D in tokens_CWD.reshape(-1, problem.num_ranks) * problem.seq_len:
+            yield tokens_D, heads_D
 
 
 def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *, thorough: bool) -> Assignment:

@@ -189,10 +189,12 @@ def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class
 
     Where there are few ranks, also two such moves at once.
     """
-    members = [grouping.order[(rank_class == c)[grouping.order]] for c in _classes_to_move(problem, at, rank_class)]
+    classes = _classes_to_move(problem, at, rank_class)
+    first, last = _first_and_last(grouping, rank_class, classes)
     changes = []
-    for a, b in product(range(len(members)), repeat=2):
-        pairs = _one_pair_per_group(grouping, members[a], members[b])
+    for a, b in product(range(len(classes)), repeat=2):
+        takers = last[b] if a == b else first[b]
+        pairs = [(first[a][k], takers[k]) for k in sorted(first[a].keys() & takers.keys()) if first[a][k] != takers[k]]
         both = pairs + [(t, g) for g, t in pairs] if a == b else pairs
         for unit, chosen in product(problem.head_units, {len(pairs), 1} if pairs else ()):
             for some in (both[:chosen], both[len(pairs) :][:chosen]):
@@ -222,14 +224,18 @@ def _classes_to_move(problem: Problem, at: Assignment, rank_class: Ints) -> list
     return [*order[:FEW_CLASSES], *order[-FEW_CLASSES:]]
 
 
-def _one_pair_per_group(grouping: Grouping, givers: Ints, takers: Ints) -> list[tuple[int, int]]:
-    """The first giver and the first (of one class: the last) taker of every group that has both."""
-    first = dict(zip(grouping.group_of[givers][::-1].tolist(), givers[::-1].tolist(), strict=True))
-    if givers is takers:
-        other = dict(zip(grouping.group_of[takers].tolist(), takers.tolist(), strict=True))
-    else:
-        other = dict(zip(grouping.group_of[takers][::-1].tolist(), takers[::-1].tolist(), strict=True))
-    return [(first[k], other[k]) for k in sorted(first.keys() & other.keys()) if first[k] != other[k]]
+def _first_and_last(
+    grouping: Grouping, rank_class: Ints, classes: Sequence[int]
+) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+    """The first and the last rank of every class in every group that has one, by class and group."""
+    first: dict[int, dict[int, int]] = {each: {} for each in classes}
+    last: dict[int, dict[int, int]] = {each: {} for each in classes}
+    in_order = rank_class[grouping.order].tolist(), grouping.group_of[grouping.order].tolist(), grouping.order.tolist()
+    for each, group, rank in zip(*in_order, strict=True):
+        if each in first:
+            first[each].setdefault(group, rank)
+            last[each][group] = rank
+    return list(first.values()), list(last.values())
 
 
 def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints, tokens_XD: Floats) -> Floats:

@@ -9,7 +9,6 @@ Seconds per token and per head are reciprocal speeds; a rank that is to stay idl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -71,8 +70,8 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
     return np.asarray(share_K / share_K.sum())
 
 
-def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everything: bool) -> Iterator[Floats]:
-    """Candidate shares of the sequence by group, best guesses first: HexiSeq's stage II with closed forms added.
+def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everything: bool) -> Floats:
+    """Candidate shares of the sequence by group, ``[C, K]``, best guesses first: HexiSeq's stage II with more forms.
 
     One group after the other as fast as both machines together allow (no barrier between them), the optimum with a
     barrier (`two_speed_fill`), shares in proportion to either speed and to square roots (arXiv:2605.07569,
@@ -84,7 +83,6 @@ def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everythin
         attention_speed_K: shares per second in attention, when a group sees the whole sequence.
         sees_everything: False for contiguous causal groups, which see themselves and what comes before.
     """
-    seen: set[bytes] = set()
     active = (token_speed_K > 0) & (attention_speed_K > 0)
     both = np.zeros(len(active))
     both[active] = 1 / (1 / token_speed_K[active] + 1 / attention_speed_K[active])
@@ -93,13 +91,10 @@ def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everythin
     candidates += [both, two, active.astype(float), attention_speed_K, np.sqrt(both), token_speed_K]
     candidates += [np.sqrt(attention_speed_K), np.sqrt(token_speed_K)]
     candidates += [np.minimum(attention_speed_K, each) for each in _quantiles(attention_speed_K[active])]
-    for weight_K in candidates:
-        share_K = np.where(active, weight_K, 0.0)
-        share_K = share_K / share_K.sum()
-        key = np.round(share_K, 9).tobytes()
-        if key not in seen:
-            seen.add(key)
-            yield share_K
+    share_CK = np.where(active, np.array(candidates), 0.0)
+    share_CK = share_CK / share_CK.sum(axis=1, keepdims=True)
+    first = {key.tobytes(): c for c, key in reversed([*enumerate(np.round(share_CK, 9))])}
+    return share_CK[sorted(first.values())]
 
 
 def _quantiles(values: Floats) -> Floats:
@@ -133,9 +128,10 @@ def triangle_fill(attention_speed_K: Floats) -> Floats:
     return shares(high)
 
 
-def fill_ranks(share_K: Floats, group_of: Ints, token_speed: Floats) -> Floats:
-    """Shares of the sequence by rank, ``[D]``: inside each group all ranks finish together outside attention."""
-    return np.asarray(token_speed * (share_K / _group_sum(token_speed, group_of, len(share_K)))[group_of])
+def fill_ranks(share_CK: Floats, group_of: Ints, token_speed: Floats) -> Floats:
+    """Shares of the sequence by rank, ``[C, D]``: inside each group all ranks finish together outside attention."""
+    of_group_K = _group_sum(token_speed, group_of, share_CK.shape[1])
+    return np.asarray(token_speed * (share_CK / of_group_K)[:, group_of])
 
 
 def cap_shares(share_K: Floats, group_of: Ints, token_speed: Floats, cap: Floats) -> Floats | None:
