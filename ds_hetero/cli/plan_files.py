@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_hetero.cli.printing import write_out
 from ds_hetero.cluster import Cluster
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
@@ -36,4 +37,4 @@ def scenario_dict(
 
 def write_plan(out: Path, plan: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
     """Write a plan with what it was made for."""
-    out.write_text(json.dumps({**plan, SCENARIO: scenario}, indent=1) + "\n", encoding="utf-8")
+    write_out(out, json.dumps({**plan, SCENARIO: scenario}, indent=1) + "\n")

@@ -12,7 +12,7 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
 
-__all__ = ["check_out", "print_json", "terms_text"]
+__all__ = ["check_out", "print_json", "terms_text", "write_out"]
 
 
 def check_out(out: Path, option: str = "--out") -> None:
@@ -33,6 +33,18 @@ def check_out(out: Path, option: str = "--out") -> None:
         where = shortened(str(folder))
         reason = "it is a folder" if is_folder else f"{where} is no folder that may be written to"
         raise PlanError(f"{option} {shortened(str(out))} cannot be written: {reason}.")
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write the file that ``--out`` names.
+
+    Raises:
+        PlanError: it cannot be written, for a reason that `check_out` does not see, such as a full disk.
+    """
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--out {shortened(str(out))} cannot be written: {_reason(error)}.") from None
 
 
 def _reason(error: Exception) -> str:

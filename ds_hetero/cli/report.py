@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_hetero.cli.printing import check_out, print_json
+from ds_hetero.cli.printing import check_out, print_json, write_out
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.plan_page import describe_with_run, plan_page
 from ds_hetero.reporting.run_file import RunFile, read_run
@@ -16,7 +16,7 @@ def run(plan: Path, run_file: Path | None, out: Path, as_json: bool) -> None:
     """Write the page."""
     described, measured = read_both(plan, run_file, out)
     page = plan_page(described, measured)
-    out.write_text(page, encoding="utf-8")
+    write_out(out, page)
     if as_json:
         print_json({"out": str(out), "bytes": len(page.encode())})
     else:

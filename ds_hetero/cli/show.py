@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ds_hetero.cli.printing import check_out, print_json, terms_text
+from ds_hetero.cli.printing import check_out, print_json, terms_text, write_out
 from ds_hetero.cli.scenario import Scenario, read_schedule
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import time_text
@@ -49,7 +49,7 @@ def run(scenario: Scenario, source: str, out: Path, as_json: bool) -> None:
     prediction = cost.predict(schedule)
     figure = _draw(scenario, cost, schedule, prediction)
     if out.suffix == ".html":
-        out.write_text(_page(scenario, schedule, prediction, figure), encoding="utf-8")
+        write_out(out, _page(scenario, schedule, prediction, figure))
     else:
         figure.savefig(out, dpi=120)
     if as_json:

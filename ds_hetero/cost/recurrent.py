@@ -160,7 +160,7 @@ class RecurrentLayer:
         pieces_BD = np.where(tokens_BD > 0, 2.0 if _is_zigzag(grouping) else 1.0, 0.0)
         bytes_BD = np.where(tokens_BD > 0, float(self._workload.micro_batch * self._layers.state_bytes), 0.0)
         states_B = exchange_s(self._whole, pieces_BD, bytes_BD)[:, 0]
-        return np.asarray(states_B + 2 * exchange_latency_s(self._whole)[0])
+        return np.asarray(states_B + 2 * self._whole.exchange_latency_s[0])
 
     def _exchange_s(self, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Inputs one way, the output the other way (or their gradients), and the convolution's tokens, ``[B]``.

@@ -20,8 +20,8 @@ MAX_DRAWN_LINKS = 60
 def links_picture(cluster: Cluster, schedule: Schedule) -> dict[str, Any]:
     """Return machines with their ranks, coloured by group, links between machines, and the ring.
 
-    A node is a rank, or on clusters of more than `MAX_DRAWN_RANKS` ranks a machine; its place is inside its machine's
-    box, 0 to 1 from the left and from above. The ring goes over the groups' first ranks.
+    A node is a rank, or on clusters of more than `MAX_DRAWN_RANKS` ranks a machine; its place inside its machine's box
+    is 0 to 1 from the left, and a line of ranks from above. The ring goes over the groups' first ranks.
     """
     group_of = {rank: i for i, group in enumerate(schedule.ring_groups) for rank in group.ranks}
     by_machine: dict[int, list[int]] = {}
@@ -35,9 +35,8 @@ def links_picture(cluster: Cluster, schedule: Schedule) -> dict[str, Any]:
         made_of = ", ".join(f"{count} x {device}" for device, count in counts.items())
         names.append(f"{cluster.nodes[machine].name}: {made_of}, {_text(cluster.nodes[machine].link)}")
         across = ceil(sqrt(len(ranks) * 1.6))
-        down = max(ceil(len(ranks) / across), 2)
         for i, rank in enumerate(ranks if draws_ranks else ranks[:1]):
-            place = {"x": (i % across + 0.5) / across, "y": (i // across) / (down - 0.5)}
+            place = {"x": (i % across + 0.5) / across, "line": i // across}
             node = {"name": f"r{rank}", "text": f"rank {rank}", "group": group_of[rank], "machine": number, "size": 20}
             nodes.append({**node, **place})
     first = {machine: ranks[0] for machine, ranks in by_machine.items()}

@@ -34,7 +34,7 @@ class EvaluationBudget:
     def for_ranks(cls, num_ranks: int) -> EvaluationBudget:
         """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; more for few, which are searched widely."""
         if num_ranks <= FEW_RANKS:
-            return cls(0.7 if EXHAUSTIVE_RANKS < num_ranks <= THOROUGH_RANKS else 0.4)
+            return cls(0.4 if num_ranks <= EXHAUSTIVE_RANKS else 0.7)
         return cls(0.3 * (num_ranks / 128) ** (0.33 if num_ranks < 128 else 0.85))
 
     def split(self, parts: int) -> EvaluationBudget:

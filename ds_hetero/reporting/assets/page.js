@@ -86,34 +86,45 @@
     };
   }
 
-  // {columns, machines: [name], nodes: [{name, text, group, machine, x, y, size}], links: [[from, to, text, isRing]]}
+  // {columns, machines: [name], nodes: [{name, text, group, machine, x, line, size}], links: [[from, to, text, isRing]]}
   function links(chart, spec, width) {
     const { base } = style();
     const ink = colour("ink"), soft = colour("soft");
     const columns = narrow(width) ? 1 : spec.columns, rows = Math.ceil(spec.machines.length / columns);
-    chart.getDom().style.height = Math.max(rows * 190, 220) + "px";
+    const head = 58, line = 66, side = 16, box = (width - 2 * side) / columns, bulge = 26;
+    const rowOf = (machine) => Math.floor(machine / columns);
+    const tops = [0];
+    for (let row = 0; row < rows; row++) {
+      const lines = spec.nodes.filter((node) => rowOf(node.machine) === row).map((node) => node.line + 1);
+      tops.push(tops[row] + head + line * Math.max(...lines));
+    }
+    chart.getDom().style.height = tops[rows] + "px";
     chart.resize();
-    const at = (node) => [(node.machine % columns) + 0.1 + 0.8 * node.x, Math.floor(node.machine / columns) + 0.3 + 0.55 * node.y];
+    const at = (node) => [((node.machine % columns) + 0.1 + 0.8 * node.x) * box, tops[rowOf(node.machine)] + head + line * node.line];
+    const place = Object.fromEntries(spec.nodes.map((node) => [node.name, at(node)]));
+    // An arc leaves its line by at most `bulge` pixels, so that it stays clear of the names above and below.
+    const curve = (source, target) => Math.min(0.2, 2 * bulge / Math.hypot(place[source][0] - place[target][0], place[source][1] - place[target][1]));
+    const written = { backgroundColor: colour("ground"), padding: [1, 2] };
     const hidden = (max) => ({ type: "value", show: false, min: 0, max });
     return {
       ...base,
       legend: { show: false },
       tooltip: { ...base.tooltip, formatter: (one) => one.data.text || "" },
-      grid: { left: 16, right: 16, top: 4, bottom: 16 },
-      xAxis: hidden(columns),
-      yAxis: { ...hidden(rows), inverse: true },
+      grid: { left: side, right: side, top: 0, bottom: 0 },
+      xAxis: hidden(columns * box),
+      yAxis: { ...hidden(tops[rows]), inverse: true },
       series: [{
         type: "graph", layout: "none", coordinateSystem: "cartesian2d", roam: false,
-        label: { show: true, color: ink, position: "bottom", fontSize: narrow(width) ? 10 : 12, formatter: (one) => one.data.text },
-        edgeLabel: { show: true, color: soft, fontSize: 11, formatter: (one) => one.data.text },
+        label: { ...written, show: true, color: ink, position: "bottom", fontSize: narrow(width) ? 10 : 12, formatter: (one) => one.data.text },
+        edgeLabel: { ...written, show: true, color: soft, fontSize: 11, formatter: (one) => one.data.text },
         data: [
-          ...spec.machines.map((name, machine) => ({ name: "machine " + machine, text: name, value: [(machine % columns) + 0.1, Math.floor(machine / columns) + 0.1], symbolSize: 0.1, label: { position: "right", fontWeight: "bold" } })),
-          ...spec.nodes.map((node) => ({ name: node.name, text: node.text, value: at(node), symbolSize: node.size, itemStyle: { color: palette[node.group % palette.length] } })),
+          ...spec.machines.map((name, machine) => ({ name: "machine " + machine, text: name, value: [((machine % columns) + 0.02) * box, tops[rowOf(machine)] + 14], symbolSize: 0.1, label: { position: "right", fontWeight: "bold" } })),
+          ...spec.nodes.map((node) => ({ name: node.name, text: node.text, value: place[node.name], symbolSize: node.size, itemStyle: { color: palette[node.group % palette.length] } })),
         ],
         links: spec.links.map(([source, target, text, isRing]) => ({
           source, target, text, symbol: isRing ? ["none", "arrow"] : ["none", "none"], symbolSize: 9,
-          lineStyle: { color: isRing ? colour("accent") : soft, width: isRing ? 2 : 1, type: isRing ? "solid" : "dashed", curveness: isRing ? 0.2 : 0 },
-          label: { show: Boolean(text) },
+          lineStyle: { color: isRing ? colour("accent") : soft, width: isRing ? 2 : 1, type: isRing ? "solid" : "dashed", curveness: isRing ? curve(source, target) : 0 },
+          label: { show: Boolean(text) && Math.abs(place[source][0] - place[target][0]) > 100 },  // else over the names
         })),
       }],
     };
