@@ -53,9 +53,7 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
         yield float(levels[i]), groups, left
 
 
-def cover(
-    patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: float
-) -> tuple[list[Ints], Ints]:
+def cover(patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[list[Ints], Ints]:
     """Form groups that each cover ``num_heads``, wasting little and keeping to the mix that is left.
 
     Greedy: always the pattern of least waste plus ``thrift`` times its deviation from the mix of the devices still

@@ -94,7 +94,7 @@ def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everythin
     share_CK = np.where(active, np.array(candidates), 0.0)
     share_CK = share_CK / share_CK.sum(axis=1, keepdims=True)
     first = {key.tobytes(): c for c, key in reversed([*enumerate(np.round(share_CK, 9))])}
-    return share_CK[sorted(first.values())]
+    return np.asarray(share_CK[sorted(first.values())])
 
 
 def _quantiles(values: Floats) -> Floats:
