@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
 __all__ = ["convolution"]
+
+_FEW_RUNS = 16  # from which on tokens are picked one by one
 
 
 def convolution(
@@ -56,22 +59,47 @@ def convolution(
     source = torch.cat([*parts, x.new_zeros(*x.shape[:2], 1)], 2)
     rows = []
     for reads in halo.rows:
-        inputs = source[reads.start : reads.stop].index_select(2, halo.on(x.device, reads.read))
-        rows.append(nn.functional.pad(compute(inputs), (0, 1)).index_select(2, halo.on(x.device, reads.kept)))
-    return torch.cat(rows)
+        out = compute(_chosen(source[reads.start : reads.stop], reads.read, halo))
+        if reads.keeps_zeros:
+            out = nn.functional.pad(out, (0, 1))
+        rows.append(_chosen(out, reads.kept, halo))
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _chosen(x: Tensor, places: _Places, halo: _Halo) -> Tensor:
+    """``x`` [B, C, n] at some of its tokens; runs of these are copied whole, one alone not at all."""
+    if len(places.runs) > _FEW_RUNS:
+        return x.index_select(2, halo.on(x.device, places.each))
+    parts = [x[:, :, start:stop] for start, stop in places.runs or ((0, 0),)]
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+class _Places(NamedTuple):
+    """Places of tokens, one by one and as runs ``[start, stop)`` of ascending ones."""
+
+    each: Tensor
+    runs: tuple[Range, ...]
+
+    @classmethod
+    def of(cls, each: Tensor) -> _Places:
+        """Find the runs."""
+        cuts = [0, *(torch.nonzero(each.diff() != 1).flatten() + 1).tolist(), len(each)]
+        places = each.tolist()
+        return cls(each, tuple((places[a], places[b - 1] + 1) for a, b in pairwise(cuts) if a < b))
 
 
 class _Reads(NamedTuple):
     """Batch rows ``[start, stop)``: what goes through the convolution, and what is kept of it.
 
     ``read`` are places in [own tokens, fetched tokens, one zero]; ``kept`` are for every own token its place in the
-    output, one behind the end for zero.
+    output, one behind the end for zero, if ``keeps_zeros``.
     """
 
     start: int
     stop: int
-    read: Tensor
-    kept: Tensor
+    read: _Places
+    kept: _Places
+    keeps_zeros: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +155,7 @@ class _Fetch(torch.autograd.Function):
 @lru_cache(maxsize=64)
 def _halo(replica: Replica, batch: BatchLayout, reach: int) -> _Halo:
     """Tables for a convolution that looks ``reach`` tokens back; every rank derives them from the batch's layout."""
-    sequences, places = sequences_of(batch), _Places(batch.placement)
+    sequences, places = sequences_of(batch), _Holders(batch.placement)
     needs = [_needed(places.intervals[rank], sequences, reach) for rank in replica.ranks]
     for rank, needed in zip(replica.ranks, needs, strict=True):
         needed -= {position for position in needed if places.holder(position)[0] == rank}
@@ -158,7 +186,7 @@ def _needed(intervals: Sequence[Range], sequences: Sequence[Rows], reach: int) -
     }
 
 
-class _Places:
+class _Holders:
     """Which rank holds a position, and where among its tokens."""
 
     def __init__(self, placement: Placement) -> None:
@@ -191,7 +219,7 @@ class _Pieces:
     """
 
     intervals: tuple[Range, ...]
-    places: _Places
+    places: _Holders
     rank: int
     fetched: dict[int, int]
     zero: int
@@ -210,8 +238,9 @@ class _Pieces:
             at += reach + count
         if not read:  # a zero goes through: ZeRO needs gradients of the convolution's parameters here too
             read, at = [torch.tensor([self.zero])], 1
-        kept[kept < 0] = at
-        return _Reads(rows.start, rows.stop, torch.cat(read), kept)
+        is_outside = kept < 0
+        kept[is_outside] = at
+        return _Reads(rows.start, rows.stop, _Places.of(torch.cat(read)), _Places.of(kept), bool(is_outside.any()))
 
     def _place(self, position: int, first: int) -> int:
         """Where a position is read; the zero before the document's ``first``."""
