@@ -73,6 +73,7 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
             known,
             kernel_overhead_s=known.kernel_overhead_s / speed,
             attention_overhead_s=known.attention_overhead_s / speed,
+            message_overhead_s=known.message_overhead_s / speed,
         ),
     )
 

@@ -20,6 +20,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
@@ -44,7 +45,7 @@ from ds_hetero.planner.outer.tangram.composition import compose, compose_exactly
 from ds_hetero.planner.outer.tangram.pruning import Rules
 
 GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
-WORK = Workload(seq_len=4096)
+WORK = Workload(seq_len=4096, cut_vocabulary=True)
 LAYERS, BATCH = 80, 192
 PRINTED_SAVING = 26  # calls without rules over calls with all four
 SIZES = (1, 2)
@@ -184,7 +185,7 @@ def beside_grid(cases: dict[str, tuple[Callable[[], Cluster], str, int]]) -> lis
     rows = []
     for name, (make, model_name, batch) in cases.items():
         cluster, model = make(), load_model(model_name)
-        works = [Workload(seq_len=4096, activation_checkpointing=choice) for choice in (True, False)]
+        works = [replace(WORK, activation_checkpointing=choice) for choice in (True, False)]
         models = [CalibratedStageCosts(cluster, model, work) for work in works]
         grids = [best_grid(costs, GOAL, batch, SIZES)[0].step_s for costs in models]
         plans = [plan_tangram(costs, GOAL, batch, SIZES) for costs in models]

@@ -34,6 +34,9 @@ class Efficiency:
     )
     kernel_overhead_s: float = 0.0  # host and launch time of one layer's forward outside attention
     attention_overhead_s: float = 0.0  # host and launch time of one attention block
+    # Of the thread that computes, for its part in one round of messages (an exchange of heads, a hop of a ring or
+    # between stages, an all-reduce): to pack, post, unpack, without waiting. 0 where a host runs ahead of its device.
+    message_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

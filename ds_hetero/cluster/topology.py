@@ -97,6 +97,11 @@ class Cluster:
         return np.array([device.peak_flops_per_s for device in self.devices])
 
     @cached_property
+    def message_overhead_s(self) -> Floats:
+        """Host's time of every rank for its part in one round of messages, ``[ranks]``; see `Efficiency`."""
+        return np.array([device.efficiency.message_overhead_s for device in self.devices])
+
+    @cached_property
     def memory_bytes(self) -> Floats:
         """Memory of every rank, ``[ranks]``."""
         return np.array([device.memory_bytes for device in self.devices], dtype=np.float64)

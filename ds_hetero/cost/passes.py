@@ -168,7 +168,8 @@ class BlockPasses:
     def attention_s(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, Floats, bool]:
         """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
 
-        With more than one group partial results are merged in fp32, and backward adds up partial dK and dV.
+        With more than one group partial results are merged in fp32, and backward adds up partial dK and dV; K - 1 hops
+        of the ring take the host's time, spread over the K blocks.
         """
         work, num_groups = self.workload, assigned.grouping.num_groups
         contiguous_causal = work.causal and num_groups > 1 and not assigned.grouping.zigzag
@@ -180,7 +181,8 @@ class BlockPasses:
         fixed_BD = fixed_BD + assigned.rows_BD * (block_pass.attention_s * self.rates.edge_keys / num_groups)
         if num_groups > 1:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
-            fixed_BD = fixed_BD + assigned.rows_BD * merge_s_D
+            hops_s_D = self.cluster.message_overhead_s * ((num_groups - 1) / num_groups)
+            fixed_BD = fixed_BD + assigned.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
             if block_pass.name == "backward":
                 slope_BD = slope_BD + 2 * work.micro_batch * assigned.kv_heads_BD * merge_s_D
         return slope_BD, fixed_BD, contiguous_causal
@@ -190,7 +192,8 @@ class BlockPasses:
     ) -> Floats:
         """Both all-to-alls of one pass, ``[B, K]``: q, k, v one way and the output the other (or their gradients).
 
-        Packing and unpacking reads and writes what is sent and received once more; single ranks exchange nothing.
+        Packing and unpacking reads and writes what is sent and received once more, and takes the host of every rank
+        some time whatever the bytes; single ranks exchange nothing.
         """
         if grouping.num_groups == len(grouping.order):
             return np.zeros((len(tokens_BD), grouping.num_groups))

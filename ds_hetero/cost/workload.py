@@ -47,6 +47,8 @@ class Workload:
         offload_activations: what checkpointing keeps is in the host's memory; the copies are counted.
         tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
         tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
+        cut_vocabulary: ``"tensor"`` stages of pipelines cut embedding and head by vocabulary, as Megatron-LM does; this
+            engine's hold them whole on every rank.
         element_bytes: bytes of a parameter or an activation (P).
         gradient_bytes: bytes of gradient per parameter, less where only some parameters are trained.
         optimizer_bytes: bytes of optimizer state per parameter; 12 are a master weight and two Adam moments in fp32.
@@ -69,6 +71,7 @@ class Workload:
     activation_checkpointing: bool = True
     tiled_logits: bool = True
     tiled_mlp: bool = False
+    cut_vocabulary: bool = False
     element_bytes: int = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12

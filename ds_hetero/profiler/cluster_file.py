@@ -1,7 +1,8 @@
 """From what the ranks have timed to a cluster file: kinds of devices, links, shared ports, and the errors of the fits.
 
 Samples are plain data, one mapping per rank: ``peak_flops_per_s``, ``memory_bytes_per_s``, ``layers``, ``attention``
-(tuples of `ds_hetero.profiler.fit`) and ``links`` by the name of the round. Nothing here imports torch.
+(tuples of `ds_hetero.profiler.fit`), ``links`` by the name of the round, ``message_overhead_s``. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import Efficiency
-from ds_hetero.cluster.file_values import LINK_RATIO, POSITIVE, Bounds
+from ds_hetero.cluster.file_values import LINK_RATIO, OVERHEAD_S, POSITIVE, Bounds
 from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.fit import (
@@ -156,6 +157,8 @@ def _devices(
                 for over_ranks in zip(*(samples[r]["attention"] for r in kind), strict=True)
             ],
         )
+        host_s = median(samples[r].get("message_overhead_s", 0.0) for r in kind)  # earlier releases have none
+        efficiency = replace(efficiency, message_overhead_s=_within(host_s, OVERHEAD_S))
         peak, memory, efficiency = _with_peaks_reached(peak, memory, efficiency)
         entries[name] = {
             "peak_tflops": peak / TERA,

@@ -1,4 +1,4 @@
-"""What ranks can time together: transfers inside nodes and between them, alone and all at once, and all-to-alls.
+"""What ranks can time together: transfers, alone and all at once, all-to-alls, and the host's own time for exchanges.
 
 Every rank takes part in every round of `ds_hetero.profiler.link_rounds`, if only to wait for its end.
 """
@@ -15,11 +15,21 @@ import torch.distributed as dist
 
 from ds_hetero.profiler.fit import TransferSample
 from ds_hetero.profiler.link_rounds import Pairs
+from ds_hetero.runtime.attention.head_exchange import (
+    Exchange,
+    Member,
+    gather_output_heads,
+    gather_sequence,
+    scatter_output,
+    scatter_sequence,
+)
 
-__all__ = ["all_to_all_round", "pair_round"]
+__all__ = ["all_to_all_round", "message_overhead_s", "pair_round"]
 
 SIZES = (2**12, 2**18, 2**22, 2**24)
 REPEATS = (30, 20, 8, 4)
+EXCHANGES = 24  # of every kind, for the host's time
+BUSY_S = 0.2  # of work without waiting, to see how much of a core the rank has
 
 
 def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool = False) -> list[TransferSample]:
@@ -77,6 +87,41 @@ def all_to_all_round(
 
         yield sent, TransferSample(unit, _lower_quartile(_times_s(exchange, repeats, device)))
     dist.barrier()
+
+
+def message_overhead_s(device: torch.device) -> float:
+    """This rank's host time for one round of messages: the mean of the four exchanges of a block, with few bytes.
+
+    CPU time of this thread, which waiting does not count, times how much longer the same thread takes for work without
+    waiting: a rank may have a part of a core only. 0 where a device computes and the host runs ahead of it.
+
+    Args:
+        device: of the messages.
+
+    Caller: every rank.
+    """
+    if device.type != "cpu":
+        return 0.0
+    size = dist.get_world_size()
+    tokens, head_dim = 8, 16
+    members = tuple(Member(tokens, (rank, rank + 1), (rank, rank + 1)) for rank in range(size))
+    exchange = Exchange(members, dist.get_rank(), size, size, dist.group.WORLD)
+    own_BHsD = torch.ones(1, size, tokens, head_dim)
+    all_BhSD = torch.ones(1, 1, size * tokens, head_dim)
+    all_SBhD, own_BsHD = all_BhSD.permute(2, 0, 1, 3).contiguous(), own_BHsD.transpose(1, 2).contiguous()
+    begin_s = 0.0
+    for repeat in range(EXCHANGES + 1):
+        if repeat == 1:  # after one to warm up
+            begin_s = time.thread_time()
+        gather_sequence(own_BHsD, own_BHsD, own_BHsD, exchange)
+        scatter_output(all_SBhD, exchange)
+        gather_output_heads(own_BsHD, exchange)
+        scatter_sequence(all_BhSD, all_BhSD, all_BhSD, exchange)
+    host_s = (time.thread_time() - begin_s) / (4 * EXCHANGES)
+    busy, wall, cpu = torch.ones(128, 128), time.perf_counter(), time.thread_time()
+    while time.perf_counter() < wall + BUSY_S:
+        busy @ busy
+    return host_s * (time.perf_counter() - wall) / (time.thread_time() - cpu)
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:

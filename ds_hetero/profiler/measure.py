@@ -30,7 +30,7 @@ from ds_hetero.profiler.device_probes import (
     matmul_probe,
     memory_probe,
 )
-from ds_hetero.profiler.link_probes import all_to_all_round, pair_round
+from ds_hetero.profiler.link_probes import all_to_all_round, message_overhead_s, pair_round
 from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
 from ds_hetero.profiler.machine import Watch, quietness_of
 from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
@@ -76,10 +76,11 @@ def measure(
         measured_at, watch = datetime.now(timezone.utc), Watch(ranks[own_rank()].host)
         samples = _time_devices(len(ranks), Timer(device, window_s), dtype, attention, advance)
         links = _time_links(ranks, device, advance) if len(ranks) > 1 else {}
-        observed = on_all_ranks(lambda: (links, watch.read()))
-        for samples_of_rank, (links_of_rank, _) in zip(samples, observed, strict=True):
-            samples_of_rank["links"] = links_of_rank
-        quietness = quietness_of([use for _, use in observed], [of_rank["repeats"] for of_rank in samples])
+        host_s = message_overhead_s(device) if len(ranks) > 1 else 0.0
+        observed = on_all_ranks(lambda: (links, host_s, watch.read()))
+        for samples_of_rank, (links_of_rank, host_s_of_rank, _) in zip(samples, observed, strict=True):
+            samples_of_rank["links"], samples_of_rank["message_overhead_s"] = links_of_rank, host_s_of_rank
+        quietness = quietness_of([use for *_, use in observed], [of_rank["repeats"] for of_rank in samples])
         circumstances = {"measured_at": measured_at.isoformat(timespec="seconds"), "machine": asdict(quietness)}
         advance("fitting", 1.0)
 

@@ -26,6 +26,7 @@ def test_live_ranks_are_measured_once_and_cached(tmp_path):
     assert cluster.num_ranks == 2 and len(cluster.nodes) == 1
     device = cluster.devices[0]
     assert 1e8 < device.peak_flops_per_s < 1e14 and device.efficiency.attention_forward > 0
+    assert 1e-6 < device.efficiency.message_overhead_s < 1.0
     assert 1e6 < cluster.link(0, 1).bytes_per_s < 1e12
     profile = content["profile"]
     assert len(profile["samples"]) == 2

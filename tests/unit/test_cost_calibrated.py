@@ -137,6 +137,20 @@ def test_efficiency_curves_lower_the_rate_of_small_shapes():
     assert overhead.terms.non_attention_s == pytest.approx(whole.terms.non_attention_s + 3)
 
 
+def test_every_round_of_messages_takes_the_hosts_time():
+    """Two exchanges in each pass of a block, and the one hop of a ring of two in each pass; none of a rank alone."""
+
+    def slower(schedule, *sizes):
+        host = cluster(*sizes, latency=5.0, efficiency={"message_overhead_s": 1.0})
+        return cost(host).predict(schedule).block_s - cost(cluster(*sizes, latency=5.0)).predict(schedule).block_s
+
+    assert slower(ulysses(1, 8, 4), 1) == 0
+    assert slower(ulysses(2, 8, 4), 2) == pytest.approx(4)
+    ring = plan(((0,), (2048,), (8,)), ((1,), (2048,), (8,)))
+    alone = cost(cluster(2, efficiency={"message_overhead_s": 1.0})).predict(ring).block_s
+    assert alone - cost(cluster(2)).predict(ring).block_s == pytest.approx(2)
+
+
 def test_exchange_adds_up_bytes_at_every_port():
     # Ranks 0, 1 on node 0 (10 GB/s inside), rank 2 on node 1 (1 GB/s between); tokens 3, 2, 1 and weights 4, 5, 6.
     one = cluster(2, 1)

@@ -50,6 +50,35 @@ def test_tensor_parallelism_divides_work_and_adds_all_reduces():
     assert costs.stage(3, 3, "tensor", 1, 1) is None  # 32 heads
 
 
+def test_tensor_stages_hold_embedding_and_head_whole_unless_the_workload_says_otherwise():
+    whole, cut = (CalibratedStageCosts(CLUSTER, MODEL, replace(WORK, cut_vocabulary=each)) for each in (False, True))
+    one, two = (whole.stage(3, size, inner, 1, 1) for size, inner in ((1, "one"), (2, "tensor")))
+    shared = cut.stage(3, 2, "tensor", 1, 1)
+    assert two.last_s == one.last_s > shared.last_s > one.last_s / 2
+    assert shared.first_bytes == one.first_bytes / 2
+    owned = MODEL.vocab_size * MODEL.hidden_size * WORK.optimizer_bytes
+    assert two.first_bytes == one.first_bytes - owned / 2  # two copies share the optimizer state
+    assert two.layer_s == shared.layer_s
+
+
+def test_hosts_of_a_stage_take_time_for_messages_with_neighbours_and_for_all_reduces():
+    """Two in and out for each neighbour; two all-reduces in each pass of a layer, or one hop of a ring of two."""
+
+    def at(overhead_s):
+        def slowed(device):
+            return replace(device, efficiency=replace(device.efficiency, message_overhead_s=overhead_s))
+
+        nodes = tuple(replace(node, devices=tuple(map(slowed, node.devices))) for node in CLUSTER.nodes)
+        return CalibratedStageCosts(replace(CLUSTER, nodes=nodes), MODEL, replace(WORK, activation_checkpointing=False))
+
+    slow, fast = at(1.0), at(0.0)
+    for size, inner, in_layer in ((1, "one", 0), (2, "tensor", 4), (2, "sequence", 2)):
+        options = [costs.stage(3, size, inner, 1, 1) for costs in (slow, fast)]
+        assert options[0].layer_s - options[1].layer_s == pytest.approx(in_layer, abs=1e-3)
+        more = [options[0].extra_s(*ends) - options[1].extra_s(*ends) for ends in ((1, 1), (1, 0), (0, 1), (0, 0))]
+        assert more == pytest.approx([0, 2, 2, 4])
+
+
 def test_sequence_parallelism_keeps_parameters_and_divides_activations():
     costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
     one, four = costs.stage(3, 1, "one", 1, 1), costs.stage(3, 4, "sequence", 1, 1)

@@ -147,6 +147,7 @@ def test_a_profile_becomes_a_cluster_file():
         sample["links"][f"all-to-all inside {node}"] = [
             ([n, 2 * n], TransferSample(n, 3e-5 + 2 * n / 2e9)) for n in (1e4, 1e6)
         ]
+        sample["message_overhead_s"] = (1e-4, 3e-4, 4e-4, 4e-4)[rank]
         sample["links"]["all-to-all of all"] = [
             ([n, 2 * n, 3 * n, n], TransferSample(n, 4e-5 + 2 * 4 * n / 0.8e9)) for n in (1e4, 1e6)
         ]
@@ -155,6 +156,8 @@ def test_a_profile_becomes_a_cluster_file():
     assert [device.name for device in cluster.devices] == ["CPU", "CPU", "CPU#2", "CPU#2"]
     rate = [device.peak_flops_per_s * device.efficiency.matmul for device in cluster.devices]
     assert rate[0] / rate[2] == pytest.approx(2, rel=0.02)
+    host_s = [device.efficiency.message_overhead_s for device in cluster.devices]
+    assert host_s == pytest.approx([2e-4, 2e-4, 4e-4, 4e-4])
     assert cluster.link(0, 1).bytes_per_s == pytest.approx(4e9)
     assert cluster.link(0, 1).all_to_all_efficiency == pytest.approx(0.5)
     assert cluster.link(0, 1).all_to_all_latency_s == pytest.approx(3e-5)

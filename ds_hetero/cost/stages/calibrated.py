@@ -1,7 +1,8 @@
 """Stages, hops and gradients as the runtime runs them, at the rates that devices and links achieve.
 
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
-                 two all-reduces of b S H elements in the forward and two in the backward of a layer
+                 two all-reduces of b S H elements in the forward and two in the backward of a layer; embedding, head
+                 and loss by every rank, whole unless the workload says otherwise
     sequence     see `ds_hetero.cost.stages.sequence`
     hop          see `ds_hetero.cost.stages.hops`
     gradients    see `ds_hetero.cost.stages.gradients`
@@ -119,20 +120,23 @@ class CalibratedStageCosts:
             backward_s += forward_s
         s_per_flop = 1 / (device.peak_flops_per_s * device.efficiency.matmul)
         logits_s = flops.logit_flops(model, tiled=work.tiled_logits) * s_per_flop
-        loss_s = logits_s * (tokens / size + device.efficiency.matmul_half_tokens)
-        loss_s += tokens / size * flops.logit_elements(model) * WIDE * self._memory_s_per_byte(kind)
+        cut = size if work.cut_vocabulary else 1
+        loss_s = logits_s * (tokens / cut + device.efficiency.matmul_half_tokens)
+        loss_s += tokens / cut * flops.logit_elements(model) * WIDE * self._memory_s_per_byte(kind)
         kept, layer = self._activation_bytes(tokens, size)
-        state = self._state_bytes(size, pipelines)
+        state, held = self._state_bytes(1, pipelines), work.element_bytes + GRADIENT_SUM_BYTES
+        state_of_ends = held / cut + (state - held) / size  # copies share the optimizer state
         return StageOption(
             forward_s=forward_s,
             backward_s=backward_s,
             last_s=loss_s,
+            side_s=2 * device.efficiency.message_overhead_s,
             capacity_bytes=device.memory_bytes - device.reserved_bytes,
             layer_bytes=model.layer_parameters / size * state,
             kept_bytes=kept,
             fixed_bytes=layer + self._hop_buffer_bytes(tokens) + BUCKET_BYTES,
-            first_bytes=model.vocab_size * model.hidden_size / size * state,
-            last_bytes=self._head_bytes(tokens, size, state / size),
+            first_bytes=model.vocab_size * model.hidden_size * state_of_ends,
+            last_bytes=self._head_bytes(tokens, cut, state_of_ends),
         )
 
     def _pass_uncached(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
@@ -141,7 +145,8 @@ class CalibratedStageCosts:
         if size == 1:
             return alone_s
         volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
-        return alone_s + 2 * 2 * Collective.over(self._devices(kind, size))(volume)
+        host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
+        return alone_s + 2 * (2 * Collective.over(self._devices(kind, size))(volume) + host_s)
 
     def _layer_s(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
         """One pass of a layer on one of ``size`` devices that cut it by heads and columns, without communication."""
@@ -167,7 +172,7 @@ class CalibratedStageCosts:
         if shared is None:
             return None
         size = sum(part.size for part in parts)
-        state, model = self._state_bytes(1, pipelines, copies=size), self.model
+        state, model = self._state_bytes(size, pipelines), self.model
         memory = []
         for part, tokens, kept, working in zip(
             parts, shared.tokens, shared.kept_bytes, shared.working_bytes, strict=True
@@ -178,6 +183,7 @@ class CalibratedStageCosts:
                     forward_s=shared.forward_s,
                     backward_s=shared.backward_s,
                     last_s=shared.loss_s,
+                    side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
                     capacity_bytes=device.memory_bytes - device.reserved_bytes,
                     layer_bytes=model.layer_parameters * state,
                     kept_bytes=kept,
@@ -197,7 +203,7 @@ class CalibratedStageCosts:
 
     # --- memory
 
-    def _state_bytes(self, size: int, pipelines: int, copies: int = 1) -> float:
+    def _state_bytes(self, copies: int, pipelines: int) -> float:
         """Model states per parameter that a rank holds: owners of an element are those who add to its gradient.
 
         Where owners differ, what they own is on top.
@@ -222,9 +228,9 @@ class CalibratedStageCosts:
         """Two inputs and two outputs, so that a transfer runs while the next one is computed."""
         return 4 * tokens * self.model.hidden_size * self.workload.element_bytes
 
-    def _head_bytes(self, tokens: float, size: int, state_bytes: float) -> float:
+    def _head_bytes(self, tokens: float, cut: int, state_bytes: float) -> float:
         tile = min(tokens, LOGIT_TILE_TOKENS) if self.workload.tiled_logits else tokens
-        logits = tile * self.model.vocab_size / size * (self.workload.element_bytes + 2 * WIDE)
+        logits = tile * self.model.vocab_size / cut * (self.workload.element_bytes + 2 * WIDE)
         return self.model.vocab_size * self.model.hidden_size * state_bytes + logits
 
     def kept_in_flight(self, stage: int, stages: int) -> int:

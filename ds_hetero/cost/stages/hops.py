@@ -1,7 +1,8 @@
 """Activations on their way from one stage to the next, and gradients on their way back.
 
 Every receiver takes its part of the activations once, and receivers take from the senders by turns: a device of a
-``tensor`` stage holds and wants all tokens of a micro-batch, one of a ``sequence`` stage its share of them.
+``tensor`` stage holds and wants all tokens of a micro-batch, one of a ``sequence`` stage its share of them. What that
+takes of the hosts' time, which no transfer hides, is part of their stages (`StageOption.side_s`).
 """
 
 from __future__ import annotations

@@ -194,6 +194,7 @@ class StageOption:
         backward_s: per layer, recomputation included.
         first_s: forward and backward of what a stage with the embedding computes on top.
         last_s: forward and backward of what a stage with the head computes on top.
+        side_s: host's time of the messages to and from one neighbouring stage, activations and gradients.
         capacity_bytes: memory of a device.
         layer_bytes: model states per layer on one device.
         kept_bytes: activations per layer of one micro-batch in flight.
@@ -207,6 +208,7 @@ class StageOption:
     backward_s: float
     first_s: float = 0.0
     last_s: float = 0.0
+    side_s: float = 0.0
     capacity_bytes: float
     layer_bytes: float
     kept_bytes: float
@@ -226,8 +228,8 @@ class StageOption:
         return self.forward_s + self.backward_s
 
     def extra_s(self, first: bool, last: bool) -> float:
-        """Forward and backward of embedding and head, as far as the stage holds them."""
-        return first * self.first_s + last * self.last_s
+        """Forward and backward of what layers do not count: embedding and head where it holds them, its neighbours."""
+        return first * self.first_s + last * self.last_s + (2 - first - last) * self.side_s
 
     def memory_bytes(self, layers: int, first: bool, last: bool, in_flight: int) -> float:
         """Peak memory of one device of the first part of a stage.

@@ -161,13 +161,18 @@ class Grouping:
 
     @cached_property
     def exchange_latency_s(self) -> Floats:
-        """Start-up time of one all-to-all in every group, the largest of its pairs, ``[K]``; 0 for single ranks."""
+        """What one all-to-all takes whatever its bytes, by group, ``[K]``; 0 for single ranks.
+
+        The largest latency of its pairs, and the host's time of the slowest member.
+        """
         node, latency_s = self.slice_node, self.cluster.node_all_to_all_latency_s
         worst_N = np.where(self.node_slices.sizes > 1, latency_s[node, node], 0.0)
         worst_S = self.sites.reduce(np.maximum, worst_N)
         source, _, sender, receiver = self.site_pairs
         np.maximum.at(worst_S, source, latency_s[sender, receiver])
-        return np.asarray(np.maximum.reduceat(worst_S[self.sites.part_of], self.group_starts))
+        latency_K = np.maximum.reduceat(worst_S[self.sites.part_of], self.group_starts)
+        host_K = self.by_group(np.maximum, self.cluster.message_overhead_s)
+        return np.asarray(latency_K + np.where(self.sizes > 1, host_K, 0.0))
 
     @cached_property
     def site_pairs(self) -> tuple[Ints, Ints, Ints, Ints]:

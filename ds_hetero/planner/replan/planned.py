@@ -185,6 +185,7 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
         device.efficiency,
         kernel_overhead_s=device.efficiency.kernel_overhead_s / speed,
         attention_overhead_s=device.efficiency.attention_overhead_s / speed,
+        message_overhead_s=device.efficiency.message_overhead_s / speed,
     )
     return replace(
         device,
