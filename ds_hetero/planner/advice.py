@@ -27,7 +27,7 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
-_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.06, 1.05  # of a search that says which sets are worth a whole one
+_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.02, 1.1  # of a search that says which sets are worth a whole one
 _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 

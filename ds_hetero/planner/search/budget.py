@@ -43,6 +43,10 @@ class EvaluationBudget:
         self.left_s -= part.left_s
         return part
 
+    def is_spent(self, share: float) -> bool:
+        """Whether ``share`` of what is left is too little for any evaluation."""
+        return self.left_s * share <= CALL_S
+
     def rows(self, grouping: Grouping, wanted: int, share: float = 1.0) -> int:
         """How many of ``wanted`` evaluations of a grouping are within ``share`` of what is left; they count as made."""
         row_s = RANK_S * len(grouping.order) + PAIR_S * grouping.num_groups**2

@@ -39,9 +39,12 @@ def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
         if problem.bound_s(active) >= least:
             continue
         idle = not active.all()
+        of_set = idle_budget if idle else budget
+        if of_set.is_spent(ONE_PARTITION):
+            continue
         for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1):
             groups = with_idle(problem, groups, active)
-            assignment = best_assignment(problem, groups, active, idle_budget if idle else budget)
+            assignment = best_assignment(problem, groups, active, of_set)
             if assignment is not None:
                 assignments.append(assignment)
                 least = min(least, assignment.time_s)
