@@ -22,6 +22,7 @@ from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.errors import ConfigError
+from ds_hetero.job.capabilities import USUAL_HEAD_DIM, capability_lines, own_capabilities
 from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
@@ -54,8 +55,6 @@ __all__ = [
 
 T = TypeVar("T")
 _MISSING = "missing"
-
-_USUAL_HEAD_DIM = 128  # where a model does not say
 
 
 @dataclass(frozen=True)
@@ -146,16 +145,18 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
         PeerError: another rank failed in a way that is no rule of ds_hetero's.
     """
 
-    def examine() -> tuple[JobFacts, str | None]:
+    def examine() -> tuple[JobFacts, str | None, str]:
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
             expect_writable(facts.section.report)
-        return facts, check_facts(facts, world.size)
+        return facts, check_facts(facts, world.size), own_capabilities(facts) if world.size > 1 else ""
 
     examined = world.on_all_ranks(examine)
-    _expect_equal_facts([facts for facts, _ in examined])
-    if world.rank == 0 and any(slow is not None for _, slow in examined):
-        announce(_by_device([slow for _, slow in examined]))
+    _expect_equal_facts([facts for facts, _, _ in examined])
+    if world.rank == 0 and any(slow is not None for _, slow, _ in examined):
+        announce(_by_device([slow for _, slow, _ in examined]))
+    for line in capability_lines([capabilities for *_, capabilities in examined]) if world.rank == 0 else ():
+        announce(line)
     return examined[world.rank][0]
 
 
@@ -193,7 +194,7 @@ def expect_kernel(facts: JobFacts) -> str | None:
         ConfigError: the kernel that the section names does not work on this rank's device, or no kernel knows it.
     """
     device, dtype = default_device(), getattr(torch, facts.computed_dtype)
-    head_dim = facts.model.head_dim or _USUAL_HEAD_DIM
+    head_dim = facts.model.head_dim or USUAL_HEAD_DIM
     if facts.section.attention is not None:
         select(torch.device(device.type), dtype, head_dim, facts.model.softcap, facts.section.attention)
     if dtype is torch.bfloat16 and not has_native_bf16(device):

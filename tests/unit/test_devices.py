@@ -11,6 +11,7 @@ import torch
 from ds_hetero.config import read_section
 from ds_hetero.errors import ConfigError
 from ds_hetero.job import start
+from ds_hetero.job.capabilities import capability_lines, own_capabilities
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
 
@@ -59,6 +60,14 @@ def test_bfloat16_that_is_emulated_is_said_in_one_line_with_the_ranks(
     assert line.startswith("ds_hetero: rank 0: Tesla T4 does not compute in bfloat16 itself: ") and '"fp16"' in line
     start.agree_on_facts(world, lambda: _facts("float16"))
     assert not capsys.readouterr().err
+
+
+def test_ranks_that_are_unlike_are_told_with_what_each_can() -> None:
+    own = own_capabilities(_facts("float32"))
+    assert own == f"CPU, attention by torch, bfloat16 native, torch {torch.__version__}"
+    assert capability_lines([own, own]) == []
+    assert capability_lines([own, "T4", own]) == [f"ranks 0, 2: {own}", "rank 1: T4"]
+    assert "attention by triton" not in own_capabilities(_facts("float32", attention="torch"))
 
 
 def test_a_kernel_that_does_not_work_here_is_refused_at_the_start_whatever_the_schedule() -> None:
