@@ -419,7 +419,7 @@ _LOOP_ROWS = (
         ),
     ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
-    Row(what="Axolotl, LLaMA-Factory, ms-swift", status="untested", note="they pin versions that exclude this one's"),
+    Row(what="Axolotl, ms-swift, LLaMA-Factory", status="untested", note="Axolotl by hand: [frameworks](frameworks.md)"),
 )
 
 _FEATURE_ROWS = (

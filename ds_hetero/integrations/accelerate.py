@@ -53,7 +53,7 @@ __all__ = [
     "skip_first_batches",
 ]
 
-WORKS = ">=1.13,<2"
+WORKS = ">=1.12,<2"
 PRIVATE_NAMES = (
     "accelerate.accelerator:Accelerator._prepare_deepspeed",
     "accelerate.accelerator:prepare_data_loader",

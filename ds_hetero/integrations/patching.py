@@ -51,7 +51,7 @@ def expect_package(package: str, works: str, names: Iterable[str]) -> None:
 
     Args:
         package: distribution name.
-        works: versions that work, such as ``">=0.19.5,<0.20"``.
+        works: versions that work, such as ``">=0.19.8,<0.20"``.
         names: ``"module:attribute"`` or ``"module:Class.attribute"``.
 
     Raises:

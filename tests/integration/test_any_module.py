@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integration.tiny import needs_weights
 from tests.support import run_deepspeed
 
 WIDTH, BATCH, STEPS = 24, 4, 5
@@ -86,7 +85,6 @@ def _train(rank: int, world_size: int, config: dict[str, Any], slow_s: float = 0
     return losses, norms, trained, owned
 
 
-@needs_weights
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_module_trains_with_weighted_zero_as_with_equal_partitions(stage: int) -> None:
     stock = run_deepspeed(_train, 3, 3, _config(stage))

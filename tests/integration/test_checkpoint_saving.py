@@ -24,10 +24,9 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.job.checkpoint_folder import begin, draft_of, publish, recover
 from ds_hetero.job.manifest import MANIFEST
 from tests.integration.test_trainer import make_trainer
-from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama, needs_weights
+from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.support import ROOT, run_deepspeed
 
-pytestmark = needs_weights
 
 REPLICAS = {
     "version": 1,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.tiny import UNEVEN_2, UNEVEN_4, adam, ds_config, llama, needs_weights
+from tests.integration.tiny import UNEVEN_2, UNEVEN_4, adam, ds_config, llama
 from tests.support import run_deepspeed
 
 REPLICAS = {
@@ -124,7 +124,6 @@ def _start_all(rank: int) -> dict[str, str]:
     return messages
 
 
-@needs_weights
 @pytest.mark.parametrize("name", REFUSALS)
 def test_doctor_says_what_the_start_of_a_job_raises(name: str, raised: list[dict[str, str]], tmp_path: Path) -> None:
     from ds_hetero.cli.doctor import examine, model_facts, model_of

@@ -23,7 +23,6 @@ from tests.integration.tiny import (
     assert_same_parameters,
     ds_config,
     llama,
-    needs_weights,
     parameters,
     train_on_one_process,
 )
@@ -118,7 +117,6 @@ def _mean_over_ranks(value: Tensor) -> float:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-@needs_weights
 def test_replicas_with_weights_and_evaluation_between_steps_train_as_one_process(stage: int) -> None:
     run_deepspeed(_train_replicas, 4, stage)
 

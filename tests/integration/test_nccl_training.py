@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.tiny import UNEVEN_2, UNEVEN_4, WEIGHTS_WORK, adam, batches, ds_config, llama, samples
+from tests.integration.tiny import UNEVEN_2, UNEVEN_4, adam, batches, ds_config, llama, samples
 from tests.support import run_deepspeed
 
 STEPS = 2
@@ -38,7 +38,6 @@ def test_steps_of_an_uneven_schedule_keep_the_rules(stage: int) -> None:
     run_deepspeed(_train, 4, stage, UNEVEN_4, nccl_rules=True)
 
 
-@pytest.mark.skipif(not WEIGHTS_WORK, reason="zero_partition by weight needs DeepSpeed 0.19.8")
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_steps_with_weighted_partitions_and_a_new_plan_keep_the_rules(stage: int) -> None:
     run_deepspeed(_train, 2, stage, UNEVEN_2, [3, 1], CHANGED_2, nccl_rules=True)

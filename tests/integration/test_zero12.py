@@ -16,10 +16,9 @@ from torch import nn
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.zero.partition import alignment_of
-from tests.integration.tiny import LR, batches, ds_config, llama, needs_weights
+from tests.integration.tiny import LR, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-pytestmark = needs_weights
 
 STEPS = 10
 

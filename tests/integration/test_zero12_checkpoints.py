@@ -21,10 +21,9 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.job.manifest import MANIFEST
 from tests.integration.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.test_zero12 import two_groups, whole_state
-from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama, needs_weights
+from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-pytestmark = needs_weights
 
 STEPS, SAVED_AT = 5, 3
 OF_A_STEP = 4  # micro-batches, whatever the number of ranks

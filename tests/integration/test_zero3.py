@@ -13,10 +13,9 @@ import torch
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.zero.partition import alignment_of, cut_parameter
-from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama, needs_weights
+from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-pytestmark = needs_weights
 
 STEPS = 10
 STATES = ("exp_avg", "exp_avg_sq")

@@ -30,12 +30,10 @@ from tests.integration.tiny import (
     batches,
     ds_config,
     llama,
-    needs_weights,
     samples,
 )
 from tests.support import run_deepspeed
 
-pytestmark = needs_weights
 
 STEPS = 2  # before the checkpoint, and after it
 SMALL = {"sub_group_size": 4000, "stage3_gather_16bit_weights_on_model_save": True}

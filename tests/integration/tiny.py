@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 VOCAB, LENGTH, LR, CLIP = 64, 37, 1e-2, 1.0
-
-WEIGHTS_WORK = Version(version("deepspeed")) >= Version("0.19.8")
-needs_weights = pytest.mark.skipif(not WEIGHTS_WORK, reason="zero_partition by weight needs DeepSpeed 0.19.8")
 
 # Short documents are cut, too.
 BY_DOCUMENTS = {"mode": "documents", "min_cut_tokens": 4}

@@ -57,7 +57,7 @@ from ds_hetero.runtime.step_clock import IDLE, running_clock
 
 __all__ = ["PRIVATE_NAMES", "WORKS", "EngineInstaller", "install"]
 
-WORKS = ">=0.19.5,<0.20"
+WORKS = ">=0.19.8,<0.20"
 # Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.
 _COLLECTIVES = (
     "all_gather",

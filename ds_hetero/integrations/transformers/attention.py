@@ -56,7 +56,7 @@ __all__ = [
 
 NAME = "ds_hetero"  # of our attention implementation
 
-WORKS = ">=5.20,<6"
+WORKS = ">=5.6,<6"
 PRIVATE_NAMES = (
     "transformers:AttentionInterface._global_mapping",
     "transformers:AttentionMaskInterface._global_mapping",

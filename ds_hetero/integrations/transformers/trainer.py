@@ -52,7 +52,6 @@ PRIVATE_NAMES = (
     "transformers:Trainer.get_batch_samples",
     "transformers:Trainer.get_sp_size",
     "transformers:Trainer.get_total_train_batch_size",
-    "transformers:Trainer.loss_is_scaled_for_ga",
     "transformers:Trainer.evaluate",
     "transformers:Trainer.predict",
     "transformers:Trainer.save_model",
@@ -221,7 +220,7 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     ) -> Any:
         if registry.is_pipelined(trainer.model):
             outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
-            trainer.loss_is_scaled_for_ga = True
+            _say_whether_scaled(trainer, scaled=True)
             return (outputs.loss, outputs) if return_outputs else outputs.loss
         split = registry.find_split(trainer.model)
         if split is None or not split.takes_shards or wanted_results() is not None:
@@ -236,10 +235,21 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
             loss_sum = cross_entropy_sum(outputs["logits"], labels)
         with split.clock.phase(IDLE, "loss"):
             loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
-        trainer.loss_is_scaled_for_ga = num_items_in_batch is not None
+        _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
         return (loss, outputs) if return_outputs else loss
 
     return compute_loss
+
+
+def _say_whether_scaled(trainer: Any, *, scaled: bool) -> None:
+    """Say whether the loss is divided by the micro-batches of a step already, or is still to be.
+
+    Trainers of older releases cannot be told: they divide all losses but those of models that take the number of items.
+    """
+    if hasattr(Trainer, "loss_is_scaled_for_ga"):
+        trainer.loss_is_scaled_for_ga = scaled
+    elif scaled:
+        trainer.current_gradient_accumulation_steps = 1
 
 
 def _counting_tokens_once(stock: Any) -> Any:

@@ -10,9 +10,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
-from ds_hetero.errors import ConfigError
+from packaging.version import Version
+
+from ds_hetero.errors import ConfigError, VersionError
 from ds_hetero.integrations.accelerate import gathering_over_replicas, one_process_per_replica
 from ds_hetero.integrations.transformers.forward_mode import Wanted, sharded_calls, wanted_results
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
@@ -20,6 +23,8 @@ from ds_hetero.integrations.trl.trainers import needs_whole_sequences
 
 __all__ = ["calls_sharded", "evaluating", "expect_equal_replicas", "takes_whole_batches", "training_step"]
 
+# Before this release the Trainer rounds the number of labels that it divides such losses by.
+_OLDEST = Version("5.20")
 _OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
 
 
@@ -43,7 +48,17 @@ def expect_equal_replicas(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def calls_sharded(trainer: Any) -> Iterator[None]:
-    """Have the models of a trainer be called by sharded calls, and its numbers be gathered once per replica."""
+    """Have the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
+
+    Raises:
+        VersionError: transformers' Trainer would divide such losses by a rounded number.
+    """
+    if Version(version("transformers")) < _OLDEST:
+        raise VersionError(
+            f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on one "
+            f"process from transformers {_OLDEST} on; {version('transformers')} is installed. Upgrade it, or leave out "
+            "label smoothing and compute_loss_func."
+        )
     if wanted_results() is not None:  # an evaluation inside of the training
         yield
         return

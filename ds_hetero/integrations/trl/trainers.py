@@ -11,6 +11,7 @@ from ds_hetero.integrations.trl.outputs import PRIVATE_NAMES
 __all__ = ["WORKS", "expect_known", "needs_whole_sequences"]
 
 WORKS = ">=1.16,<2"
+_WORKS_BY_TOKENS = ">=0.29,<2"
 _OF_TOKENS = frozenset({"SFTTrainer"})
 _OF_WHOLE_SEQUENCES = frozenset(
     {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer", "GKDTrainer"}
@@ -38,7 +39,10 @@ def expect_known(trainer: Any) -> None:
             f"TRL's {name} is not known to train on parts of sequences as on one process; these are: {known}. Train it "
             "without sequence parallelism, or compute its log-probabilities in a loop by handle.sharded_call."
         )
-    expect_package("trl", WORKS, PRIVATE_NAMES)
+    if name in _OF_TOKENS:
+        expect_package("trl", _WORKS_BY_TOKENS, ())
+    else:
+        expect_package("trl", WORKS, PRIVATE_NAMES)
 
 
 def _class_name(trainer: Any) -> str | None:

@@ -16,7 +16,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import deepspeed.runtime.engine as engine_module
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from packaging.version import Version
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts
@@ -48,10 +46,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-# Before this release DeepSpeed's own gradients differ from those of equal partitions in some configurations: bf16 with
-# fp32 accumulation, and without contiguous gradients on CPUs. Its optimizers are left alone there.
-_OLDEST = Version("0.19.8")
 
 PRIVATE_NAMES = (
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
@@ -158,11 +152,6 @@ def expect_possible(
     """
     if is_even(weights):
         return
-    if not _is_recent():
-        raise ConfigError(
-            f'"zero_partition" other than "uniform" needs DeepSpeed {_OLDEST} or newer, {version("deepspeed")} is '
-            'installed. Upgrade it, or set "zero_partition": "uniform".'
-        )
     training = read_training_facts(ds_config)
     if training.zero_stage == 0:
         raise ConfigError(
@@ -190,7 +179,7 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
     """Have an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     training = read_training_facts(ds_config)
-    if (ours := OPTIMIZERS.get(training.zero_stage)) and _is_recent():
+    if (ours := OPTIMIZERS.get(training.zero_stage)):
         patches.replace(
             importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
         )
@@ -211,13 +200,9 @@ def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
     Args:
         engine: built under `optimizers_in_place`.
     """
-    ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3 and _is_recent()
+    ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3
     has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)  # not so without an optimizer
     return Stage3Checkpoints(engine) if ours and has_state else None
-
-
-def _is_recent() -> bool:
-    return Version(version("deepspeed")) >= _OLDEST
 
 
 def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Tests of loops and features with the oldest releases that setup.cfg admits, but for torch: bash tests/oldest.sh
+# They stand in an environment of their own, .cache/oldest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+environment=.cache/oldest
+[ -x $environment/bin/python ] || "${PYTHON:-python3}" -m venv $environment
+pip() { $environment/bin/python -m pip -qq --disable-pip-version-check "$@"; }
+if [ ! "$environment/installed" -nt setup.cfg ]; then
+    pip install torch==2.13.0
+    pip install --editable '.[train]' deepspeed==0.19.8 transformers==5.6.0 accelerate==1.12.0 \
+        pytest pytest-timeout datasets hypothesis peft scipy torchdata
+    touch $environment/installed
+fi
+$environment/bin/python -m pytest --quiet -p no:cacheprovider -m "not slow" \
+    tests/integration/test_plain_loop.py tests/integration/test_features.py tests/integration/test_trainer.py \
+    tests/integration/test_accelerate.py
