@@ -419,7 +419,11 @@ _LOOP_ROWS = (
         ),
     ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
-    Row(what="Axolotl, ms-swift, LLaMA-Factory", status="untested", note="Axolotl by hand: [frameworks](frameworks.md)"),
+    Row(
+        what="Axolotl, ms-swift, LLaMA-Factory",
+        status="untested",
+        note="Axolotl by hand: [frameworks](frameworks.md)",
+    ),
 )
 
 _FEATURE_ROWS = (

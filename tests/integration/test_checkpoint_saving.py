@@ -27,7 +27,6 @@ from tests.integration.test_trainer import make_trainer
 from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.support import ROOT, run_deepspeed
 
-
 REPLICAS = {
     "version": 1,
     "replicas": [

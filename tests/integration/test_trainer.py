@@ -33,7 +33,9 @@ from tests.integration.tiny import (
 )
 from tests.support import run_deepspeed
 
-ITEMS_ARE_EXACT = Version(version("transformers")) >= Version("5.20")  # before, the Trainer rounds how many labels there are
+ITEMS_ARE_EXACT = Version(version("transformers")) >= Version(
+    "5.20"
+)  # before, the Trainer rounds how many labels there are
 # What one process logs; the rest are times.
 _LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "train_loss")
 

@@ -279,6 +279,16 @@ def _refuse(rank: int) -> dict[str, str]:
     return texts
 
 
+def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has() -> None:
+    from trl.experimental.bema_for_ref_model import DPOTrainer
+
+    from ds_hetero.errors import ConfigError
+    from ds_hetero.integrations.trl.trainers import expect_known
+
+    with pytest.raises(ConfigError, match=r"experimental\.bema_for_ref_model\.DPOTrainer is not known to train"):
+        expect_known(object.__new__(DPOTrainer))
+
+
 def test_an_unknown_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_hetero.errors import VersionError
     from ds_hetero.integrations import patching

@@ -19,7 +19,6 @@ from ds_hetero.zero.partition import alignment_of
 from tests.integration.tiny import LR, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-
 STEPS = 10
 
 

@@ -24,7 +24,6 @@ from tests.integration.test_zero12 import two_groups, whole_state
 from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-
 STEPS, SAVED_AT = 5, 3
 OF_A_STEP = 4  # micro-batches, whatever the number of ranks
 RTOL = 1e-5  # of a parameter's norm, after five steps whose sums are taken in another order

@@ -17,7 +17,6 @@ from ds_hetero.zero.partition import alignment_of, cut_flat_group
 from tests.integration.tiny import LR, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-
 # About 12 million parameters, 45 MiB in fp32; master weights, moments and their gradient are four times that.
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
 BUDGET_MIB = (

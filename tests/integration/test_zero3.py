@@ -16,7 +16,6 @@ from ds_hetero.zero.partition import alignment_of, cut_parameter
 from tests.integration.tiny import assert_same_parameters, batches, ds_config, llama
 from tests.support import run_deepspeed
 
-
 STEPS = 10
 STATES = ("exp_avg", "exp_avg_sq")
 # Every rank is a replica of its own.

@@ -34,7 +34,6 @@ from tests.integration.tiny import (
 )
 from tests.support import run_deepspeed
 
-
 STEPS = 2  # before the checkpoint, and after it
 SMALL = {"sub_group_size": 4000, "stage3_gather_16bit_weights_on_model_save": True}
 # By name: ranks, schedule, weights. Without a schedule it is DeepSpeed alone.

@@ -55,9 +55,9 @@ def calls_sharded(trainer: Any) -> Iterator[None]:
     """
     if Version(version("transformers")) < _OLDEST:
         raise VersionError(
-            f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on one "
-            f"process from transformers {_OLDEST} on; {version('transformers')} is installed. Upgrade it, or leave out "
-            "label smoothing and compute_loss_func."
+            f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on "
+            f"one process from transformers {_OLDEST} on; {version('transformers')} is installed. Upgrade it, or leave "
+            "out label smoothing and compute_loss_func."
         )
     if wanted_results() is not None:  # an evaluation inside of the training
         yield

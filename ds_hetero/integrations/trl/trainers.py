@@ -1,4 +1,4 @@
-"""TRL's trainers that train on shards, by the names of their classes."""
+"""TRL's trainers that train on shards, by the names of their classes and, of experimental ones, their packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ WORKS = ">=1.16,<2"
 _WORKS_BY_TOKENS = ">=0.29,<2"
 _OF_TOKENS = frozenset({"SFTTrainer"})
 _OF_WHOLE_SEQUENCES = frozenset(
-    {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer", "GKDTrainer"}
+    {
+        "DPOTrainer",
+        "KTOTrainer",
+        "RewardTrainer",
+        "experimental.cpo.CPOTrainer",
+        "experimental.gkd.GKDTrainer",
+        "experimental.kto.KTOTrainer",
+        "experimental.orpo.ORPOTrainer",
+    }
 )
 
 
@@ -46,5 +54,10 @@ def expect_known(trainer: Any) -> None:
 
 
 def _class_name(trainer: Any) -> str | None:
-    """The most derived class of TRL that a trainer is of; None if it is none of TRL's."""
-    return next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)
+    """The most derived class of TRL that a trainer is of, with its package if that is experimental; None if of none."""
+    for kind in type(trainer).__mro__:
+        package, *modules = kind.__module__.split(".")
+        if package == "trl":
+            prefix = [] if modules[:1] != ["experimental"] else modules[:2]
+            return ".".join([*prefix, kind.__name__])
+    return None

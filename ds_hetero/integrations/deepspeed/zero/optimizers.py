@@ -179,7 +179,7 @@ def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) 
     """Have an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     training = read_training_facts(ds_config)
-    if (ours := OPTIMIZERS.get(training.zero_stage)):
+    if ours := OPTIMIZERS.get(training.zero_stage):
         patches.replace(
             importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
         )
