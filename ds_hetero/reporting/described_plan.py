@@ -184,7 +184,8 @@ def read_scenario(data: Any) -> PlanScenario:
 
 def _read_workload(data: Any) -> Workload:
     if isinstance(data, Mapping):
-        data = {"tiled_mlp": False, "offload_activations": False, **data}  # files of before do not have these
+        # Files of before do not have these.
+        data = {"tiled_mlp": False, "offload_activations": False, "cut_vocabulary": False, **data}
     _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     usual = asdict(Workload(seq_len=1))
     for name in _WORKLOAD:

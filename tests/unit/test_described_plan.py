@@ -35,6 +35,7 @@ OTHER = {
     "offload_parameters": True,
     "buffers": Buffers(reduce_bucket=10, prefetch_bucket=20, live_parameters=30),
     "data_parallel": 2,
+    "cut_vocabulary": True,
 }
 
 

@@ -217,7 +217,7 @@ def test_facts_that_differ_between_ranks_are_refused_by_key_and_rank(other: JobF
     class ThreeRanks(World):
         def on_all_ranks(self, compute: Any) -> list[Any]:
             own = compute()
-            return [own, (other, None), own]
+            return [own, (other, *own[1:]), own]
 
     with pytest.raises(ConfigError, match=f"the ranks must agree, but {re.escape(message)}"):
         agree_on_facts(ThreeRanks(rank=0, size=3), lambda: facts_of(schedule="ulysses"))
