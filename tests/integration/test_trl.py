@@ -279,7 +279,8 @@ def _refuse(rank: int) -> dict[str, str]:
     return texts
 
 
-def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has() -> None:
+def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.bema_for_ref_model import DPOTrainer
 
     from ds_hetero.errors import ConfigError

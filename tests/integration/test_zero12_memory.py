@@ -19,9 +19,9 @@ from tests.support import run_deepspeed
 
 # About 12 million parameters, 45 MiB in fp32; master weights, moments and their gradient are four times that.
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
-BUDGET_MIB = (
-    175  # the equal share was seen to need more than 180, the small one less than 168, with the stacks of threads
-)
+# The small share was seen to need less than 168 on one kind of machine and less than 185 on another, with the stacks of
+# threads; the equal one needs 67 more.
+BUDGET_MIB = 200
 MIB = 2**20
 M_MMAP_THRESHOLD = -3
 
