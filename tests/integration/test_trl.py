@@ -5,6 +5,8 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from itertools import cycle
 from typing import Any
 
@@ -288,6 +290,57 @@ def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monk
 
     with pytest.raises(ConfigError, match=r"experimental\.bema_for_ref_model\.DPOTrainer is not known to train"):
         expect_known(object.__new__(DPOTrainer))
+
+
+@pytest.mark.slow
+def test_every_trainer_of_trl_is_known_or_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known ones train as on one process in the tests above; of each class the start of ``train()`` asks this."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    classes = _trainer_classes()
+    known = {name for name, kind in classes.items() if _is_known(kind)}
+    of_packages = {f"experimental.{name.lower()}.{name}Trainer" for name in ("CPO", "GKD", "KTO", "ORPO")}
+    assert known == of_packages | {f"{name}Trainer" for name in ("DPO", "KTO", "Reward", "SFT")}
+    assert {"GRPOTrainer", "RLOOTrainer", "experimental.bema_for_ref_model.DPOTrainer"} < classes.keys() - known
+
+
+def _is_known(kind: type) -> bool:
+    from ds_hetero.errors import ConfigError
+    from ds_hetero.integrations.trl.trainers import expect_known
+
+    try:
+        expect_known(object.__new__(kind))
+    except ConfigError as error:
+        assert f"{kind.__name__} is not known to train on parts of sequences" in str(error)
+        return False
+    return True
+
+
+def _trainer_classes() -> dict[str, type]:
+    """All trainers that TRL has, by name, those of experimental packages with the package before it."""
+    import trl.experimental
+    import trl.trainer
+
+    found: dict[str, type] = {}
+    for root in (trl.trainer, trl.experimental):
+        for module in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+            if not module.name.endswith("openenv_harness"):  # needs a package of its own
+                members = vars(importlib.import_module(module.name)).values()
+                found |= {_public_name(kind): kind for kind in members if _is_trainer(kind)}
+    return found
+
+
+def _is_trainer(kind: Any) -> bool:
+    return (
+        isinstance(kind, type)
+        and kind.__module__.startswith("trl.")
+        and kind.__name__.endswith("Trainer")
+        and not kind.__name__.startswith("_")
+    )
+
+
+def _public_name(kind: type) -> str:
+    packages = kind.__module__.split(".")[1:3]
+    return ".".join([*(packages if packages[0] == "experimental" else []), kind.__name__])
 
 
 def test_an_unknown_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
