@@ -22,6 +22,7 @@ from tests.integration.test_pipelines import (
     train,
     trained,
 )
+from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
 FIVE = {
@@ -71,7 +72,7 @@ def all_pairs(rank, folder):
     """By pair of plans, whether the second has the bits of the first, and the loss of the step after."""
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     handle = ds_hetero.register()
     plans = {**FIVE, "alone": ALONE}
     steps = batches(of_eight_samples(ALONE), STEPS + 1, False)
@@ -106,7 +107,7 @@ def adapters_move(rank, folder):
     """Losses of the step after under two plans; whether frozen values are those of the model that was saved."""
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     handle = ds_hetero.register()
     steps = batches(of_eight_samples(ALONE), STEPS + 1, False)
     losses, unchanged = [], []

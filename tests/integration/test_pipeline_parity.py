@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.integration.test_pipelines import PLANS, adamw, errors_against_one_process, pipeline, plan_of, sgd
+from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
 # HexiScale's plan (arXiv:2409.01143, section 3.1) with a fifth of its 40 layers and half of its 24 micro-batches: ranks
@@ -41,7 +42,7 @@ def errors(rank, plans, cases, dtype):
     """By plan and case, the largest difference of a loss, a norm or a parameter over five steps."""
     import ds_hetero
 
-    torch.set_default_dtype(dtype)
+    compute_in(dtype)
     handle = ds_hetero.register()
     optimizer = adamw if dtype is torch.float64 else sgd
     worst = {}

@@ -19,6 +19,7 @@ from tests.integration.test_pipelines import (
     train_alone,
     trained,
 )
+from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
 ONE = plan_of(
@@ -44,7 +45,7 @@ def moved_as_one_process(rank, name, changes, lora):
     from ds_hetero.integrations.deepspeed.pipeline.moving import move_layers
     from ds_hetero.planner.replan.stage_layers import with_layers
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     plan, moves = MOVES[name]
     handle = ds_hetero.register()
     model, whole = (made_model(changes, lora) for _ in range(2))
@@ -97,7 +98,7 @@ def slowed(rank):
     import ds_hetero
     from ds_hetero.job import pipeline_replanning
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     plan = plan_of(pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}))
     told = []
     pipeline_replanning.announce = told.append

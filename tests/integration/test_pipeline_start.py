@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.integration.test_pipelines import adamw, batches, made_model, train_alone, trained
+from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
 LINK = {"bandwidth_gb_per_s": 0.1, "latency_us": 100}
@@ -40,7 +41,7 @@ def searches_and_trains(rank, folder, given):
 
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     handle = ds_hetero.register()
     results = []
     for written in (given, None):

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.integration.test_pipelines import adamw, batches, made_model, pipeline, plan_of, train, trained
+from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
 PLAN = plan_of(
@@ -28,7 +29,7 @@ def watched(rank, folder):
     plan = {**PLAN, "predicted": {"step_s": 10.0}}
     config = {"steps_per_print": 2, **monitor, "heterogeneity": {"schedule": plan}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     train(handle.for_engine(engine), engine, batches(plan, 6, False))
     engine.destroy()
     return told

@@ -15,7 +15,7 @@ from tests.integration.test_pipelines import (
     of_eight_samples,
     trained,
 )
-from tests.integration.tiny import llama
+from tests.integration.tiny import compute_in, llama
 from tests.support import run_deepspeed
 
 
@@ -34,7 +34,7 @@ def saved(rank, folder, changes, **options):
 def trains_from_a_folder(rank, folder, cases):
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     handle = ds_hetero.register()
     outcomes = []
     for number, (plan, changes, options) in enumerate(cases):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.tiny import VOCAB, llama
+from tests.integration.tiny import VOCAB, compute_in, llama
 from tests.support import run_deepspeed
 
 LAYERS, HEADS, KV_HEADS = 4, 4, 2
@@ -95,14 +95,14 @@ def sgd(parameters):
 def trains_as_one_process(rank, plan, changes, packed=False, lora=False):
     import ds_hetero
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     return errors_against_one_process(ds_hetero.register(), plan, changes, packed, lora)
 
 
 def random_plans_train_as_one_process(rank, world_size, seeds, dtype=torch.float64):
     import ds_hetero
 
-    torch.set_default_dtype(dtype)
+    compute_in(dtype)
     optimizer = adamw if dtype is torch.float64 else sgd
     handle = ds_hetero.register()
     worst = {}
@@ -267,7 +267,7 @@ def saved_under_a_plan_loads_under_the_next(rank, folder, order):
     import ds_hetero
     from ds_hetero.integrations.deepspeed.pipeline.checkpoints import read_parts, whole_tensor
 
-    torch.set_default_dtype(torch.float64)
+    compute_in(torch.float64)
     handle = ds_hetero.register()
     steps = batches(PLANS["tensor stage and single stages"], 3, False)
     saved, losses = [], []

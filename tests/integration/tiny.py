@@ -57,6 +57,21 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "attn_implementation": "sdpa", **changes}))
 
 
+def compute_in(dtype: torch.dtype) -> None:
+    """Make `dtype` the default of this process; Llama's norms follow it too.
+
+    transformers rounds inside them to float32, where a difference of float64's last bit now and then moves a value by
+    one of float32's.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    torch.set_default_dtype(dtype)
+    LlamaRMSNorm.forward = forward
+
+
 def samples(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
     """Random tokens; the i-th sample trains on fewer labels than the one before."""
     generator = torch.Generator().manual_seed(1)
