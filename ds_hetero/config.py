@@ -18,7 +18,7 @@ from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
 from ds_hetero.common.reading import check_content, shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import ConfigError
-from ds_hetero.kernel_names import KERNEL_NAMES, KernelName
+from ds_hetero.kernel_names import KERNEL_NAMES, KernelWish
 
 __all__ = [
     "SECTION",
@@ -90,7 +90,7 @@ class HeterogeneitySection(BaseModel):
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
-    attention: KernelName | None = None
+    attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
@@ -124,7 +124,10 @@ _ACCEPTED = {
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',
-    "attention": "one of " + ", ".join(f'"{name}"' for name in KERNEL_NAMES),
+    "attention": "one of "
+    + ", ".join(f'"{name}"' for name in KERNEL_NAMES)
+    + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
+    "for the best",
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',

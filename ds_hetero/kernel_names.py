@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-__all__ = ["KERNEL_NAMES", "KernelName"]
+__all__ = ["KERNEL_NAMES", "KernelName", "KernelWish"]
 
 KernelName = Literal["flash_attn", "torch", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+
+# What a configuration may ask for: one kernel, one by rank, or one by a part of the device's name; None leaves the
+# choice to the device.
+KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None

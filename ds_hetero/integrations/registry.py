@@ -17,6 +17,7 @@ from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.integrations.whole_model import WholeModel
+from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.facts import JobFacts
@@ -190,7 +191,7 @@ class Registry:
         world = World.current()
         facts = agree_on_facts(world, lambda: _read_facts(model, ds_config, sp_sizes))
         start = start_job(world, facts, self.clusters, None if known is None else known.start)
-        replica, kernel = self._replica_of(start.plan), start.section.attention
+        replica, kernel = self._replica_of(start.plan), requested_kernel(start.section.attention, world.rank)
         if known is not None and (known.model.replica is not replica or known.model.kernel != kernel):
             self._forget(known)
             known = None

@@ -22,7 +22,14 @@ from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.capabilities import USUAL_HEAD_DIM, capability_lines, own_capabilities
+from ds_hetero.job.capabilities import (
+    USUAL_HEAD_DIM,
+    capability_lines,
+    device_name,
+    expect_known_devices,
+    own_capabilities,
+    requested_kernel,
+)
 from ds_hetero.job.decide import Decision, decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast
@@ -107,7 +114,7 @@ class MeasuredClusters:
     """The live ranks as clusters, measured once for all models that compute attention alike."""
 
     def __init__(self) -> None:
-        self._clusters: dict[tuple[int, str, str | None, int | None, float | None], Cluster] = {}
+        self._clusters: dict[tuple[int, str, str, int | None, float | None], Cluster] = {}
 
     @waiting_for_peers("measuring the ranks")
     def of(self, world: World, facts: JobFacts) -> Cluster:
@@ -120,10 +127,11 @@ class MeasuredClusters:
         Caller: every rank of the world.
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
-        trained = facts.section.attention, facts.model.head_dim, facts.model.softcap
-        key = world.size, facts.computed_dtype, *trained
+        wish, trained = facts.section.attention, (facts.model.head_dim, facts.model.softcap)
+        key = world.size, facts.computed_dtype, str(wish), *trained  # the same on every rank
         if key not in self._clusters:
-            content, is_new = profile_cached(getattr(torch, facts.computed_dtype), *trained)
+            requested = requested_kernel(wish, world.rank)
+            content, is_new = profile_cached(getattr(torch, facts.computed_dtype), requested, *trained)
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
                 announce(f"{world.size} ranks, {describe_age(content, is_new)}")
@@ -145,27 +153,32 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
         PeerError: another rank failed in a way that is no rule of ds_hetero's.
     """
 
-    def examine() -> tuple[JobFacts, str | None, str]:
+    def examine() -> tuple[JobFacts, str | None, str, str]:
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
             expect_writable(facts.section.report)
-        return facts, check_facts(facts, world.size), own_capabilities(facts) if world.size > 1 else ""
+        slow = check_facts(facts, world.size, world.rank)
+        return facts, slow, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
 
     examined = world.on_all_ranks(examine)
-    _expect_equal_facts([facts for facts, _, _ in examined])
-    if world.rank == 0 and any(slow is not None for _, slow, _ in examined):
-        announce(_by_device([slow for _, slow, _ in examined]))
-    for line in capability_lines([capabilities for *_, capabilities in examined]) if world.rank == 0 else ():
+    of_ranks, slow_types, devices, capabilities = zip(*examined, strict=True)
+    _expect_equal_facts(of_ranks)
+    expect_known_devices(of_ranks[0].section.attention, devices)
+    if world.rank == 0 and any(slow is not None for slow in slow_types):
+        announce(_by_device(slow_types))
+    for line in capability_lines(capabilities) if world.rank == 0 else ():
         announce(line)
-    return examined[world.rank][0]
+    facts: JobFacts = of_ranks[world.rank]
+    return facts
 
 
-def check_facts(facts: JobFacts, world_size: int) -> str | None:
+def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
     """Refuse what this rank alone can see of a job to be impossible, before anything is measured.
 
     Args:
         facts: as this rank has read them.
         world_size: ranks of the job.
+        rank: this one.
 
     Returns:
         See `expect_kernel`.
@@ -178,14 +191,15 @@ def check_facts(facts: JobFacts, world_size: int) -> str | None:
         facts.model.expect_spec()
     if facts.section.schedule in STRATEGIES:
         replica_size(facts.sp_sizes, world_size)
-    return expect_kernel(facts)
+    return expect_kernel(facts, rank)
 
 
-def expect_kernel(facts: JobFacts) -> str | None:
+def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
     """Refuse a kernel that does not work on this rank's device.
 
     Args:
         facts: as this rank has read them.
+        rank: this one.
 
     Returns:
         What the device computes slowly though it works, for people; None if there is nothing.
@@ -195,8 +209,8 @@ def expect_kernel(facts: JobFacts) -> str | None:
     """
     device, dtype = default_device(), getattr(torch, facts.computed_dtype)
     head_dim = facts.model.head_dim or USUAL_HEAD_DIM
-    if facts.section.attention is not None:
-        select(torch.device(device.type), dtype, head_dim, facts.model.softcap, facts.section.attention)
+    if (requested := requested_kernel(facts.section.attention, rank)) is not None:
+        select(torch.device(device.type), dtype, head_dim, facts.model.softcap, requested)
     if dtype is torch.bfloat16 and not has_native_bf16(device):
         return f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself"
     return None

@@ -58,3 +58,33 @@ def _check(rank: int, name: str) -> None:
     for feature, case in cases.items():
         error = largest_error(case, replica, LENGTH, torch.device("cpu"))
         assert error <= TOLERANCE, f"{feature} on rank {rank}: {error:.1e}"
+
+
+def test_the_section_names_a_kernel_by_rank() -> None:
+    told = run_ranks(_train, 3)
+    assert [kernel for kernel, _ in told] == ["triton", "torch", None]
+    assert all(error < 1e-5 for _, error in told), told
+
+
+def _train(rank: int) -> tuple[str | None, float]:
+    """The kernel of this rank, and how far its gradients are from those of one process."""
+    import ds_hetero
+    from tests.integration.tiny import batches, llama
+
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    whole, model = llama(**sizes), llama(**sizes)
+    (batch,) = batches(1)
+    whole(**batch).loss.backward()
+    schedule = uneven_schedules(3)["sub-rings"].to_dict()
+    handle = ds_hetero.register()
+    section = {"schedule": schedule, "attention": ["triton", "torch", None], "verify": "off"}
+    prepared = handle.registry.prepare(model, {"heterogeneity": section}, {})
+    (shard,) = handle.dataloader([batch])
+    handle.loss(model(**{**shard, "labels": shard["shift_labels"]}), shard).backward()
+    errors = []
+    for expected, parameter in zip(whole.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None and parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+        errors.append(float((parameter.grad / 3 - expected.grad).norm() / expected.grad.norm()))
+    handle.undo()
+    return prepared.model.kernel, max(errors)

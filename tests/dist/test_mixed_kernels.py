@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("schedules", ["sub-rings", pytest.param("not sub-rings", marks=pytest.mark.slow)])
-def test_ranks_with_different_kernels_equal_one_process(schedules: str) -> None:
+@pytest.mark.parametrize("tests", ["sub-rings", pytest.param("not sub-rings", marks=pytest.mark.slow)])
+def test_ranks_with_different_kernels_equal_one_process(tests: str) -> None:
     """Triton decides at its first import whether it interprets, and the ranks' server has it: a fresh process."""
     file = Path(__file__).with_name("mixed_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", schedules, str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, str(file)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,9 +10,10 @@ import torch
 
 from ds_hetero.config import read_section
 from ds_hetero.errors import ConfigError
-from ds_hetero.job import start
-from ds_hetero.job.capabilities import capability_lines, own_capabilities
+from ds_hetero.job import capabilities, start
+from ds_hetero.job.capabilities import capability_lines, expect_known_devices, own_capabilities, requested_kernel
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.kernel_names import KernelWish
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
 
 
@@ -63,11 +64,47 @@ def test_bfloat16_that_is_emulated_is_said_in_one_line_with_the_ranks(
 
 
 def test_ranks_that_are_unlike_are_told_with_what_each_can() -> None:
-    own = own_capabilities(_facts("float32"))
+    own = own_capabilities(_facts("float32"), 0)
     assert own == f"CPU, attention by torch, bfloat16 native, torch {torch.__version__}"
     assert capability_lines([own, own]) == []
     assert capability_lines([own, "T4", own]) == [f"ranks 0, 2: {own}", "rank 1: T4"]
-    assert "attention by triton" not in own_capabilities(_facts("float32", attention="torch"))
+    assert "attention by triton" not in own_capabilities(_facts("float32", attention="torch"), 0)
+
+
+def test_a_kernel_is_named_by_rank_or_by_a_part_of_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requested_kernel("torch", 3) == "torch"
+    assert [requested_kernel(["torch", None], rank) for rank in range(2)] == ["torch", None]
+    monkeypatch.setattr(capabilities, "device_name", lambda: "Tesla V100-SXM2-16GB")
+    assert requested_kernel({"v100": "torch", "A100": "flash_attn"}, 0) == "torch"
+    assert requested_kernel({"A100": "flash_attn"}, 0) is None
+    expect_known_devices({"V100": "torch"}, ["Tesla V100-SXM2-16GB", "CPU"])
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (["torch"], r'"heterogeneity.attention" names kernels for 1 ranks, and this is rank 1\. Give it one entry'),
+        ({"V100": "torch", "Tesla": "triton"}, r"'V100' and 'Tesla' are both parts of the name of rank 1's device"),
+    ],
+)
+def test_a_kernel_that_is_named_twice_or_not_at_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wish: KernelWish, said: str
+) -> None:
+    monkeypatch.setattr(capabilities, "device_name", lambda: "Tesla V100-SXM2-16GB")
+    with pytest.raises(ConfigError, match=said):
+        requested_kernel(wish, 1)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (["torch"] * 3, r'"heterogeneity.attention" has 3 entries; there are 2 ranks\.'),
+        ({"V10": "torch", "H100": "flash_attn"}, r'"H100" is no part of any device.s name\. They are Tesla V100, CPU'),
+    ],
+)
+def test_kernels_for_devices_that_are_not_there_are_refused(wish: KernelWish, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        expect_known_devices(wish, ["Tesla V100", "CPU"])
 
 
 def test_a_kernel_that_does_not_work_here_is_refused_at_the_start_whatever_the_schedule() -> None:

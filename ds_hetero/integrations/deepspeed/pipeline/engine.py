@@ -48,6 +48,7 @@ from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.stages import StageModel, check_stages, is_on_meta
+from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.monitor import steps_between
 from ds_hetero.job.pipeline_monitor import PipelineMonitor
 from ds_hetero.job.pipeline_replanning import LayerReplanning
@@ -131,7 +132,7 @@ class PipelineInstaller:
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             section = section_of(self._ds_config)
-            stage.shard_sequences(replica, None if section is None else section.attention)
+            stage.shard_sequences(replica, None if section is None else requested_kernel(section.attention, self._rank))
         boundaries = make_boundary_groups(self._plan, made)
         engine, *rest = self._build(stage, named)
         runner = None
