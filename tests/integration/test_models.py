@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "MambaConfig",
         "MambaForCausalLM",
         {"attn_implementation": "eager"},
-        "does not use transformers' attention interface",
+        "does not declare that its attention may be replaced",
     ),
     "state space of the first kind": (
         "JambaConfig",

@@ -40,6 +40,8 @@ POOLS = (
     "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
 )
+# By model_type, models that take their attention from transformers' registry though they do not declare it.
+_UNDECLARED = ("biogpt", "stablelm")
 # By model_type, attention that goes through transformers' interface and is another's all the same.
 _OWN_ATTENTION = {
     "doge": "its attention chooses keys by their content, in masks of its own",
@@ -131,7 +133,7 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
     decoder: Any = decoder_of(pretrained)
     compatible = getattr(decoder, "is_backend_compatible", pretrained.is_backend_compatible)
     if not (compatible() or _asks_registry(pretrained)):
-        yield "it does not use transformers' attention interface, so its attention cannot be replaced"
+        yield "transformers does not declare that its attention may be replaced (`_supports_attention_backend`)"
     if getattr(pretrained.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder; cross attention is not supported"
     if type(pretrained).__name__.endswith(_POOLED):
@@ -143,9 +145,10 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def _asks_registry(pretrained: PretrainedModel) -> bool:
-    """Whether a model whose recurrent layers are not of the registry takes the attention of the others from there."""
-    file = sys.modules[type(decoder_of(pretrained)).__module__]
-    return has_doors(decoder_of(pretrained)) and hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+    """Whether a model takes its attention from transformers' registry, or that of its layers with attention."""
+    decoder = decoder_of(pretrained)
+    known = has_doors(decoder) or getattr(pretrained.config, "model_type", "") in _UNDECLARED
+    return known and hasattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
