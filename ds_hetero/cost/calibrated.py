@@ -37,13 +37,15 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import memory_parts
 from ds_hetero.cost.terms.peak_memory import peak_parts
-from ds_hetero.cost.terms.ring_time import alone_s, ring_finish_s
+from ds_hetero.cost.terms.ring_time import ring_finish_s
 from ds_hetero.cost.terms.zero_time import Collective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.schedule import Schedule
 
 __all__ = ["CalibratedCostModel"]
+
+ROUNDING = 1e-12  # relative; by which sums in another order may differ
 
 
 class CalibratedCostModel(CostModel):
@@ -94,13 +96,39 @@ class CalibratedCostModel(CostModel):
         attention_B = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
         return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
 
+    def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
+        """The same where it is less than ``below_B``.
+
+        What ranks compute rules most of the others out, and exchanges most of the rest: few go through the ring, which
+        is the longest part of an evaluation.
+        """
+        if self._recurrent is not None:
+            return super().block_s_below(grouping, tokens_BD, heads_BD, below_B)
+        block, time_B = self._block, np.full(len(tokens_BD), np.inf)
+        work = block.work(grouping, tokens_BD, heads_BD)
+        computes = [block.compute(work, block_pass) for block_pass in block.passes]
+        rows, exchange_BK = np.arange(len(tokens_BD)), np.zeros((1, grouping.num_groups))
+        for exchanges in (False, True):
+            if exchanges:
+                exchange_BK = block.exchange_s(work)
+            least_B = self._block_s([compute.least_s(exchange_BK) for compute in computes])
+            kept = np.flatnonzero(least_B < below_B[rows] * (1 + ROUNDING))
+            if not len(kept):
+                return time_B
+            rows, work, computes = rows[kept], work.take(kept), [compute.take(kept) for compute in computes]
+        assigned = block.with_transfers(work, exchange_BK[kept])
+        rings = [block.ring_of(*each) for each in zip(computes, (assigned, assigned), block.passes, strict=True)]
+        time_B[rows] = self._block_s([ring_finish_s(ring) for ring in rings])
+        return time_B
+
     def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
         """Time of one block whose keys and values are always there; 0 for contiguous causal groups and recurrences."""
-        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        rings = [self._block.ring(assigned, block_pass)[1] for block_pass in self._block.passes]
-        if rings[0].contiguous_causal or self._recurrent is not None:
+        work = self._block.work(grouping, tokens_D[None], heads_D[None])
+        computes = [self._block.compute(work, block_pass) for block_pass in self._block.passes]
+        if computes[0].contiguous_causal or self._recurrent is not None:
             return 0.0
-        return float(self._block_s([alone_s(ring).max(axis=1) for ring in rings])[0])
+        exchange_BK = self._block.exchange_s(work)
+        return float(self._block_s([compute.least_s(exchange_BK) for compute in computes])[0])
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.

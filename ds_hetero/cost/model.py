@@ -62,6 +62,11 @@ class CostModel(ABC):
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Time of one block for many assignments of one grouping, ``[B]``; does not look at memory."""
 
+    def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
+        """`block_s_many` where it is less than ``below_B``, and at least that much, or infinity, elsewhere, ``[B]``."""
+        time_B = self.block_s_many(grouping, tokens_BD, heads_BD)
+        return np.where(time_B < below_B, time_B, np.inf)
+
     @abstractmethod
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part."""

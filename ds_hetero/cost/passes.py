@@ -25,7 +25,7 @@ from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Pass"]
+__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Pass", "PassCompute", "Work"]
 
 PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
@@ -52,8 +52,8 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignedWork:
-    """What both passes need of tokens and heads.
+class Work:
+    """What both passes need of tokens and heads to say how long each rank computes.
 
     Args:
         grouping: the groups.
@@ -62,10 +62,6 @@ class AssignedWork:
         kv_heads_BD: KV heads that these need.
         length_BK: tokens of every group.
         rows_BD: query rows of a rank: tokens of its group x its heads x sequences.
-        exchange_BK: both all-to-alls of one pass, in seconds.
-        latency_BK: start-up of a ring transfer into a group.
-        transfer_BK: its seconds per token and byte of a KV head.
-        shared_BK: its least seconds per byte of a KV head, where others use the same NIC or switch.
     """
 
     grouping: Grouping
@@ -74,10 +70,59 @@ class AssignedWork:
     kv_heads_BD: Ints
     length_BK: Floats
     rows_BD: Floats
+
+    def take(self, rows: Ints) -> Work:
+        """The work of some assignments."""
+        arrays = (self.tokens_BD, self.heads_BD, self.kv_heads_BD, self.length_BK, self.rows_BD)
+        return Work(self.grouping, *(each[rows] for each in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedWork(Work):
+    """The work, and how long its bytes travel, ``[B, K]`` each.
+
+    Args:
+        exchange_BK: both all-to-alls of one pass, in seconds.
+        latency_BK: start-up of a ring transfer into a group.
+        transfer_BK: its seconds per token and byte of a KV head.
+        shared_BK: its least seconds per byte of a KV head, where others use the same NIC or switch.
+    """
+
     exchange_BK: Floats
     latency_BK: Floats
     transfer_BK: Floats
     shared_BK: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class PassCompute:
+    """What the groups compute in one pass, ``[B, K]`` each.
+
+    Args:
+        non_attention_BK: time outside attention of the slowest rank.
+        length_BK: tokens of every group.
+        slope_BK, fixed_BK: time of attention per token of a block, and per block.
+        contiguous_causal: whether a group computes less of some blocks than of others.
+    """
+
+    non_attention_BK: Floats
+    length_BK: Floats
+    slope_BK: Floats
+    fixed_BK: Floats
+    contiguous_causal: bool
+
+    def take(self, rows: Ints) -> PassCompute:
+        """Of some assignments."""
+        arrays = (self.non_attention_BK, self.length_BK, self.slope_BK, self.fixed_BK)
+        return PassCompute(*(each[rows] for each in arrays), self.contiguous_causal)
+
+    def least_s(self, exchange_BK: Floats | float) -> Floats:
+        """A time that the pass does not undercut whatever its ring's transfers take, ``[B]``."""
+        ready_BK = self.non_attention_BK + exchange_BK
+        if not self.contiguous_causal:
+            ready_BK = ready_BK + self.slope_BK * self.length_BK.sum(axis=1)[:, None]
+            ready_BK = ready_BK + self.fixed_BK * self.length_BK.shape[1]
+        return np.asarray(ready_BK.max(axis=1))
 
 
 class BlockPasses:
@@ -114,87 +159,103 @@ class BlockPasses:
             )
         )
 
-    def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:
+    def work(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Work:
         """The work that tokens and heads amount to."""
         length_BK = grouping.by_group(np.add, tokens_BD)
-        length_BD = length_BK[:, grouping.group_of]
-        per_kv_head = self.model.queries_per_kv_head
-        kv_heads_BD = kv_heads_of_ranks(grouping, heads_BD, per_kv_head)
-        latency_BK, transfer_BK, shared_BK = ring_transfers_s(grouping, heads_BD, length_BK, per_kv_head)
-        return AssignedWork(
+        return Work(
             grouping=grouping,
             tokens_BD=tokens_BD,
             heads_BD=heads_BD,
-            kv_heads_BD=kv_heads_BD,
+            kv_heads_BD=kv_heads_of_ranks(grouping, heads_BD, self.model.queries_per_kv_head),
             length_BK=length_BK,
-            rows_BD=self.workload.micro_batch * length_BD * heads_BD,
-            exchange_BK=self._exchange_s(grouping, tokens_BD, heads_BD, kv_heads_BD, length_BD),
-            latency_BK=latency_BK,
-            transfer_BK=transfer_BK,
-            shared_BK=shared_BK,
+            rows_BD=self.workload.micro_batch * length_BK[:, grouping.group_of] * heads_BD,
+        )
+
+    def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:
+        """The same with its transfers."""
+        work = self.work(grouping, tokens_BD, heads_BD)
+        return self.with_transfers(work, self.exchange_s(work))
+
+    def with_transfers(self, work: Work, exchange_BK: Floats) -> AssignedWork:
+        """Add the ring's transfers to the exchanges of `exchange_s`."""
+        of_work = [getattr(work, name) for name in Work.__slots__]
+        ring = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, self.model.queries_per_kv_head)
+        return AssignedWork(*of_work, exchange_BK, *ring)
+
+    def compute(self, work: Work, block_pass: Pass) -> PassCompute:
+        """What the groups compute in one pass."""
+        grouping, whole = work.grouping, self.workload.seq_len
+        slope_BD, fixed_BD, contiguous_causal = self.attention_s(work, block_pass)
+        slope_BK = grouping.by_group(np.maximum, slope_BD)
+        total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * grouping.num_groups)
+        return PassCompute(
+            non_attention_BK=grouping.by_group(np.maximum, self.non_attention_s(work.tokens_BD, block_pass)),
+            length_BK=work.length_BK,
+            slope_BK=slope_BK,
+            fixed_BK=(total_BK - slope_BK * whole) / grouping.num_groups,
+            contiguous_causal=contiguous_causal,
         )
 
     def ring(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, RingCoefficients]:
         """Non-attention time of every group, ``[B, K]``, and one pass around the ring."""
-        grouping, backward = assigned.grouping, block_pass.name == "backward"
-        non_attention_BK = grouping.by_group(np.maximum, self.non_attention_s(assigned.tokens_BD, block_pass))
-        slope_BD, fixed_BD, contiguous_causal = self.attention_s(assigned, block_pass)
-        whole, num_groups = self.workload.seq_len, grouping.num_groups
-        slope_BK = grouping.by_group(np.maximum, slope_BD)
-        total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * num_groups)
+        compute = self.compute(assigned, block_pass)
+        return compute.non_attention_BK, self.ring_of(compute, assigned, block_pass)
+
+    def ring_of(self, compute: PassCompute, assigned: AssignedWork, block_pass: Pass) -> RingCoefficients:
+        """One pass around the ring of what the groups compute."""
+        backward, num_groups = block_pass.name == "backward", compute.length_BK.shape[1]
         gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
         latency_BK, transfer_BK, shared_BK = assigned.latency_BK, assigned.transfer_BK, assigned.shared_BK
         if backward:  # a transfer into p comes over the link from p to p + 1
             following = np.arange(1, num_groups + 1) % num_groups
             latency_BK, transfer_BK, shared_BK = (part[:, following] for part in (latency_BK, transfer_BK, shared_BK))
-        return non_attention_BK, RingCoefficients(
-            start_s=non_attention_BK + assigned.exchange_BK,
-            length=assigned.length_BK,
-            slope_s=slope_BK,
-            fixed_s=(total_BK - slope_BK * whole) / num_groups,
+        return RingCoefficients(
+            start_s=compute.non_attention_BK + assigned.exchange_BK,
+            length=compute.length_BK,
+            slope_s=compute.slope_BK,
+            fixed_s=compute.fixed_BK,
             latency_s=latency_BK,
             kv_s=transfer_BK * (2 * self._unit_bytes),
             gradient_s=transfer_BK * (gradient_bytes if backward else 0),
             shared_kv_s=shared_BK * (2 * self._unit_bytes),
             shared_gradient_s=shared_BK * (gradient_bytes if backward else 0),
             backward=backward,
-            contiguous_causal=contiguous_causal,
+            contiguous_causal=compute.contiguous_causal,
         )
 
     def non_attention_s(self, tokens_BD: Floats, block_pass: Pass) -> Floats:
         """Time of every rank outside attention, ``[B, D]``; a rank without tokens computes one that stands for none."""
         return np.asarray(np.maximum(tokens_BD, PLACEHOLDER_TOKENS) * block_pass.token_s + block_pass.fixed_s)
 
-    def attention_s(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, Floats, bool]:
+    def attention_s(self, work: Work, block_pass: Pass) -> tuple[Floats, Floats, bool]:
         """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
 
         With more than one group partial results are merged in fp32, and backward adds up partial dK and dV; K - 1 hops
         of the ring take the host's time, spread over the K blocks.
         """
-        work, num_groups = self.workload, assigned.grouping.num_groups
-        contiguous_causal = work.causal and num_groups > 1 and not assigned.grouping.zigzag
-        share = 0.5 if work.causal and not contiguous_causal else 1.0
-        active_BD = assigned.rows_BD > 0
-        slope_BD = np.where(active_BD, share * block_pass.attention_s * (assigned.rows_BD + self.rates.half_rows), 0.0)
+        causal, num_groups = self.workload.causal, work.grouping.num_groups
+        contiguous_causal = causal and num_groups > 1 and not work.grouping.zigzag
+        share = 0.5 if causal and not contiguous_causal else 1.0
+        active_BD = work.rows_BD > 0
+        slope_BD = np.where(active_BD, share * block_pass.attention_s * (work.rows_BD + self.rates.half_rows), 0.0)
         fixed_BD = slope_BD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
         # The local block's diagonal, once per pass and therefore spread over the blocks.
-        fixed_BD = fixed_BD + assigned.rows_BD * (block_pass.attention_s * self.rates.edge_keys / num_groups)
+        fixed_BD = fixed_BD + work.rows_BD * (block_pass.attention_s * self.rates.edge_keys / num_groups)
         if num_groups > 1:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
             hops_s_D = self.cluster.message_overhead_s * ((num_groups - 1) / num_groups)
-            fixed_BD = fixed_BD + assigned.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
+            fixed_BD = fixed_BD + work.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
             if block_pass.name == "backward":
-                slope_BD = slope_BD + 2 * work.micro_batch * assigned.kv_heads_BD * merge_s_D
+                slope_BD = slope_BD + 2 * self.workload.micro_batch * work.kv_heads_BD * merge_s_D
         return slope_BD, fixed_BD, contiguous_causal
 
-    def _exchange_s(
-        self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, kv_heads_BD: Ints, length_BD: Floats
-    ) -> Floats:
+    def exchange_s(self, work: Work) -> Floats:
         """Both all-to-alls of one pass, ``[B, K]``: q, k, v one way and the output the other (or their gradients).
 
         Packing and unpacking reads and writes what is sent and received once more, and takes the host of every rank
         some time whatever the bytes; single ranks exchange nothing.
         """
+        grouping, tokens_BD, heads_BD, kv_heads_BD = work.grouping, work.tokens_BD, work.heads_BD, work.kv_heads_BD
         if grouping.num_groups == len(grouping.order):
             return np.zeros((len(tokens_BD), grouping.num_groups))
         width_BD = heads_BD + 2 * kv_heads_BD  # q, k and v
@@ -203,7 +264,7 @@ class BlockPasses:
             np.concatenate([tokens_BD, tokens_BD]),
             self._unit_bytes * np.concatenate([width_BD, heads_BD]).astype(np.float64),
         )
-        model = self.model
+        model, length_BD = self.model, work.length_BK[:, grouping.group_of]
         packed_BD = tokens_BD * (2 * model.num_heads + 2 * model.num_kv_heads) + length_BD * (width_BD + heads_BD)
         copies_BK = grouping.by_group(np.maximum, 2 * self._unit_bytes * packed_BD * self.rates.memory_s_per_byte)
         moved_BK = both[: len(tokens_BD)] + both[len(tokens_BD) :] + copies_BK

@@ -347,6 +347,10 @@ def test_block_time_is_consistent(case):
     other = tokens[::-1].copy()
     many = bound.block_s_many(grouping, np.stack([tokens, other]), np.stack([heads, heads]))
     assert many.tolist() == pytest.approx([found.block_s, bound.block_s(grouping, other, heads)], rel=1e-12)
+    for limit_B in (many * 1.001, many * 0.999, np.full(2, many.mean())):
+        below = bound.block_s_below(grouping, np.stack([tokens, other]), np.stack([heads, heads]), limit_B)
+        exact = below == many
+        assert (exact | (below >= limit_B)).all() and exact[many < limit_B].all()
     assert found.bound_s <= found.block_s * (1 + 1e-9)
     if schedule.layout == "zigzag":
         length_D = grouping.by_group(np.add, tokens)[grouping.group_of]

@@ -43,6 +43,8 @@ def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
         if of_set.is_spent(ONE_PARTITION):
             continue
         for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1):
+            if of_set.is_spent(ONE_PARTITION):
+                break
             groups = with_idle(problem, groups, active)
             assignment = best_assignment(problem, groups, active, of_set)
             if assignment is not None:
@@ -58,7 +60,7 @@ def best_assignment(
 
     None where a group has no working rank, nothing fits into memory, or the budget is used up.
     """
-    if not all(active[group].any() for group in groups):
+    if budget.is_spent(ONE_PARTITION) or not all(active[group].any() for group in groups):
         return None
     few = problem.num_ranks <= EXHAUSTIVE_RANKS
     best: Assignment | None = None

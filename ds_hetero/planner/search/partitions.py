@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import TypeVar
 
 import numpy as np
@@ -29,15 +29,10 @@ Mask = Bools
 M1 = 64  # partitions kept by stage I, HexiSeq's value
 
 
-def groupings(problem: Problem, active: Mask, keep: int = M1) -> list[list[Ints]]:
+def groupings(problem: Problem, active: Mask, keep: int = M1) -> Iterator[list[Ints]]:
     """At most ``keep`` partitions of the active ranks, without repeats; idle ranks are left out."""
-    ranks = np.flatnonzero(active)
-    partitions: dict[bytes, list[Ints]] = {}
-    for groups in _candidates(problem, ranks):
-        partitions.setdefault(b"|".join(group.tobytes() for group in groups), groups)
-        if len(partitions) == keep:
-            break
-    return list(partitions.values())
+    candidates = _candidates(problem, np.flatnonzero(active))
+    yield from islice(_once(candidates, lambda groups: b"|".join(group.tobytes() for group in groups)), keep)
 
 
 def _candidates(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:

@@ -136,7 +136,11 @@ class Problem:
 
     def best_row(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float) -> Assignment | None:
         """The same for arrays. Memory is only looked at for rows that would be chosen."""
-        time_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD) + self._loss_s(tokens_BD)
+        loss_B = self._loss_s(tokens_BD)
+        if np.isfinite(below_s):
+            time_s = self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B) + loss_B
+        else:
+            time_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD) + loss_B
         rows = np.flatnonzero(time_s < below_s)
         rows = rows[np.argsort(time_s[rows], kind="stable")]
         first, count = 0, FIRST_ROWS
