@@ -40,14 +40,16 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
     bins = (heads_TC @ count_C) // num_heads
     possible = np.flatnonzero(bins >= 1)
     possible = possible[np.argsort(levels[possible] / bins[possible], kind="stable")][: 3 * keep]
-    covers = []
+    covers: list[tuple[float, int, float, list[Ints], Ints]] = []
     for i in possible:
+        if sum(each[0] < levels[i] / bins[i] for each in covers) >= keep:
+            break  # no cover of this level or of a later one is among the best
         heads_C = heads_TC[i].astype(np.int64)
         patterns = minimal_covers(heads_C, count_C, num_heads)
         for thrift in THRIFT:
             groups, left = cover(patterns, heads_C, count_C, num_heads, thrift)
             if groups:
-                covers.append((levels[i] / len(groups), i, thrift, groups, left))
+                covers.append((float(levels[i]) / len(groups), int(i), thrift, groups, left))
     covers.sort(key=lambda item: item[:3])
     for _, i, _, groups, left in covers[:keep]:
         yield float(levels[i]), groups, left
