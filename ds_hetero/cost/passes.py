@@ -74,7 +74,7 @@ class Work:
     def take(self, rows: Ints) -> Work:
         """The work of some assignments."""
         arrays = (self.tokens_BD, self.heads_BD, self.kv_heads_BD, self.length_BK, self.rows_BD)
-        return Work(self.grouping, *(each[rows] for each in arrays))
+        return Work(self.grouping, *(each.take(rows, axis=0) for each in arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PassCompute:
     def take(self, rows: Ints) -> PassCompute:
         """Of some assignments."""
         arrays = (self.non_attention_BK, self.length_BK, self.slope_BK, self.fixed_BK)
-        return PassCompute(*(each[rows] for each in arrays), self.contiguous_causal)
+        return PassCompute(*(each.take(rows, axis=0) for each in arrays), self.contiguous_causal)
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
         """A time that the pass does not undercut whatever its ring's transfers take, ``[B]``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -123,6 +124,11 @@ class Problem:
     @cached_property
     def tried(self) -> dict[tuple[bytes, ...], Tried]:
         """What descents have tried in vain, by grouping, tokens and heads that they started from."""
+        return {}
+
+    @cached_property
+    def of_heads(self) -> dict[tuple[bytes, ...], Any]:
+        """What moves from assignments of the same grouping and heads share; see `proposals`."""
         return {}
 
     def best(

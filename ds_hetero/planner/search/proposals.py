@@ -6,6 +6,7 @@ Dimension key: D ranks, K groups, S sets of ranks, X proposals.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations, product
 
 import numpy as np
@@ -67,8 +68,9 @@ def is_paired(problem: Problem, step: float) -> bool:
 
 def proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float, tried: Tried) -> Moves:
     """All moves of a step from here; those that do not depend on the step only once."""
-    moves, rank_class = Moves(), _rank_classes(problem, grouping, at)
-    by_sets_XD, pairs_XD = _token_moves(problem, grouping, at.tokens, rank_class, step), _pair_moves(at.tokens, step)
+    moves, of_heads = Moves(), _of_heads(problem, grouping, at)
+    by_sets_XD = _token_moves(problem, grouping, at.tokens, of_heads.sets_SD, step)
+    pairs_XD = _pair_moves(at.tokens, step)
     again = 0 if tried.rows_of_heads is None else len(pairs_XD) // 2  # a rank gives all that it has
     moves.add(problem.round(by_sets_XD), np.broadcast_to(at.heads, by_sets_XD.shape))
     moves.leave_out(again)
@@ -77,16 +79,16 @@ def proposals(problem: Problem, grouping: Grouping, at: Assignment, step: float,
     if tried.rows_of_heads is not None and not is_paired(problem, step):
         moves.leave_out(tried.rows_of_heads)
     else:
-        changed_XD = _head_moves(problem, grouping, at, rank_class, paired=step == STEPS[-1])
+        changed_XD = of_heads.moves(paired=step == STEPS[-1])
         _add_head_moves(moves, problem, grouping, at, changed_XD)
     if problem.num_ranks <= MAX_PAIRED_RANKS and step in BOTH_STEPS:
-        single_XD = _head_moves(problem, grouping, at, rank_class, paired=False)
+        single_XD = of_heads.moves(paired=False)
         both_XD = problem.round(np.repeat(pairs_XD, len(single_XD), axis=0))
         moves.add(both_XD, np.tile(single_XD, (len(pairs_XD), 1)))
     if problem.coarse and step == STEPS[-1]:
         if changed_XD is None:
-            changed_XD = _head_moves(problem, grouping, at, rank_class, paired=True)
-        _add_unit_moves(moves, problem, grouping, at, rank_class, changed_XD)
+            changed_XD = of_heads.moves(paired=True)
+        _add_unit_moves(moves, problem, grouping, at, of_heads.rank_class, changed_XD)
     return moves
 
 
@@ -115,6 +117,37 @@ def _add_unit_moves(
         unit_XD = at.tokens + problem.token_unit * moves_XD
         unit_XD = unit_XD[(unit_XD >= 0).all(axis=1)]
         moves.add(np.repeat(unit_XD, len(with_XD), axis=0), np.tile(with_XD, (len(unit_XD), 1)))
+
+
+class _OfHeads:
+    """What moves depend on if only tokens change: classes and sets of ranks, and the moves of heads.
+
+    Attributes:
+        rank_class: see `_rank_classes`.
+        sets_SD: see `_sets`.
+    """
+
+    def __init__(self, problem: Problem, grouping: Grouping, at: Assignment) -> None:
+        self.rank_class = _rank_classes(problem, grouping, at)
+        self.sets_SD = _sets(problem, grouping, self.rank_class)
+        self._made: dict[bool, Ints] = {}
+        self._make = partial(_head_moves, problem, grouping, at, self.rank_class)
+
+    def moves(self, *, paired: bool) -> Ints:
+        """Return `_head_moves`."""
+        if paired not in self._made:
+            self._made[paired] = self._make(paired)
+        return self._made[paired]
+
+
+def _of_heads(problem: Problem, grouping: Grouping, at: Assignment) -> _OfHeads:
+    """Make it, or find it where there are few ranks, of which a search meets the same heads again and again."""
+    if problem.num_ranks > FEW_SETS:
+        return _OfHeads(problem, grouping, at)
+    key = grouping.order.tobytes(), grouping.offsets.tobytes(), at.heads.tobytes()
+    if key not in problem.of_heads:
+        problem.of_heads[key] = _OfHeads(problem, grouping, at)
+    return problem.of_heads[key]
 
 
 def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
@@ -152,9 +185,8 @@ def _masks(labels: Sequence[tuple[Ints, int]], num_ranks: int) -> Masks:
     return np.array(list(unique.values()), dtype=bool).reshape(-1, num_ranks)
 
 
-def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, rank_class: Ints, step: float) -> Floats:
+def _token_moves(problem: Problem, grouping: Grouping, tokens: Floats, masks_SD: Masks, step: float) -> Floats:
     """Give a set of ranks a little more or less: at the expense of everybody, or of the rest of their groups."""
-    masks_SD = _sets(problem, grouping, rank_class)
     factors = np.array([1 + step, 1 / (1 + step)])
     scaled = (tokens * np.where(masks_SD[:, None, :], factors[:, None], 1.0)).reshape(-1, problem.num_ranks)
     everybody = filled(scaled, tokens, tokens.sum())
