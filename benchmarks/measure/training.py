@@ -33,6 +33,7 @@ from benchmarks.measure.contenders import (
 from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.integrations.handle import Handle
 from ds_hetero.placement import stream_placement
+from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION
 from ds_hetero.schedule import Schedule
 
 __all__ = ["Step", "alone_step", "make_loaded_step", "make_scheduled_step", "make_step"]
@@ -68,7 +69,10 @@ def _engine_for(model: Any, shape: Shape, mpu: Any = None, **config: Any) -> Any
 
 
 def _batch(shape: Shape, length: int, positions: list[int]) -> dict[str, Tensor]:
-    """This rank's shard of a batch; steps are measured, not loaders."""
+    """This rank's shard of a batch, one column that stands for none without tokens: steps are measured, not loaders."""
+    if not positions:
+        column = {"input_ids": 0, "position_ids": PLACEHOLDER_POSITION, "shift_labels": _IGNORED}
+        return {name: torch.full((shape.batch_size, 1), value) for name, value in column.items()}
     tokens = torch.randint(VOCABULARY, (shape.batch_size, length), generator=torch.Generator().manual_seed(1))
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
     return {

@@ -19,9 +19,11 @@ from benchmarks.lab import launch
 from benchmarks.lab.mesh import summarize as summarize_mesh
 from benchmarks.lab.replan import summarize as summarize_replan
 from benchmarks.lab.ring import STRATEGIES, summarize
+from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER
 from benchmarks.measure.statistics import within_bound
-from tests.support import ROOT
+from ds_hetero.schedule import Group, Schedule
+from tests.support import ROOT, run_deepspeed
 
 pytestmark = pytest.mark.slow  # emulated speeds take the time that they emulate
 
@@ -159,6 +161,25 @@ def test_mesh_results_become_rows():
     assert rows["plan"]["over_best_uniform"] == 2.0
     assert rows["plan"]["efficiency_against_bound"] == pytest.approx(0.8)  # 2 s x 4 / 10
     assert rows["stock"]["tokens_per_s"] == pytest.approx(100 / 3)
+
+
+def test_a_rank_without_tokens_takes_the_steps_of_the_others():
+    run_deepspeed(_check_step_without_tokens, 2)
+
+
+def _check_step_without_tokens(rank):
+    import deepspeed
+
+    from benchmarks.measure.training import make_scheduled_step
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    shape = Shape(num_heads=2, num_kv_heads=2, head_dim=16, hidden_size=32)
+    losses = []
+    for tokens, heads in (((1, 1), (1, 1)), ((1, 0), (1, 1)), ((1, 0), (2, 0))):
+        group = Group(ranks=(0, 1), tokens=tokens, heads=heads)
+        step = make_scheduled_step(Schedule(num_heads=2, num_kv_heads=2, groups=(group,)), shape, 64)
+        losses += [step(64), step(32)]
+    assert losses[2:] == pytest.approx(losses[:2] * 2, rel=1e-5)  # sums in float32 in another order
 
 
 def test_recovery_is_counted_from_the_slowdown():
