@@ -73,8 +73,14 @@ class Work:
 
     def take(self, rows: Ints) -> Work:
         """The work of some assignments."""
-        arrays = (self.tokens_BD, self.heads_BD, self.kv_heads_BD, self.length_BK, self.rows_BD)
-        return Work(self.grouping, *(each.take(rows, axis=0) for each in arrays))
+        return Work(
+            grouping=self.grouping,
+            tokens_BD=self.tokens_BD.take(rows, axis=0),
+            heads_BD=self.heads_BD.take(rows, axis=0),
+            kv_heads_BD=self.kv_heads_BD.take(rows, axis=0),
+            length_BK=self.length_BK.take(rows, axis=0),
+            rows_BD=self.rows_BD.take(rows, axis=0),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +119,13 @@ class PassCompute:
 
     def take(self, rows: Ints) -> PassCompute:
         """Of some assignments."""
-        arrays = (self.non_attention_BK, self.length_BK, self.slope_BK, self.fixed_BK)
-        return PassCompute(*(each.take(rows, axis=0) for each in arrays), self.contiguous_causal)
+        return PassCompute(
+            non_attention_BK=self.non_attention_BK.take(rows, axis=0),
+            length_BK=self.length_BK.take(rows, axis=0),
+            slope_BK=self.slope_BK.take(rows, axis=0),
+            fixed_BK=self.fixed_BK.take(rows, axis=0),
+            contiguous_causal=self.contiguous_causal,
+        )
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
         """A time that the pass does not undercut whatever its ring's transfers take, ``[B]``."""
@@ -178,9 +189,20 @@ class BlockPasses:
 
     def with_transfers(self, work: Work, exchange_BK: Floats) -> AssignedWork:
         """Add the ring's transfers to the exchanges of `exchange_s`."""
-        of_work = [getattr(work, name) for name in Work.__slots__]
-        ring = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, self.model.queries_per_kv_head)
-        return AssignedWork(*of_work, exchange_BK, *ring)
+        per_kv_head = self.model.queries_per_kv_head
+        latency_BK, transfer_BK, shared_BK = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, per_kv_head)
+        return AssignedWork(
+            grouping=work.grouping,
+            tokens_BD=work.tokens_BD,
+            heads_BD=work.heads_BD,
+            kv_heads_BD=work.kv_heads_BD,
+            length_BK=work.length_BK,
+            rows_BD=work.rows_BD,
+            exchange_BK=exchange_BK,
+            latency_BK=latency_BK,
+            transfer_BK=transfer_BK,
+            shared_BK=shared_BK,
+        )
 
     def compute(self, work: Work, block_pass: Pass) -> PassCompute:
         """What the groups compute in one pass."""

@@ -41,7 +41,7 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
     possible = np.flatnonzero(bins >= 1)
     possible = possible[np.argsort(levels[possible] / bins[possible], kind="stable")][: 3 * keep]
     covers: list[tuple[float, int, float, list[Ints], Ints]] = []
-    for i in possible:
+    for i in possible.tolist():
         if sum(each[0] < levels[i] / bins[i] for each in covers) >= keep:
             break  # no cover of this level or of a later one is among the best
         heads_C = heads_TC[i].astype(np.int64)
@@ -49,7 +49,7 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
         for thrift in THRIFT:
             groups, left = cover(patterns, heads_C, count_C, num_heads, thrift)
             if groups:
-                covers.append((float(levels[i]) / len(groups), int(i), thrift, groups, left))
+                covers.append((float(levels[i]) / len(groups), i, thrift, groups, left))
     covers.sort(key=lambda item: item[:3])
     for _, i, _, groups, left in covers[:keep]:
         yield float(levels[i]), groups, left

@@ -147,7 +147,8 @@ def _of_heads(problem: Problem, grouping: Grouping, at: Assignment) -> _OfHeads:
     key = grouping.order.tobytes(), grouping.offsets.tobytes(), at.heads.tobytes()
     if key not in problem.of_heads:
         problem.of_heads[key] = _OfHeads(problem, grouping, at)
-    return problem.of_heads[key]
+    made: _OfHeads = problem.of_heads[key]
+    return made
 
 
 def _rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
