@@ -339,8 +339,12 @@ _LOOP_ROWS = (
     Row(
         what="GRPO, RLOO and every other trainer of TRL",
         status="refused",
-        tests=(_TRL + "test_trainers_that_generate_are_refused_by_name",),
-        note="by the trainer's name; GRPO and RLOO with a `ParallelismConfig` by TRL itself",
+        tests=(
+            _TRL + "test_trainers_that_generate_are_refused_by_name",
+            "tests/integration/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",
+        ),
+        note="by the trainer's name, at the start of `train()`; GRPO and RLOO with a `ParallelismConfig` by TRL "
+        "itself, as are those that need vLLM or an attention kernel for GPUs where these are missing",
     ),
     _refused("SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
     Row(

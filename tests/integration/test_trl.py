@@ -133,6 +133,12 @@ def _kto(common: dict[str, Any]) -> Any:
     return KTOTrainer, KTOConfig, llama(), {"ref_model": llama(hidden_act="gelu")}, {"beta": 0.5}
 
 
+def _experimental_kto(common: dict[str, Any]) -> Any:
+    from trl.experimental.kto import KTOConfig, KTOTrainer
+
+    return KTOTrainer, KTOConfig, *_kto(common)[2:]
+
+
 def _cpo(common: dict[str, Any]) -> Any:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -153,6 +159,7 @@ KINDS: dict[str, Any] = {
     "reward": _reward,
     "GKD": _gkd,
     "KTO": _kto,
+    "KTO, experimental": _experimental_kto,
     "CPO": _cpo,
     "ORPO": _orpo,
 }
@@ -296,14 +303,14 @@ def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monk
 def test_every_trainer_of_trl_is_known_or_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The known ones train as on one process in the tests above; of each class the start of ``train()`` asks this."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    classes = _trainer_classes()
-    known = {name for name, kind in classes.items() if _is_known(kind)}
+    classes = trainer_classes()
+    known = {name for name, kind in classes.items() if is_known(kind)}
     of_packages = {f"experimental.{name.lower()}.{name}Trainer" for name in ("CPO", "GKD", "KTO", "ORPO")}
     assert known == of_packages | {f"{name}Trainer" for name in ("DPO", "KTO", "Reward", "SFT")}
     assert {"GRPOTrainer", "RLOOTrainer", "experimental.bema_for_ref_model.DPOTrainer"} < classes.keys() - known
 
 
-def _is_known(kind: type) -> bool:
+def is_known(kind: type) -> bool:
     from ds_hetero.errors import ConfigError
     from ds_hetero.integrations.trl.trainers import expect_known
 
@@ -315,7 +322,7 @@ def _is_known(kind: type) -> bool:
     return True
 
 
-def _trainer_classes() -> dict[str, type]:
+def trainer_classes() -> dict[str, type]:
     """All trainers that TRL has, by name, those of experimental packages with the package before it."""
     import trl.experimental
     import trl.trainer
