@@ -33,6 +33,7 @@ class CatalogueEntry:
         pcie_lanes: of the card's connector; a slot may be narrower.
         platform: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices.
         ranks: devices that PyTorch sees of one card; ``device`` is one of them.
+        bf16_flops_per_s: the most it reaches in bf16 where it has none and computes in fp32; None where it has.
     """
 
     device: DeviceSpec
@@ -42,6 +43,7 @@ class CatalogueEntry:
     pcie_lanes: int
     platform: str
     ranks: int
+    bf16_flops_per_s: float | None
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
@@ -60,7 +62,8 @@ def _entry(row: Row) -> CatalogueEntry:
         efficiency=row.efficiency,
         watts=row.watts,
     )
-    return CatalogueEntry(device, row.link, row.link_gb_per_s * GB, *row.pcie, row.platform, row.ranks)
+    in_fp32 = None if row.fp32_tflops is None else row.fp32_tflops * TERA
+    return CatalogueEntry(device, row.link, row.link_gb_per_s * GB, *row.pcie, row.platform, row.ranks, in_fp32)
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}

@@ -35,6 +35,7 @@ class Row(NamedTuple):
         source: where the numbers are printed.
         platform: what PyTorch calls such devices.
         ranks: devices that PyTorch sees of one card; the numbers are those of one device.
+        fp32_tflops: peak in fp32 of a card without bf16, which is the most it reaches in bf16; None of all others.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     source: str
     platform: str = "cuda"
     ranks: int = 1
+    fp32_tflops: float | None = None
 
 
 def _assumed(multiprocessors: int, matmul: float, forward: float, backward: float) -> Efficiency:
@@ -106,13 +108,13 @@ ROWS: tuple[Row, ...] = (
     Row("L40", 181, 48, 864, "PCIe 4 x16", 32, _P4, 300, _ADA, "NVIDIA L40 datasheet"),
     Row("L4", 121, 24, 300, "PCIe 4 x16", 32, _P4, 72, _assumed(58, 0.55, 0.5, 0.4), "NVIDIA L4 datasheet"),
     Row("A10", 125, 24, 600, "PCIe 4 x16", 32, _P4, 150, _assumed(72, 0.6, 0.5, 0.4), "NVIDIA A10 datasheet"),
-    Row("V100-SXM-32GB", 125, 32, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100),
-    Row("V100-SXM-16GB", 125, 16, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100),
-    Row("V100-PCIe-32GB", 112, 32, 900, "PCIe 3 x16", 16, _P3, 250, _TURING, _V100),
-    Row("V100-PCIe-16GB", 112, 16, 900, "PCIe 3 x16", 16, _P3, 250, _TURING, _V100),
-    Row("P100-SXM-16GB", 21.2, 16, 732, "NVLink 1", 80, _P3, 300, _TURING, _P100),
-    Row("P100-PCIe-16GB", 18.7, 16, 732, "PCIe 3 x16", 16, _P3, 250, _TURING, _P100),
-    Row("T4", 65, 16, 320, "PCIe 3 x16", 16, _P3, 70, _TURING, "NVIDIA T4 datasheet; fp16, the device has no bf16"),
+    Row("V100-SXM-32GB", 125, 32, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100, fp32_tflops=15.7),
+    Row("V100-SXM-16GB", 125, 16, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100, fp32_tflops=15.7),
+    Row("V100-PCIe-32GB", 112, 32, 900, "PCIe 3 x16", 16, _P3, 250, _TURING, _V100, fp32_tflops=14.0),
+    Row("V100-PCIe-16GB", 112, 16, 900, "PCIe 3 x16", 16, _P3, 250, _TURING, _V100, fp32_tflops=14.0),
+    Row("P100-SXM-16GB", 21.2, 16, 732, "NVLink 1", 80, _P3, 300, _TURING, _P100, fp32_tflops=10.6),
+    Row("P100-PCIe-16GB", 18.7, 16, 732, "PCIe 3 x16", 16, _P3, 250, _TURING, _P100, fp32_tflops=9.3),
+    Row("T4", 65, 16, 320, "PCIe 3 x16", 16, _P3, 70, _TURING, "NVIDIA T4 datasheet; fp16, the device has no bf16", fp32_tflops=8.1),
     Row("RTX-PRO-6000", 503.8, 96, 1792, "PCIe 5 x16", 64, _P5, 600, _BLACKWELL, "NVIDIA RTX Blackwell PRO architecture whitepaper, Workstation Edition"),
     Row("RTX-6000-Ada", 364.2, 48, 960, "PCIe 4 x16", 32, _P4, 300, _ADA, "NVIDIA RTX 6000 Ada datasheet, a quarter of its fp8 rate with sparsity"),
     Row("RTX-A6000", 154.8, 48, 768, "PCIe 4 x16", 32, _P4, 300, _CONSUMER, "NVIDIA RTX A6000 datasheet, half of its rate with sparsity"),
@@ -126,8 +128,8 @@ ROWS: tuple[Row, ...] = (
     Row("RTX-3080Ti", 68.2, 12, 912, "PCIe 4 x16", 32, _P4, 350, _CONSUMER, "twice its fp32 rate, as for GA102"),
     Row("RTX-3080-10GB", 59.5, 10, 760, "PCIe 4 x16", 32, _P4, 320, _CONSUMER, "NVIDIA Ampere GA102 whitepaper, appendix A"),
     Row("RTX-3060-12GB", 25.5, 12, 360, "PCIe 4 x16", 32, _P4, 170, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for GA102"),
-    Row("RTX-2080Ti", 53.8, 11, 616, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA Turing whitepaper, reference card; fp16, the device has no bf16"),
-    Row("Titan-RTX", 130.5, 24, 672, "PCIe 3 x16", 16, _P3, 280, _TURING, "NVIDIA Titan RTX specifications; fp16, the device has no bf16"),
+    Row("RTX-2080Ti", 53.8, 11, 616, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA Turing whitepaper, reference card; fp16, the device has no bf16", fp32_tflops=13.4),
+    Row("Titan-RTX", 130.5, 24, 672, "PCIe 3 x16", 16, _P3, 280, _TURING, "NVIDIA Titan RTX specifications; fp16, the device has no bf16", fp32_tflops=16.3),
     Row("MI355X", 2516.6, 288, 8000, "Infinity Fabric", 76.8, _P5, 1400, _CDNA3, "AMD Instinct MI355X datasheet", "rocm"),
     Row("MI325X", 1307.4, 256, 6000, "Infinity Fabric", 64, _P5, 1000, _CDNA3, "AMD Instinct MI325X datasheet", "rocm"),
     Row("MI300X", 1307.4, 192, 5300, "Infinity Fabric", 64, _P5, 750, _CDNA3, "AMD Instinct MI300X datasheet", "rocm"),

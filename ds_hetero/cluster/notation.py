@@ -16,14 +16,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
+from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry, pcie_bytes_per_s
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.file_values import number
 from ds_hetero.cluster.names import Named, card_named
 from ds_hetero.common.limits import MAX_RANKS
 from ds_hetero.common.reading import shortened
-from ds_hetero.common.units import GB
+from ds_hetero.common.units import GB, TERA
 from ds_hetero.errors import ClusterError
 
 __all__ = ["NETWORK_LATENCY_US", "Notation", "device_remarks", "network_gb_per_s", "read_notation"]
@@ -119,7 +119,7 @@ def network_gb_per_s(where: str, text: str) -> float:
 
 
 def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
-    """Sentences about devices that this engine does not run on, or not in one job, and about assumed numbers."""
+    """Sentences about devices that this engine does not run on, or not in one job, without bf16, or with guesses."""
     platforms: dict[str, list[str]] = {}
     for device in devices:
         if device.name in CATALOGUE:
@@ -127,12 +127,22 @@ def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
             if device.name not in names:
                 names.append(device.name)
     out = [_NOT_RUN[kind].format(", ".join(names)) for kind, names in platforms.items() if kind in _NOT_RUN]
+    known = {device.name: CATALOGUE[device.name] for device in devices if device.name in CATALOGUE}
+    out += [_without_bf16(entry, entry.bf16_flops_per_s) for entry in known.values() if entry.bf16_flops_per_s]
     assumed = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
     out += [f"the numbers of {name} are assumed: {source}" for name, source in assumed.items()]
     if len(platforms) > 1:
         kinds = " beside ".join(kind.upper() for kind in platforms)
         out.append(f"{kinds} in one job is not supported: planning only")
     return tuple(out)
+
+
+def _without_bf16(entry: CatalogueEntry, bf16_flops_per_s: float) -> str:
+    rates = f"{bf16_flops_per_s / TERA:g} of {entry.device.peak_flops_per_s / TERA:g} TFLOP/s at best"
+    return (
+        f"{entry.device.name} has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at {rates}. "
+        "Train such a job in fp16"
+    )
 
 
 def _node(index: int, text: str) -> list[_Cards]:

@@ -190,11 +190,21 @@ def test_devices_that_this_engine_does_not_run_on_are_said_to_be_for_planning_on
     def remarks(gpus):
         return device_remarks(cluster_from_dict(read_notation(gpus).content).devices)
 
-    assert not remarks("5090,3090,T4")
+    assert not remarks("5090,3090")
     assert remarks("gaudi2x8") == ("this engine does not run on Gaudi-2 (HPU): planning only",)
     assert remarks("Max 1550,B580") == ("this engine does not run on Max-1550, Arc-B580 (XPU): planning only",)
     assert remarks("mi300x,5090")[1] == "ROCM beside CUDA in one job is not supported: planning only"
     assert remarks("mi308x")[-1].startswith("the numbers of MI308X are assumed: no public datasheet")
+
+
+def test_cards_without_bf16_are_said_to_be_for_fp16_with_the_price_of_bf16():
+    devices = cluster_from_dict(read_notation("T4x2,5090").content).devices
+    assert device_remarks(devices) == (
+        "T4 has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at 8.1 of 65 TFLOP/s at best. "
+        "Train such a job in fp16",
+    )
+    lacking = {name for name, entry in CATALOGUE.items() if entry.bf16_flops_per_s is not None}
+    assert lacking == {name for name, entry in CATALOGUE.items() if "no bf16" in entry.device.source}
 
 
 def _code(arguments):
