@@ -41,7 +41,7 @@ POOLS = (
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
 )
 # By model_type, models that take their attention from transformers' registry though they do not declare it.
-_UNDECLARED = ("biogpt", "stablelm")
+_UNDECLARED = ("stablelm",)
 # By model_type, attention that goes through transformers' interface and is another's all the same.
 _OWN_ATTENTION = {
     "doge": "its attention chooses keys by their content, in masks of its own",
