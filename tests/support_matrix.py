@@ -219,9 +219,7 @@ _MODEL_ROWS = (
         note="text alone too",
     ),
     _refused("cross attention to images: Mllama", "cross attention to images"),
-    _refused(
-        "attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, XGLM, DeBERTa, Longformer, BigBird ..."
-    ),
+    _refused("attention of their own: BLOOM, MPT, Falcon, GPT-J, CodeGen, XGLM, DeBERTa, Longformer, BigBird ..."),
     _refused("sparse and indexed attention: DeepSeek-V3.2, GLM-DSA, dots3"),
     _refused("sliding windows in both directions: ModernBERT, NeoMME, UltraBERT", "windows in both directions"),
     _refused("JetMoe", "keys repeated by experts", note="experts share keys"),
