@@ -33,6 +33,7 @@ from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.documents import POSITIONS, position_runs
 from ds_hetero.runtime.replica import make_replica
+from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
@@ -43,6 +44,7 @@ __all__ = [
     "STOCK",
     "STREAM",
     "PackedBatch",
+    "alone_layer",
     "alone_step",
     "engine_step",
     "layer_actions",
@@ -102,15 +104,20 @@ class PackedBatch:
 
 
 def layer_actions(
-    batch: PackedBatch, shape: Shape, speeds: Sequence[float], costs: UnitCosts
+    batch: PackedBatch,
+    shape: Shape,
+    speeds: Sequence[float],
+    costs: UnitCosts,
+    names: Sequence[str] = (STREAM, OVER_ALL, DOCUMENTS),
+    clock: Clock = UNTIMED,
 ) -> tuple[dict[str, Callable[[], object]], dict[str, Placement]]:
-    """Forward and backward of one layer by every contender but stock, and the placements; on every rank."""
+    """Forward and backward of one layer by these contenders, and the placements; on every rank."""
     schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
     positions = batch.position_ids
     actions: dict[str, Callable[[], object]] = {}
-    placements = {name: batch.place(name, schedule, costs) for name in (STREAM, OVER_ALL, DOCUMENTS)}
+    placements = {name: batch.place(name, schedule, costs) for name in names}
     for name, placement in placements.items():
         known = KnownPlacement(placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions))
         held = placement.positions(dist.get_rank())
@@ -125,15 +132,15 @@ def layer_actions(
         def attend(
             q: Tensor, k: Tensor, v: Tensor, _: Tensor, shard: LocalBatch = shard, known: KnownPlacement = known
         ) -> Tensor:
-            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec).flatten(2)
+            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec, clock).flatten(2)
 
         contender = Contender(name, lambda length, held=held: held, attend)  # type: ignore[misc]
         actions[name] = contender.layer(shape, batch.tokens)
         actions[name]()
-    return actions | {ALONE: _alone(batch, shape)}, placements
+    return actions, placements
 
 
-def _alone(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+def alone_layer(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     """One kernel call per document and pass on rank 0; the other ranks do nothing."""
     if dist.get_rank() != 0:
         return lambda: None

@@ -6,9 +6,9 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
     python -m benchmarks.documents run --kept cases.jsonl  # goes on where it was stopped
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
-measured when they are set, for attention with those in which attention itself runs on all ranks at once. The bound is
-the time of rank 0 alone, times its share of the sum of measured speeds; beside it stands the bound by the speeds of
-attention while all ranks compute.
+measured when they are set, for attention with those of its kernels while all ranks compute the batch. The bound is
+the time of rank 0 alone, times its share of the sum of measured speeds; beside it stands the bound by the speeds at
+work.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
@@ -20,11 +20,12 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -35,13 +36,14 @@ from benchmarks.documents.contenders import (
     STOCK,
     STREAM,
     PackedBatch,
+    alone_layer,
     alone_step,
     engine_step,
     layer_actions,
     step_actions,
 )
-from benchmarks.documents.kernel_speeds import kernel_speeds
 from benchmarks.documents.run_tables import REPLAN, SLOWED_RANK, SLOWED_TO, STEPS_BEFORE, show, summarize
+from benchmarks.documents.speeds_at_work import WorkClock, speeds_at_work
 from benchmarks.documents.wire import counted_bytes, planned_bytes
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
@@ -76,6 +78,7 @@ class RunPlan:
         rounds: turns of every contender at most.
         budget_s: of a case, after which no further round begins.
         seed: of the batches.
+        link_bit_per_s: between the nodes; None: loopback.
         kept: file that gets a line for every case as soon as it has been measured.
     """
 
@@ -86,12 +89,13 @@ class RunPlan:
     rounds: int
     budget_s: float
     seed: int
+    link_bit_per_s: float | None = None
     kept: Path | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What cases of different runs must have in common to be in one table."""
-        return {"tokens": self.tokens, "shrink": self.shrink, "seed": self.seed}
+        return {"tokens": self.tokens, "shrink": self.shrink, "seed": self.seed, "link_bit_per_s": self.link_bit_per_s}
 
     def known(self) -> list[dict[str, Any]]:
         """Cases of this plan that the file has."""
@@ -144,13 +148,13 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
     batch = plan.batch(distribution)
     case: dict[str, Any] = {"scope": scope, "speeds": speeds, "distribution": distribution}
     if scope == STEP:
-        costs = _costs(*_solve_step(plan, batch), cores)
+        costs = _costs(plan, plan.shape.num_layers, *_solve_step(plan, batch), cores)
         names = (STOCK, STREAM, OVER_ALL, DOCUMENTS, ALONE) if speeds == "4:3:2:1" else (STREAM, DOCUMENTS, ALONE)
-        actions: Mapping[str, Callable[[], object]] = step_actions(batch, plan.shape, cores, costs, names)
+        actions = step_actions(batch, plan.shape, cores, costs, names)
     else:
-        case["kernel_speeds"] = kernel_speeds(plan.shape)
-        costs = _costs(EDGE_TOKENS / batch.squares, 1 / batch.squares, case["kernel_speeds"])
-        actions, placements = layer_actions(batch, plan.shape, case["kernel_speeds"], costs)
+        alone = alone_layer(batch, plan.shape)
+        at_work = case["speeds_at_work"] = _attention_speeds(plan, batch, cores)
+        actions, placements = layer_actions(batch, plan.shape, at_work, _attention_costs(plan, batch, at_work))
         case["bytes"] = {
             name: {
                 "counted": counted_bytes(actions[name], NODES),
@@ -159,6 +163,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
             for name, placement in placements.items()
         }
         case["rank_tokens"] = placements[DOCUMENTS].rank_tokens
+        actions = actions | {ALONE: alone}
     turns = take_turns(actions, plan.rounds, plan.budget_s, lab.own_pids)
     return case | {
         "documents": batch.lengths,
@@ -175,7 +180,7 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
     asked = [share * sum(lab.cluster.cores) / sum(SPEEDS[speeds]) for share in SPEEDS[speeds]]
     batch = plan.batch(distribution)
     schedule = proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads)
-    costs = _costs(*_solve_step(plan, batch), cores)
+    costs = _costs(plan, plan.shape.num_layers, *_solve_step(plan, batch), cores)
     replan = {"enabled": True, "interval_steps": 3}
     step, alone = engine_step(DOCUMENTS, batch, plan.shape, schedule, costs, replan), alone_step(batch, plan.shape)
     alone()
@@ -199,15 +204,35 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
     }
 
 
-def _costs(token_s: float, square_s: float, cores: Sequence[float]) -> UnitCosts:
-    """Costs of a rank with a whole core, on ranks with these shares of one; links count as free."""
+def _attention_speeds(plan: RunPlan, batch: PackedBatch, cores: Sequence[float]) -> list[float]:
+    """Batches a second by rank: by shares of a core first, then twice as the placement made with them runs."""
+    found = list(cores)
+    for _ in range(2):
+        clock = WorkClock()
+        costs = _attention_costs(plan, batch, found)
+        actions, _ = layer_actions(batch, plan.shape, found, costs, (DOCUMENTS,), clock)
+        seen = speeds_at_work(actions[DOCUMENTS], clock)
+        found = seen if all(seen) else found
+    return found
+
+
+def _attention_costs(plan: RunPlan, batch: PackedBatch, speeds: Sequence[float]) -> UnitCosts:
+    """Of one layer; in seconds where speeds are batches a second."""
+    return _costs(plan, 1, EDGE_TOKENS / batch.squares, 1 / batch.squares, speeds)
+
+
+def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, speeds: Sequence[float]) -> UnitCosts:
+    """Costs of ranks with these speeds, by the times at speed 1; links inside nodes count as free."""
+    shape = plan.shape
+    kv_bytes = 2 * 2 * shape.num_kv_heads * shape.head_dim * torch.float32.itemsize  # gradients too
+    cross_s = num_layers * kv_bytes * 8 / plan.link_bit_per_s if plan.link_bit_per_s else 0.0
     return UnitCosts(
-        token_s=tuple(token_s / share for share in cores),
-        square_s=tuple(square_s / share for share in cores),
-        most_tokens=(10**9,) * len(cores),
+        token_s=tuple(token_s / speed for speed in speeds),
+        square_s=tuple(square_s / speed for speed in speeds),
+        most_tokens=(10**9,) * len(speeds),
         node=NODES,
         receive_s=(0.0, 0.0),
-        cross_s=(0.0, 0.0),
+        cross_s=(cross_s, cross_s),
         fragment_rows=FRAGMENT_ROWS,
     )
 
@@ -244,7 +269,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, help="the result file")
     options = parser.parse_args(words)
     plan = _plan(options)
-    link = None if options.link is None else options.link * 1e9
+    link = plan.link_bit_per_s
     nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
     console, begin = Console(stderr=True), time.perf_counter()
     cases = plan.known()
@@ -289,5 +314,6 @@ def _plan(options: argparse.Namespace) -> RunPlan:
         rounds=options.rounds or (3 if options.quick else 7),
         budget_s=options.budget or (40.0 if options.quick else 150.0),
         seed=options.seed,
+        link_bit_per_s=None if options.link is None else options.link * 1e9,
         kept=options.kept and options.kept.resolve(),
     )

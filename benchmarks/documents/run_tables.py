@@ -27,7 +27,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
         bound_s = medians[ALONE] * cores[0] / sum(cores)
-        at_once_s = medians[ALONE] / sum(case["kernel_speeds"]) if "kernel_speeds" in case else None
+        at_once_s = 1 / sum(case["speeds_at_work"]) if "speeds_at_work" in case else None
         for name, seconds in case["seconds"].items():
             if name == ALONE:
                 continue
