@@ -13,11 +13,12 @@ Positions are global, indices are local. Ranges are half open.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from ds_hetero.placement import Lane, Placement, Range, Rows
@@ -75,9 +76,9 @@ def _blocks(q_pieces: _Pieces, k_pieces: _Pieces, causal: bool, window: int | No
         ranges = [(pieces[0].local, _end(pieces)) for pieces in q_pieces.values()]
         return tuple(Block(r, r, None, 0) for r in ranges)
     visible: list[Block] = []
-    for document, of_queries in q_pieces.items():
-        of_keys = k_pieces.get(document, ())
-        visible += _merge([block for q in of_queries for k in of_keys if (block := _block(q, k, causal, window))])
+    for document in sorted(q_pieces.keys() & k_pieces.keys()):
+        pairs = product(q_pieces[document], k_pieces[document])
+        visible += _merge([block for q, k in pairs if (block := _block(q, k, causal, window))])
     return tuple(visible)
 
 
@@ -86,16 +87,19 @@ def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> dict[in
     out: dict[int, list[_Piece]] = {}
     local = 0
     for start, stop in chunks:
-        number = max(bisect_right(documents, (start, math.inf)) - 1, 0)
-        while number < len(documents) and documents[number][0] < stop:
-            a, b = max(start, documents[number][0]), min(stop, documents[number][1])
-            if a < b:
-                pieces = out.setdefault(number, [])
-                if pieces and pieces[-1].stop == a:
-                    pieces[-1] = pieces[-1]._replace(stop=b)
-                else:
-                    pieces.append(_Piece(a, b, local + a - start))
-            number += 1
+        first = max(bisect_right(documents, (start, math.inf)) - 1, 0)
+        shift = local - start
+        for number in range(first, bisect_left(documents, (stop, stop), first)):
+            a, b = documents[number]
+            a, b = a if a > start else start, b if b < stop else stop  # max and min take twice the time
+            if a >= b:
+                continue
+            if number not in out:
+                out[number] = [_Piece(a, b, a + shift)]
+            elif out[number][-1].stop == a:
+                out[number][-1] = out[number][-1]._replace(stop=b)
+            else:
+                out[number].append(_Piece(a, b, a + shift))
         local += stop - start
     return out
 
@@ -251,9 +255,10 @@ class RingTable:
 
     def _add_prefixes(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
         """Add what travels of one document, held in ``parts``, of which a group sees all before its last token."""
-        end = max(pieces[-1].stop for pieces in parts.values())
-        reach = {p: pieces[-1].stop if self.causal else end for p, pieces in parts.items()}
-        furthest, second = sorted(reach, key=lambda p: reach[p], reverse=True)[:2]
+        reach = {p: pieces[-1].stop for p, pieces in parts.items()}
+        if not self.causal:
+            reach = dict.fromkeys(parts, max(reach.values()))
+        furthest, second = sorted(reach, key=reach.__getitem__, reverse=True)[:2]
         for source, pieces in parts.items():
             if len(readers[source]) < self.size - 1:
                 readers[source].update(p for p in parts if reach[p] > pieces[0].start and p != source)

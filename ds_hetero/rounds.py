@@ -77,8 +77,11 @@ class RoundsOf:
 
     def made(self) -> tuple[Round, ...]:
         """Sender and receiver have the transfers of a round in the same order, by which some backends pair them."""
-        pairs = zip(self._receives, self._sends, strict=True)
-        return tuple(Round(tuple(sorted(r, key=_order)), tuple(sorted(s, key=_order))) for r, s in pairs)
+        return tuple(map(Round, map(_ordered, self._receives), map(_ordered, self._sends)))
+
+
+def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    return tuple(sorted(transfers, key=_order) if len(transfers) > 1 else transfers)
 
 
 def _order(transfer: Transfer) -> tuple[int, int]:
