@@ -24,6 +24,8 @@ Dimension key: B assignments, D ranks, K groups in ring order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
@@ -93,42 +95,41 @@ class CalibratedCostModel(CostModel):
     def block_s_many(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Time of one block for many assignments of one grouping, ``[B]``."""
         assigned = self._block.assigned(grouping, tokens_BD, heads_BD)
-        attention_B = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
+        attention_B = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
         return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
 
     def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
-        """The same where it is less than ``below_B``.
+        """The same, or infinity where no order of the groups would take less than ``below_B``.
 
-        What ranks compute rules most of the others out, and exchanges most of the rest: few go through the ring, which
+        What ranks compute rules most assignments out, and exchanges most of the rest: few go through the ring, which
         is the longest part of an evaluation.
         """
         if self._recurrent is not None:
             return super().block_s_below(grouping, tokens_BD, heads_BD, below_B)
         block, time_B = self._block, np.full(len(tokens_BD), np.inf)
         work = block.work(grouping, tokens_BD, heads_BD)
-        computes = [block.compute(work, block_pass) for block_pass in block.passes]
+        compute = block.compute(work)
         rows, exchange_BK = np.arange(len(tokens_BD)), np.zeros((1, grouping.num_groups))
         for exchanges in (False, True):
             if exchanges:
                 exchange_BK = block.exchange_s(work)
-            least_B = self._block_s([compute.least_s(exchange_BK) for compute in computes])
+            least_B = self._block_s(compute.least_s(exchange_BK))
             kept = np.flatnonzero(least_B < below_B[rows] * (1 + ROUNDING))
             if not len(kept):
                 return time_B
-            rows, work, computes = rows[kept], work.take(kept), [compute.take(kept) for compute in computes]
+            rows, work, compute = rows[kept], work.take(kept), compute.take(kept)
         assigned = block.with_transfers(work, exchange_BK[kept])
-        rings = [block.ring_of(*each) for each in zip(computes, (assigned, assigned), block.passes, strict=True)]
-        time_B[rows] = self._block_s([ring_finish_s(ring) for ring in rings])
+        time_B[rows] = self._block_s([ring_finish_s(ring) for ring in block.rings(assigned, compute)])
         return time_B
 
     def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
         """Time of one block whose keys and values are always there; 0 for contiguous causal groups and recurrences."""
         work = self._block.work(grouping, tokens_D[None], heads_D[None])
-        computes = [self._block.compute(work, block_pass) for block_pass in self._block.passes]
-        if computes[0].contiguous_causal or self._recurrent is not None:
+        compute = self._block.compute(work)
+        if compute.contiguous_causal or self._recurrent is not None:
             return 0.0
         exchange_BK = self._block.exchange_s(work)
-        return float(self._block_s([compute.least_s(exchange_BK) for compute in computes])[0])
+        return float(self._block_s(compute.least_s(exchange_BK))[0])
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.
@@ -138,13 +139,13 @@ class CalibratedCostModel(CostModel):
         """
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         non_attention_s = exchanged_s = 0.0
-        finish = []
-        for block_pass in self._block.passes:
-            non_attention_BK, ring = self._block.ring(assigned, block_pass)
+        compute = self._block.compute(assigned)
+        rings = self._block.rings(assigned, compute)
+        for block_pass, of_groups_BK, ring in zip(self._block.passes, compute.non_attention_PBK, rings, strict=True):
             share = block_pass.repeats * self._attention_share
-            non_attention_s += share * float(non_attention_BK.max())
+            non_attention_s += share * float(of_groups_BK.max())
             exchanged_s += share * float(ring.start_s.max())
-            finish.append(ring_finish_s(ring))
+        finish = [ring_finish_s(ring) for ring in rings]
         if self._recurrent is not None:
             for block_pass, times in zip(
                 self._block.passes, self._recurrent.passes(grouping, tokens_D[None]), strict=True
@@ -214,7 +215,7 @@ class CalibratedCostModel(CostModel):
         """The largest part of the block, and the rank or the link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         terms = self.terms(grouping, tokens_D, heads_D)
-        finish = [ring_finish_s(self._block.ring(assigned, block_pass)[1]) for block_pass in self._block.passes]
+        finish = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
         finish = self._with_recurrence(finish, grouping, tokens_D[None])
         if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):
             return self._recurrent.slowest_link(self.cluster, tokens_D)
@@ -242,7 +243,7 @@ class CalibratedCostModel(CostModel):
             for attention, times in zip(attention_B, recurrent, strict=True)
         ]
 
-    def _block_s(self, pass_B: list[Floats]) -> Floats:
+    def _block_s(self, pass_B: Sequence[Floats] | Floats) -> Floats:
         """Forward, then backward with what it repeats; ZeRO's traffic runs beside them and shows where it is longer."""
         backward_B = (self._block.passes[0].repeats - 1) * pass_B[0] + pass_B[1]
         return np.asarray(

@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.cost.passes import AssignedWork, BlockPasses, Pass
+from ds_hetero.cost.passes import AssignedWork, BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.heads import ring_edges
@@ -26,14 +26,16 @@ def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
     """Compute of every rank in one block, ``[D]``."""
     grouping, tokens_D = assigned.grouping, assigned.tokens_BD[0]
     busy_D = np.zeros(len(tokens_D))
-    for block_pass in block.passes:
-        slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, block_pass)
+    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(assigned)
+    work_PBD = block.non_attention_s(assigned.tokens_BD)
+    for number, block_pass in enumerate(block.passes):
         seen_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
         if contiguous_causal:  # earlier groups, and half of the own one
             seen_K = np.cumsum(assigned.length_BK[0]) - assigned.length_BK[0] / 2
             blocks_K = np.arange(grouping.num_groups) + 0.5
-        attention_D = slope_BD[0] * seen_K[grouping.group_of] + fixed_BD[0] * blocks_K[grouping.group_of]
-        busy_D += block_pass.repeats * (block.non_attention_s(tokens_D, block_pass) + attention_D)
+        slope_D, fixed_D = slope_PBD[number, 0], fixed_PBD[number, 0]
+        attention_D = slope_D * seen_K[grouping.group_of] + fixed_D * blocks_K[grouping.group_of]
+        busy_D += block_pass.repeats * (work_PBD[number, 0] + attention_D)
     return busy_D
 
 
@@ -48,25 +50,23 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, show
     """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
     grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
-    block_pass = block.passes[1]
-    ring = block.ring(assigned, block_pass)[1]
     if term == "non_attention_s":
-        rank = int(block.non_attention_s(tokens_D, block_pass).argmax())
+        rank = int(block.non_attention_s(assigned.tokens_BD)[1, 0].argmax())
         return Bottleneck.of_rank(block.cluster, term, "compute", rank)
     if term == "all_to_all_s":
         group = int(assigned.exchange_BK[0].argmax())
         ranks = grouping.order[grouping.offsets[group] : grouping.offsets[group + 1]]
         rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
         return Bottleneck.of_link(block.cluster, term, rank, _slowest_peer(block.cluster, rank, ranks))
-    finish = [float(ring_finish_s(block.ring(assigned, one)[1])[0]) for one in block.passes]
     if shows_zero:
         return Bottleneck.of_rank(block.cluster, term, "ZeRO traffic", 0)
+    ring = block.rings(assigned)[1]
     alone_K = alone_s(ring)[0]
-    if ring.contiguous_causal or finish[1] > 1.02 * alone_K.max():
+    if ring.contiguous_causal or float(ring_finish_s(ring)[0]) > 1.02 * alone_K.max():
         return _slowest_transfer(block, assigned, term)
-    slope_BD, fixed_BD, _ = block.attention_s(assigned, block_pass)
+    slope_PBD, fixed_PBD, _ = block.attention_s(assigned)
     members_D = grouping.group_of == int(alone_K.argmax())
-    busy_D = np.where(members_D, slope_BD[0] * block.workload.seq_len + fixed_BD[0] * grouping.num_groups, -1.0)
+    busy_D = np.where(members_D, slope_PBD[1, 0] * block.workload.seq_len + fixed_PBD[1, 0] * grouping.num_groups, -1.0)
     return Bottleneck.of_rank(block.cluster, term, "compute", int(busy_D.argmax()))
 
 
@@ -75,9 +75,8 @@ def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
     spans: list[Span] = []
     begin_s = 0.0
     for phase in _phases(block):
-        block_pass = block.passes[phase == "backward"]
-        spans += _pass_spans(block, assigned, block_pass, phase, begin_s)
-        begin_s += float(ring_finish_s(block.ring(assigned, block_pass)[1])[0])
+        spans += _pass_spans(block, assigned, phase, begin_s)
+        begin_s += float(ring_finish_s(block.rings(assigned)[phase == "backward"])[0])
     return tuple(spans)
 
 
@@ -96,11 +95,10 @@ def mixed_timeline(
     begin_s, of_pass = 0.0, recurrent.passes(assigned.grouping, assigned.tokens_BD)
     for phase in _phases(block):
         backward = phase == "backward"
-        block_pass = block.passes[backward]
-        for span in _pass_spans(block, assigned, block_pass, phase, 0.0):
+        for span in _pass_spans(block, assigned, phase, 0.0):
             start_s, stop_s = (begin_s + shares[0] * each for each in (span.start_s, span.stop_s))
             spans.append(replace(span, start_s=start_s, stop_s=stop_s))
-        begin_s += shares[0] * float(ring_finish_s(block.ring(assigned, block_pass)[1])[0])
+        begin_s += shares[0] * float(ring_finish_s(block.rings(assigned)[backward])[0])
         added, begin_s = recurrent.spans(of_pass[backward], phase, begin_s, shares[1])
         spans += added
     return tuple(spans)
@@ -127,13 +125,16 @@ def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> 
     return Bottleneck.of_link(block.cluster, term, int(edges.sender[edge]), int(edges.receiver[edge]))
 
 
-def _pass_spans(block: BlockPasses, assigned: AssignedWork, block_pass: Pass, phase: str, begin_s: float) -> list[Span]:
-    grouping, spans = assigned.grouping, []
-    non_attention_BK, ring = block.ring(assigned, block_pass)
-    slope_BD, fixed_BD, contiguous_causal = block.attention_s(assigned, block_pass)
+def _pass_spans(block: BlockPasses, assigned: AssignedWork, phase: str, begin_s: float) -> list[Span]:
+    grouping, spans, backward = assigned.grouping, [], phase == "backward"
+    number = int(backward)
+    compute = block.compute(assigned)
+    non_attention_BK, ring = compute.non_attention_PBK[number], block.rings(assigned, compute)[number]
+    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(assigned)
+    slope_D, fixed_D = slope_PBD[number, 0], fixed_PBD[number, 0]
     starts, received = (part[:, 0] + begin_s for part in ring_schedule(ring))
-    work_D = block.non_attention_s(assigned.tokens_BD, block_pass)[0]
-    num_groups, backward = grouping.num_groups, block_pass.name == "backward"
+    work_D = block.non_attention_s(assigned.tokens_BD)[number, 0]
+    num_groups = grouping.num_groups
     for rank, group in enumerate(grouping.group_of.tolist()):
         work_s = begin_s + float(work_D[rank])
         spans.append(Span.of(rank, "compute", "non_attention", begin_s, work_s, phase=phase))
@@ -143,7 +144,7 @@ def _pass_spans(block: BlockPasses, assigned: AssignedWork, block_pass: Pass, ph
         for step in range(num_groups):
             source = (group + 1 + step if backward else group - step) % num_groups
             share = 1.0 if not contiguous_causal or source < group else 0.5 * (source == group)
-            step_s = share * float(slope_BD[0, rank] * assigned.length_BK[0, source] + fixed_BD[0, rank])
+            step_s = share * float(slope_D[rank] * assigned.length_BK[0, source] + fixed_D[rank])
             now_s, arrived_s = float(starts[step, group]), float(received[step, group])
             if step_s:
                 spans.append(Span.of(rank, "compute", "attention", now_s, now_s + step_s, step, phase))

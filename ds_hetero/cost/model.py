@@ -63,9 +63,8 @@ class CostModel(ABC):
         """Time of one block for many assignments of one grouping, ``[B]``; does not look at memory."""
 
     def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
-        """`block_s_many` where it is less than ``below_B``, and at least that much, or infinity, elsewhere, ``[B]``."""
-        time_B = self.block_s_many(grouping, tokens_BD, heads_BD)
-        return np.where(time_B < below_B, time_B, np.inf)
+        """`block_s_many`, ``[B]``, or infinity where no order of the groups would take less than ``below_B``."""
+        return self.block_s_many(grouping, tokens_BD, heads_BD)
 
     @abstractmethod
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:

@@ -3,7 +3,7 @@
 A pass is non-attention work, the exchanges of every group, and one trip of KV around the ring. `ring_time` says when
 the slowest group is done.
 
-Dimension key: B assignments, D ranks, K groups in ring order.
+Dimension key: P passes (forward, backward), B assignments, D ranks, K groups in ring order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import ModelSpec
 
-__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Pass", "PassCompute", "Work"]
+__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Compute", "Pass", "Work"]
 
 PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
@@ -101,39 +101,39 @@ class AssignedWork(Work):
 
 
 @dataclass(frozen=True, slots=True)
-class PassCompute:
-    """What the groups compute in one pass, ``[B, K]`` each.
+class Compute:
+    """What the groups compute, forward and backward (P).
 
     Args:
-        non_attention_BK: time outside attention of the slowest rank.
+        non_attention_PBK: time outside attention of the slowest rank.
         length_BK: tokens of every group.
-        slope_BK, fixed_BK: time of attention per token of a block, and per block.
+        slope_PBK, fixed_PBK: time of attention per token of a block, and per block.
         contiguous_causal: whether a group computes less of some blocks than of others.
     """
 
-    non_attention_BK: Floats
+    non_attention_PBK: Floats
     length_BK: Floats
-    slope_BK: Floats
-    fixed_BK: Floats
+    slope_PBK: Floats
+    fixed_PBK: Floats
     contiguous_causal: bool
 
-    def take(self, rows: Ints) -> PassCompute:
+    def take(self, rows: Ints) -> Compute:
         """Of some assignments."""
-        return PassCompute(
-            non_attention_BK=self.non_attention_BK.take(rows, axis=0),
+        return Compute(
+            non_attention_PBK=self.non_attention_PBK.take(rows, axis=1),
             length_BK=self.length_BK.take(rows, axis=0),
-            slope_BK=self.slope_BK.take(rows, axis=0),
-            fixed_BK=self.fixed_BK.take(rows, axis=0),
+            slope_PBK=self.slope_PBK.take(rows, axis=1),
+            fixed_PBK=self.fixed_PBK.take(rows, axis=1),
             contiguous_causal=self.contiguous_causal,
         )
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
-        """A time that the pass does not undercut whatever its ring's transfers take, ``[B]``."""
-        ready_BK = self.non_attention_BK + exchange_BK
+        """Times that the passes do not undercut whatever their rings' transfers take, ``[P, B]``."""
+        ready_PBK = self.non_attention_PBK + exchange_BK
         if not self.contiguous_causal:
-            ready_BK = ready_BK + self.slope_BK * self.length_BK.sum(axis=1)[:, None]
-            ready_BK = ready_BK + self.fixed_BK * self.length_BK.shape[1]
-        return np.asarray(ready_BK.max(axis=1))
+            ready_PBK = ready_PBK + self.slope_PBK * self.length_BK.sum(axis=1)[:, None]
+            ready_PBK = ready_PBK + self.fixed_PBK * self.length_BK.shape[1]
+        return np.asarray(ready_PBK.max(axis=2))
 
 
 class BlockPasses:
@@ -170,6 +170,9 @@ class BlockPasses:
             )
         )
 
+        per_pass = zip(*((each.token_s, each.fixed_s, each.attention_s) for each in self.passes), strict=True)
+        self._token_s_P1D, self._fixed_s_P1D, self._attention_s_P1D = (np.array(each)[:, None] for each in per_pass)
+
     def work(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Work:
         """The work that tokens and heads amount to."""
         length_BK = grouping.by_group(np.add, tokens_BD)
@@ -204,38 +207,37 @@ class BlockPasses:
             shared_BK=shared_BK,
         )
 
-    def compute(self, work: Work, block_pass: Pass) -> PassCompute:
-        """What the groups compute in one pass."""
+    def compute(self, work: Work) -> Compute:
+        """What the groups compute in both passes."""
         grouping, whole = work.grouping, self.workload.seq_len
-        slope_BD, fixed_BD, contiguous_causal = self.attention_s(work, block_pass)
-        slope_BK = grouping.by_group(np.maximum, slope_BD)
-        total_BK = grouping.by_group(np.maximum, slope_BD * whole + fixed_BD * grouping.num_groups)
-        return PassCompute(
-            non_attention_BK=grouping.by_group(np.maximum, self.non_attention_s(work.tokens_BD, block_pass)),
+        slope_PBD, fixed_PBD, contiguous_causal = self.attention_s(work)
+        slope_PBK = grouping.by_group(np.maximum, slope_PBD)
+        total_PBK = grouping.by_group(np.maximum, slope_PBD * whole + fixed_PBD * grouping.num_groups)
+        return Compute(
+            non_attention_PBK=grouping.by_group(np.maximum, self.non_attention_s(work.tokens_BD)),
             length_BK=work.length_BK,
-            slope_BK=slope_BK,
-            fixed_BK=(total_BK - slope_BK * whole) / grouping.num_groups,
+            slope_PBK=slope_PBK,
+            fixed_PBK=(total_PBK - slope_PBK * whole) / grouping.num_groups,
             contiguous_causal=contiguous_causal,
         )
 
-    def ring(self, assigned: AssignedWork, block_pass: Pass) -> tuple[Floats, RingCoefficients]:
-        """Non-attention time of every group, ``[B, K]``, and one pass around the ring."""
-        compute = self.compute(assigned, block_pass)
-        return compute.non_attention_BK, self.ring_of(compute, assigned, block_pass)
+    def rings(self, assigned: AssignedWork, compute: Compute | None = None) -> list[RingCoefficients]:
+        """Both passes around the ring, of what the groups compute if that is known."""
+        compute = compute or self.compute(assigned)
+        return [self._ring(assigned, compute, backward=backward) for backward in (False, True)]
 
-    def ring_of(self, compute: PassCompute, assigned: AssignedWork, block_pass: Pass) -> RingCoefficients:
-        """One pass around the ring of what the groups compute."""
-        backward, num_groups = block_pass.name == "backward", compute.length_BK.shape[1]
+    def _ring(self, assigned: AssignedWork, compute: Compute, *, backward: bool) -> RingCoefficients:
+        number, num_groups = int(backward), compute.length_BK.shape[1]
         gradient_bytes = 2 * self.workload.micro_batch * self.model.head_dim * GRADIENT_ELEMENT_BYTES
         latency_BK, transfer_BK, shared_BK = assigned.latency_BK, assigned.transfer_BK, assigned.shared_BK
         if backward:  # a transfer into p comes over the link from p to p + 1
             following = np.arange(1, num_groups + 1) % num_groups
             latency_BK, transfer_BK, shared_BK = (part[:, following] for part in (latency_BK, transfer_BK, shared_BK))
         return RingCoefficients(
-            start_s=compute.non_attention_BK + assigned.exchange_BK,
+            start_s=compute.non_attention_PBK[number] + assigned.exchange_BK,
             length=compute.length_BK,
-            slope_s=compute.slope_BK,
-            fixed_s=compute.fixed_BK,
+            slope_s=compute.slope_PBK[number],
+            fixed_s=compute.fixed_PBK[number],
             latency_s=latency_BK,
             kv_s=transfer_BK * (2 * self._unit_bytes),
             gradient_s=transfer_BK * (gradient_bytes if backward else 0),
@@ -245,31 +247,30 @@ class BlockPasses:
             contiguous_causal=compute.contiguous_causal,
         )
 
-    def non_attention_s(self, tokens_BD: Floats, block_pass: Pass) -> Floats:
-        """Time of every rank outside attention, ``[B, D]``; a rank without tokens computes one that stands for none."""
-        return np.asarray(np.maximum(tokens_BD, PLACEHOLDER_TOKENS) * block_pass.token_s + block_pass.fixed_s)
+    def non_attention_s(self, tokens_BD: Floats) -> Floats:
+        """Time of every rank outside attention, ``[P, B, D]``; one without tokens computes one that stands for none."""
+        return np.asarray(np.maximum(tokens_BD, PLACEHOLDER_TOKENS) * self._token_s_P1D + self._fixed_s_P1D)
 
-    def attention_s(self, work: Work, block_pass: Pass) -> tuple[Floats, Floats, bool]:
-        """Compute of every rank per token of the block and per block, ``[B, D]``, and whether blocks differ in kind.
+    def attention_s(self, work: Work) -> tuple[Floats, Floats, bool]:
+        """Compute of every rank per token of the block and per block, ``[P, B, D]``, and whether blocks differ in kind.
 
         With more than one group partial results are merged in fp32, and backward adds up partial dK and dV; K - 1 hops
         of the ring take the host's time, spread over the K blocks.
         """
-        causal, num_groups = self.workload.causal, work.grouping.num_groups
+        causal, num_groups, attention_s_P1D = self.workload.causal, work.grouping.num_groups, self._attention_s_P1D
         contiguous_causal = causal and num_groups > 1 and not work.grouping.zigzag
         share = 0.5 if causal and not contiguous_causal else 1.0
         active_BD = work.rows_BD > 0
-        slope_BD = np.where(active_BD, share * block_pass.attention_s * (work.rows_BD + self.rates.half_rows), 0.0)
-        fixed_BD = slope_BD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
+        slope_PBD = np.where(active_BD, share * attention_s_P1D * (work.rows_BD + self.rates.half_rows), 0.0)
+        fixed_PBD = slope_PBD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
         # The local block's diagonal, once per pass and therefore spread over the blocks.
-        fixed_BD = fixed_BD + work.rows_BD * (block_pass.attention_s * self.rates.edge_keys / num_groups)
+        fixed_PBD = fixed_PBD + work.rows_BD * (attention_s_P1D * self.rates.edge_keys / num_groups)
         if num_groups > 1:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
             hops_s_D = self.cluster.message_overhead_s * ((num_groups - 1) / num_groups)
-            fixed_BD = fixed_BD + work.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
-            if block_pass.name == "backward":
-                slope_BD = slope_BD + 2 * self.workload.micro_batch * work.kv_heads_BD * merge_s_D
-        return slope_BD, fixed_BD, contiguous_causal
+            fixed_PBD = fixed_PBD + work.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
+            slope_PBD[1] += 2 * self.workload.micro_batch * work.kv_heads_BD * merge_s_D
+        return slope_PBD, fixed_PBD, contiguous_causal
 
     def exchange_s(self, work: Work) -> Floats:
         """Both all-to-alls of one pass, ``[B, K]``: q, k, v one way and the output the other (or their gradients).

@@ -18,8 +18,10 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned_schedule import PlannedSchedule
-from ds_hetero.planner.planning import plan, searched_candidates
+from ds_hetero.planner.planning import plan
 from ds_hetero.planner.search.budget import EvaluationBudget
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
+from ds_hetero.planner.search.search import first_look
 
 __all__ = ["FewerRanks", "OtherStage", "faster_with_fewer_ranks", "faster_zero_stage"]
 
@@ -27,7 +29,7 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
-_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.02, 1.1  # of a search that says which sets are worth a whole one
+_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.01, 1.1  # of a search that says which sets are worth a whole one
 _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 
@@ -152,8 +154,9 @@ def _least_s(cost: CostModel) -> float:
 
 def _first_look_s(cost: CostModel, layout: str | None) -> float:
     """Time of a step by a short search; infinite where it finds nothing that fits."""
-    found = searched_candidates(cost, layout, budget=EvaluationBudget(_FIRST_LOOK_BUDGET_S))
-    return min((each.prediction.iteration_s for each in found), default=np.inf)
+    problem, rank_of = make_problem(cost, layout=layout)
+    found = first_look(problem, EvaluationBudget(_FIRST_LOOK_BUDGET_S))
+    return np.inf if found is None else cost.predict(schedule_of(problem, found, rank_of)).iteration_s
 
 
 def _cost_of(cost: CostModel, ranks: Sequence[int]) -> CostModel:

@@ -15,6 +15,7 @@ from ds_hetero.planner.search.partitions import M1, active_sets, groupings, with
 from ds_hetero.planner.search.problem import LEAST_GAIN, Assignment, Problem
 from ds_hetero.planner.search.ring_order import ring_orders
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
+from ds_hetero.planner.search.shortlist import Shortlist
 
 __all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
 
@@ -25,13 +26,17 @@ M1_IDLE = 12  # partitions tried where some ranks stay idle
 ONE_PARTITION = 0.2  # share of the remaining budget that one partition may take
 
 
-def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
-    """Assignments of all partitions of stage I, for every set of working ranks that could still win.
+def starts(problem: Problem, budget: EvaluationBudget, shortlist: Shortlist) -> list[Assignment]:
+    """The best of all partitions of stage I, for every set of working ranks that could still win.
 
     Fewer working ranks need at least the balanced time over their own speeds, which rules most sets out where links are
     fast.
+
+    Args:
+        problem: what to minimize.
+        budget: how much may be evaluated.
+        shortlist: an empty one, which says what is worth evaluating to the end.
     """
-    assignments: list[Assignment] = []
     least = np.inf
     all_ranks, *some_ranks = active_sets(problem)
     idle_budget = EvaluationBudget(budget.left_s / 3)
@@ -46,19 +51,20 @@ def starts(problem: Problem, budget: EvaluationBudget) -> list[Assignment]:
             if of_set.is_spent(ONE_PARTITION):
                 break
             groups = with_idle(problem, groups, active)
-            assignment = best_assignment(problem, groups, active, of_set)
+            assignment = best_assignment(problem, groups, active, of_set, shortlist.limit_s)
             if assignment is not None:
-                assignments.append(assignment)
+                shortlist.add(assignment)
                 least = min(least, assignment.time_s)
-    return assignments
+    return shortlist.best
 
 
 def best_assignment(
-    problem: Problem, groups: Sequence[Ints], active: Mask, budget: EvaluationBudget
+    problem: Problem, groups: Sequence[Ints], active: Mask, budget: EvaluationBudget, below_s: float = np.inf
 ) -> Assignment | None:
     """Heads and tokens of one partition by closed forms, the best by the cost model.
 
-    None where a group has no working rank, nothing fits into memory, or the budget is used up.
+    None where a group has no working rank, nothing fits into memory, nothing takes less than ``below_s`` in any order
+    of the groups, or the budget is used up.
     """
     if budget.is_spent(ONE_PARTITION) or not all(active[group].any() for group in groups):
         return None
@@ -68,8 +74,12 @@ def best_assignment(
         grouping = problem.grouping(order)
         options = list(_closed_forms(problem, grouping, order, active, EXPONENTS if few else EXPONENTS[:1]))
         options = options[: budget.rows(grouping, len(options), ONE_PARTITION)]
-        best = problem.best(grouping, options, best.time_s if best else np.inf) or best
-        if best is None and options:
+        if not options:
+            continue
+        rows, limit_s = problem.rows_of(options), best.time_s if best else np.inf
+        time_B = problem.time_s(grouping, *rows, min(limit_s, below_s))
+        best = problem.fastest_that_fits(grouping, *rows, time_B, limit_s) or best
+        if best is None and np.isfinite(time_B).any():
             ends = (options[0], options[-1])
             fitted = [(fit_memory(problem.cost, grouping, tokens, heads), heads) for tokens, heads in ends]
             best = problem.best(grouping, [(tokens, heads) for tokens, heads in fitted if tokens is not None])

@@ -135,20 +135,33 @@ class Problem:
         self, grouping: Grouping, options: Sequence[tuple[Floats, Ints]], below_s: float = np.inf
     ) -> Assignment | None:
         """The fastest of several (tokens, heads) that fits into memory and takes less than ``below_s``, if any."""
-        if not options:
-            return None
-        tokens_BD = self.round(np.array([tokens for tokens, _ in options]))
-        return self.best_row(grouping, tokens_BD, np.array([heads for _, heads in options]), below_s)
+        return self.best_row(grouping, *self.rows_of(options), below_s) if options else None
 
     def best_row(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float) -> Assignment | None:
-        """The same for arrays. Memory is only looked at for rows that would be chosen."""
+        """The same for arrays."""
+        time_B = self.time_s(grouping, tokens_BD, heads_BD, below_s)
+        return self.fastest_that_fits(grouping, tokens_BD, heads_BD, time_B, below_s)
+
+    def rows_of(self, options: Sequence[tuple[Floats, Ints]]) -> tuple[Floats, Ints]:
+        """Tokens, rounded, and heads of at least one option, ``[B, D]`` each."""
+        return self.round(np.array([tokens for tokens, _ in options])), np.array([heads for _, heads in options])
+
+    def time_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float = np.inf) -> Floats:
+        """Times as in `Assignment`, ``[B]``; infinity where no order of the groups takes less than ``below_s``."""
         loss_B = self._loss_s(tokens_BD)
         if np.isfinite(below_s):
-            time_s = self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B) + loss_B
-        else:
-            time_s = self.cost.block_s_many(grouping, tokens_BD, heads_BD) + loss_B
-        rows = np.flatnonzero(time_s < below_s)
-        rows = rows[np.argsort(time_s[rows], kind="stable")]
+            return self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B) + loss_B
+        return self.cost.block_s_many(grouping, tokens_BD, heads_BD) + loss_B
+
+    def fastest_that_fits(
+        self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, time_B: Floats, below_s: float = np.inf
+    ) -> Assignment | None:
+        """The fastest row that fits into memory and takes less than ``below_s``, of rows of these times, if any.
+
+        Memory is only looked at for rows that would be chosen.
+        """
+        rows = np.flatnonzero(time_B < below_s)
+        rows = rows[np.argsort(time_B[rows], kind="stable")]
         first, count = 0, FIRST_ROWS
         while first < len(rows):
             some = rows[first : first + count]
@@ -158,7 +171,7 @@ class Problem:
             if fits.any():
                 row = some[np.argmax(fits)]
                 groups = np.split(grouping.order, grouping.offsets[1:-1])
-                return Assignment(float(time_s[row]), tuple(groups), tokens_BD[row].copy(), heads_BD[row].copy())
+                return Assignment(float(time_B[row]), tuple(groups), tokens_BD[row].copy(), heads_BD[row].copy())
         return None
 
     def order_matters(self, at: Assignment) -> bool:

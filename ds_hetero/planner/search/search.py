@@ -10,7 +10,7 @@ to the earlier candidate. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +23,9 @@ from ds_hetero.planner.search.memory_fit import has_room
 from ds_hetero.planner.search.partitions import neighbours
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import cap_shares
+from ds_hetero.planner.search.shortlist import Shortlist, best_of, working
 
-__all__ = ["search"]
+__all__ = ["first_look", "search"]
 
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
@@ -51,14 +52,14 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
         return []
     budget = budget or EvaluationBudget.for_ranks(problem.num_ranks)
     stages = _stages(problem.num_ranks)
-    best = _best(starts(problem, budget.split(3)), stages[0][0], SLOWEST_START)
+    best = starts(problem, budget.split(3), Shortlist(stages[0][0], SLOWEST_START))
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
         return best
     refining = budget.split(6)
     best = [_cap_all_to_all(problem, best_order(problem, start, refining, thorough=True), refining) for start in best]
     passed: list[Assignment] = []
     for left, (keep, slower, steps) in zip((3, 2, 1), stages, strict=True):
-        best = _best(best, keep, slower)
+        best = best_of(best, keep, slower)
         stage = budget.split(left)
         if left == 1 and problem.num_ranks <= REGROUP:
             best = [_regroup(problem, start, stage.split(2 * len(best))) for start in best]
@@ -66,10 +67,23 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
         passed += best
     best = [_reorder(problem, start, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for start in best]
     if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
-        best = _best([*best, *_from_whole_tokens(problem)], M2)
-    best = _best([_tidy(problem, _trade(problem, start)) for start in best], M2)
-    refined = {_working(f) for f in best}
-    return [*best, *(f for f in _best(passed, M2) if _working(f) not in refined)][:M2]
+        best = best_of([*best, *_from_whole_tokens(problem)], M2)
+    best = best_of([_tidy(problem, _trade(problem, start)) for start in best], M2)
+    refined = {working(f) for f in best}
+    return [*best, *(f for f in best_of(passed, M2) if working(f) not in refined)][:M2]
+
+
+def first_look(problem: Problem, budget: EvaluationBudget) -> Assignment | None:
+    """The best start after a short descent, if anything fits: what `search` improves on, in a small part of its time.
+
+    Args:
+        problem: what to minimize.
+        budget: how much may be evaluated.
+    """
+    if not has_room(problem.cost):
+        return None
+    best = starts(problem, budget.split(2), Shortlist(1))
+    return descend(problem, best[0], FEW_STAGES[0][-1], budget) if best else None
 
 
 def _stages(num_ranks: int) -> tuple[tuple[int, float, tuple[float, ...]], ...]:
@@ -129,21 +143,6 @@ def _tidy(problem: Problem, start: Assignment) -> Assignment:
     return problem.best(grouping, [(mean[label], start.heads)], start.time_s * (1 + TIDY)) or start
 
 
-def _best(assignments: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
-    """The ``keep`` best, one per partition of the working ranks, at most ``slower`` times as slow as the best."""
-    best: dict[bytes, Assignment] = {}
-    for f in sorted(assignments, key=lambda f: f.time_s):
-        best.setdefault(_working(f), f)
-    kept = list(best.values())[:keep]
-    return [f for f in kept if f.time_s <= slower * kept[0].time_s]
-
-
-def _working(assignment: Assignment) -> bytes:
-    """The partition of the ranks that work."""
-    work = assignment.tokens + assignment.heads
-    return b"|".join(sorted(np.sort(group[work[group] > 0]).tobytes() for group in assignment.groups))
-
-
 def _cap_all_to_all(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Try to shorten the all-to-all: bound what a rank sends, and let ranks on faster links carry its tokens."""
     grouping = problem.grouping(start.groups)
@@ -179,9 +178,12 @@ def _regroup(problem: Problem, start: Assignment, budget: EvaluationBudget) -> A
     best = start
     for _ in range(REGROUP_ROUNDS):
         active = best.tokens > 0
-        options = [best_assignment(problem, groups, active, budget) for groups in neighbours(problem, best.groups)]
-        near = _best((f for f in options if f is not None), 2, 1.1)
-        near = [descend(problem, f, STEPS[1:3], budget.split(4)) for f in near]
+        options = Shortlist(2, 1.1)
+        for groups in neighbours(problem, best.groups):
+            assignment = best_assignment(problem, groups, active, budget, options.limit_s)
+            if assignment is not None:
+                options.add(assignment)
+        near = [descend(problem, f, STEPS[1:3], budget.split(4)) for f in options.best]
         option = min(near, key=lambda f: f.time_s, default=best)
         if option.time_s >= best.time_s * (1 - 1e-6):
             break
