@@ -92,7 +92,7 @@ class HeterogeneitySection(BaseModel):
     placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
     attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
-    loss: Literal["replica_mean", "local_mean", "local_sum", "local_share"] | None = None
+    loss: Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean"] | None = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
     verify: Literal["first_batch", "always", "off"] = "first_batch"
@@ -129,7 +129,8 @@ _ACCEPTED = {
     + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
     "for the best",
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
-    "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself',
+    "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
+    '"sample_mean", for that of a module that is not split',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',

@@ -357,7 +357,17 @@ _LOOP_ROWS = (
         tests=(_ANY + "test_any_module_trains_with_weighted_zero_as_with_equal_partitions",),
     ),
     Row(
-        what="for such a module, replicas with different batches, documents, and losses that count tokens",
+        what="for such a module, replicas with different batches whose loss is the mean over samples; ZeRO 0 to 3",
+        status="tested",
+        tests=(_ANY + "test_replicas_with_different_batches_equal_one_process",),
+    ),
+    Row(
+        what="for such a module with different batches: a loss that is not declared, batch normalization, `replan`",
+        status="refused",
+        tests=(_ANY + "test_different_batches_whose_loss_is_not_known_are_refused_by_name",),
+    ),
+    Row(
+        what="for such a module, documents, and losses that count tokens",
         status="refused",
         tests=(_ANY + "test_what_needs_tokens_is_refused_by_name",),
     ),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ds_hetero.config import SECTION
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.loader import ModelLoader, WholeLoader
+from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.integrations.registry import PipelinedModel, PreparedModel, Registry
 from ds_hetero.integrations.sharded_calls import call_sharded
 from ds_hetero.integrations.token_mean import token_mean
@@ -20,8 +21,10 @@ from ds_hetero.integrations.transformers.forward_mode import Wanted, sharding
 from ds_hetero.integrations.transformers.shard_loss import has_loss_of_batch
 from ds_hetero.integrations.transformers.sharded_call import TokenResults
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.plans import Plan
+from ds_hetero.runtime.data.sample_loader import SampleLoader
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.devices import default_device
@@ -156,7 +159,7 @@ class Handle:
         For a model that was prepared without a "heterogeneity" section, batches are only moved to its device.
 
         Args:
-            dataloader: yields mappings with ``input_ids`` and ``labels``.
+            dataloader: yields mappings with ``input_ids`` and ``labels``; what a module takes, where it is not split.
             device: where batches shall be; left out, where the model is.
             batches: ``"same"`` if all ranks of a replica are given the same batches, ``"own"`` if each has its own.
         """
@@ -168,6 +171,9 @@ class Handle:
         model = chosen if isinstance(chosen, nn.Module) else chosen.model
         target = next(model.parameters()).device if device is None else torch.device(device)
         if isinstance(chosen, nn.Module):
+            known = self.registry.find(chosen)
+            if known is not None and isinstance(known.model, WholeModel) and known.model.loss_convention is not None:
+                return SampleLoader(dataloader, known.model, target, batches, KNOWN_LOADERS)
             return WholeLoader(dataloader, target)
         return ModelLoader(dataloader, chosen, target, batches)
 

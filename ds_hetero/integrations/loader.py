@@ -15,6 +15,7 @@ from ds_hetero.integrations.transformers.recent_shards import note_shard
 from ds_hetero.integrations.transformers.self_check import check_first_batch
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.sample_loader import on_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import model_inputs
 from ds_hetero.runtime.replica import Replica
@@ -94,7 +95,7 @@ class WholeLoader:
     """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
 
     Args:
-        dataloader: yields mappings.
+        dataloader: yields mappings; for a module that is not split, what it takes.
         device: where tensors shall be.
         model: that is trained by sharded calls, to be checked with the first batch; None without.
     """
@@ -110,7 +111,7 @@ class WholeLoader:
         for batch in self.dataloader:
             if self._model is not None:
                 self._verify(self._model, batch)
-            yield {name: e.to(self._target) if isinstance(e, Tensor) else e for name, e in batch.items()}
+            yield on_device(batch, self._target)
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeLoader:
         """A loader without the first ``num_batches``; see `ShardedLoader.skipping`."""

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from torch import nn
 
-from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
@@ -208,12 +207,9 @@ class Registry:
         known.model.record_batches(known.record_batch)
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
-        if start.section.tile_tokens is not None:
-            if not isinstance(known.model, ShardedModel):
-                raise ConfigError(
-                    f'"tile_tokens": {start.section.tile_tokens} tiles models of transformers that are split over a '
-                    f"sequence, and {type(model).__name__} is not. Leave the key out."
-                )
+        if isinstance(known.model, WholeModel):
+            known.model.expect_section(start.section)
+        elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
         placer = agree_on_placer(world, start, replica.replica_id)
         known.model.place_documents(placer)

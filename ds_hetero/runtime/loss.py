@@ -22,6 +22,9 @@ A loss that a training script computes itself is brought to the same factor. Wit
     local_sum         S_r                         1
     local_share       S_r / n_R                   1 / n_R
 
+A module that every rank runs whole has samples where these have tokens: its ``"sample_mean"``, the mean over a rank's
+samples, is a ``"local_mean"``.
+
 Dimension key: B batch, s tokens of this rank, V vocabulary.
 """
 

@@ -1,6 +1,6 @@
-"""Weighted ZeRO and the report of stragglers for a module that is none of transformers', one rank per replica.
+"""A module that is none of transformers', one rank per replica: weighted ZeRO, stragglers, unlike batches.
 
-Budget: 25 s.
+Budget: 35 s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from tests.integration.tiny import CLIP, adam, assert_same_parameters, parameters
 from tests.support import run_deepspeed
 
 WIDTH, BATCH, STEPS = 24, 4, 5
@@ -125,3 +127,185 @@ def _refuse(rank: int) -> list[str]:
             deepspeed.initialize(model=_module(), config=config)
         texts.append(str(caught.value))
     return texts
+
+
+# --- replicas that take different batches -------------------------------------------------------------
+
+TWO, THREE = ((3, 2), (1, 2)), ((4, 1), (2, 3), (1, 1))  # by rank: samples of a micro-batch, micro-batches
+
+
+def _replicas(batches: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "replicas": [
+            {
+                "schedule": {
+                    "version": 1,
+                    "num_heads": 1,
+                    "num_kv_heads": 1,
+                    "groups": [{"ranks": [rank], "tokens": [1], "heads": [1]}],
+                },
+                "micro_batch_size": size,
+                "micro_batches": count,
+            }
+            for rank, (size, count) in enumerate(batches)
+        ],
+    }
+
+
+def _samples(batches: tuple[tuple[int, int], ...]) -> list[tuple[Tensor, Tensor, int]]:
+    """Of five steps, the last with two samples less."""
+    generator = torch.Generator().manual_seed(2)
+    total = STEPS * sum(size * count for size, count in batches) - 2
+    return [
+        (torch.randn(1, 8, 8, generator=generator), torch.randn((), generator=generator), number)
+        for number in range(total)
+    ]
+
+
+class Stream(IterableDataset[Any]):
+    """The samples without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self._samples)
+
+
+def _one_process(batches: tuple[tuple[int, int], ...]) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    """Losses, norms and trained parameters of plain torch on the global batches."""
+    module, losses, norms = _module(), [], []
+    optimizer = adam(module)
+    for images, values, _ in DataLoader(_samples(batches), sum(size * count for size, count in batches)):
+        optimizer.zero_grad()
+        loss = module(images, values)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, parameters(module)
+
+
+@pytest.mark.parametrize(
+    ("batches", "stage", "streamed"),
+    [
+        (TWO, 3, False),
+        (THREE, 1, True),
+        *(
+            pytest.param(batches, stage, False, marks=pytest.mark.slow)
+            for batches in (TWO, THREE)
+            for stage in (0, 1, 2, 3)
+            if (batches, stage) != (TWO, 3)
+        ),
+    ],
+)
+def test_replicas_with_different_batches_equal_one_process(
+    batches: tuple[tuple[int, int], ...], stage: int, streamed: bool
+) -> None:
+    expected_losses, expected_norms, expected = _one_process(batches)
+    ranks = run_deepspeed(_train_unlike, len(batches), batches, stage, streamed)
+    samples = sum(size * count for size, count in batches)
+    for step, expected_loss in enumerate(expected_losses):
+        by_number = {number: loss for losses, _, _ in ranks for numbers, loss in losses[step] for number in numbers}
+        total = min(samples, len(_samples(batches)) - step * samples)
+        assert sorted(by_number) == list(range(step * samples, step * samples + total))
+        np.testing.assert_allclose(sum(by_number.values()) / total, expected_loss, rtol=1e-5)
+    for _, norms, trained in ranks:
+        if stage:
+            np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+        assert_same_parameters(trained, expected)
+
+
+def _train_unlike(rank: int, batches: tuple[tuple[int, int], ...], stage: int, streamed: bool) -> Any:
+    """By step, the numbers of samples with the loss of their micro-batch; norms; trained values."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    module = _module()
+    config = _config(stage, schedule=_replicas(batches), loss="sample_mean")
+    del config["train_micro_batch_size_per_gpu"]
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adam(module), config=config)
+    samples: Any = _samples(batches)
+    loader = handle.dataloader(DataLoader(Stream(samples) if streamed else samples, batch_size=4))
+    losses, norms, of_step = [], [], []
+    for images, values, numbers in loader:
+        loss = engine(images, values)
+        engine.backward(loss)
+        engine.step()
+        of_step.append((numbers.tolist(), float(loss.detach())))
+        if len(of_step) == max(count for _, count in batches):
+            losses.append(of_step)
+            norms.append(float(engine.get_global_grad_norm() or 0) if stage else 0.0)
+            of_step = []
+    assert engine.global_steps == STEPS and not of_step
+    assert streamed or len(loader) == STEPS * max(count for _, count in batches)
+    module.eval()
+    assert sum(len(numbers) for _, _, numbers in loader) == len(samples)
+    return losses, norms, parameters(module, stage)
+
+
+def test_different_batches_whose_loss_is_not_known_are_refused_by_name() -> None:
+    first, second = run_deepspeed(_refuse_unlike, 2)
+    undeclared, alike, changing, unknown, unscaled, ahead, normalized, added = first
+    assert first[:-1] == second[:-1]
+    assert "3 x 2 + 1 x 2 = 8 samples" in undeclared and '{"loss": "sample_mean"}' in undeclared
+    assert "the schedule says no micro_batch_size" in alike
+    assert '"replan": {"enabled": true}' in changing and "Regression runs whole" in changing
+    assert "Take batches from handle.dataloader" in unknown
+    assert "backward was called on the loss itself" in unscaled
+    assert "micro-batch 1 of an optimizer step, but the engine is at 0" in ahead
+    assert "has 3 samples, but nothing in it has as many rows: they are [4]" in added and "they are [2]" in second[-1]
+    assert "0 of Sequential is BatchNorm2d" in normalized
+
+
+def _refuse_unlike(rank: int) -> list[str]:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    texts = []
+    unlike = {"schedule": _replicas(TWO), "loss": "sample_mean"}
+
+    def initialize(section: dict[str, Any], module: nn.Module | None = None) -> Any:
+        config = _config(1, **section)
+        if "schedule" in section:
+            del config["train_micro_batch_size_per_gpu"]
+        module = _module() if module is None else module
+        engine, *_ = deepspeed.initialize(model=module, optimizer=adam(module), config=config)
+        return engine
+
+    for section in ({"schedule": _replicas(TWO)}, {"loss": "sample_mean"}, {**unlike, "replan": {"enabled": True}}):
+        with pytest.raises(ds_hetero.HeteroError) as caught:
+            initialize(section)
+        texts.append(str(caught.value))
+    engine = initialize(unlike)
+    samples = _samples(TWO)
+    images, values, _ = next(iter(DataLoader(samples, 2)))
+    with pytest.raises(ds_hetero.HeteroError) as caught:
+        engine.backward(engine(images, values))
+    texts.append(str(caught.value))
+    for images, values, _ in handle.for_engine(engine).dataloader(DataLoader(samples, 2)):
+        with pytest.raises(ds_hetero.HeteroError) as caught:
+            engine(images, values).backward()
+            engine.step()
+        break
+    texts.append(str(caught.value))
+    engine = initialize(unlike)
+    batches = iter(handle.for_engine(engine).dataloader(DataLoader(samples, 2)))
+    images, values, _ = next(batches)
+    next(batches)
+    with pytest.raises(ds_hetero.HeteroError) as caught:
+        engine.backward(engine(images, values))
+    texts.append(str(caught.value))
+    engine = initialize(unlike, nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 1)))
+    with pytest.raises(ds_hetero.HeteroError) as caught:
+        engine(torch.zeros(2, 1, 8, 8))
+    texts.append(str(caught.value))
+    longer = DataLoader([image for image, _, _ in samples], 2, collate_fn=lambda rows: torch.stack([*rows, rows[0]]))
+    with pytest.raises(ds_hetero.HeteroError) as caught:
+        next(iter(handle.for_engine(engine).dataloader(longer)))
+    return [*texts, str(caught.value)]

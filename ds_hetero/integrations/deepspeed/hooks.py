@@ -150,9 +150,10 @@ def scale_loss(
     scale_wrt_gas: bool = True,
 ) -> Any:
     """Bring a loss of any convention to the scale that the engine's average needs."""
-    divisor = hooked.engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+    accumulation_steps = hooked.engine.gradient_accumulation_steps()
+    divisor = accumulation_steps if scale_wrt_gas else 1
     with hooked.model.clock.phase(IDLE, "loss"):
-        loss = hooked.scaling.scale(loss, divisor)
+        loss = hooked.scaling.scale(loss, divisor, hooked.engine.micro_steps % accumulation_steps)
     return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
 

@@ -49,12 +49,13 @@ class LossScaling:
         self._model = model
         self._checked: set[str] = set()
 
-    def scale(self, loss: Tensor, divisor: int) -> Tensor:
+    def scale(self, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
         """The loss to differentiate: its value is that of ``loss``.
 
         Args:
             loss: scalar, of the batch that the model saw last.
             divisor: what the engine's backward will divide by.
+            micro_step: of the engine's, since its last optimizer step.
 
         Caller: every rank of the world, once per micro-batch.
         Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
@@ -62,14 +63,24 @@ class LossScaling:
         Raises:
             ConfigError: the loss follows another convention than it should, or is the engine's plus a term that is not;
                 on every rank.
-            BatchError: the batch did not come from the loader, so that its labels are not known; on every rank.
+            BatchError: the batch did not come from the loader, so that its labels or samples are not known; on every
+                rank.
         """
-        if not is_scaled(loss):
+        if isinstance(self._model, WholeModel):
+            loss = self._by_samples(self._model, loss, divisor, micro_step)
+        elif not is_scaled(loss):
             loss = self._by_convention(loss, divisor)
         elif has_unscaled_term(loss):
             raise ConfigError(_ADDED_TERM)
         self._model.note_scaled_loss()
         return loss
+
+    def _by_samples(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """Weigh the mean over a micro-batch's samples as a part of the mean over those of the step."""
+        if model.loss_convention is None:
+            return loss
+        batch = model.batch_at(micro_step)
+        return rescaled_loss(loss, "local_mean", batch.samples, model.replica, batch.samples_of_step, divisor)
 
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica

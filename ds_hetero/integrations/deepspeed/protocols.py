@@ -50,6 +50,7 @@ class Engine(Protocol):
     global_steps: int
     local_rank: int
     module: nn.Module
+    micro_steps: int
     lr_scheduler: Any  # DeepSpeed's or the user's, or None
     monitor: EventWriter
     optimizer: Any  # of a class for each ZeRO stage, or the user's

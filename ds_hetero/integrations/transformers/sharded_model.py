@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.config import SECTION
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.transformers.attention import (
     NAME,
@@ -310,7 +311,16 @@ class ShardedModel:
         self._record_batch = record
 
     def declare_loss(self, convention: str | None) -> None:
-        """Set `loss_convention`."""
+        """Set `loss_convention`.
+
+        Raises:
+            ConfigError: it is that of modules which are not split; on every rank.
+        """
+        if convention == "sample_mean":
+            raise ConfigError(
+                f'"{SECTION}.loss": "sample_mean" is for modules that are not split; the loss of '
+                f"{type(self.model).__name__} is a mean over tokens. Leave the key out."
+            )
         self.loss_convention = convention
 
     def note_scaled_loss(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer
+from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.planning_ahead import PlanningAhead
 from ds_hetero.runtime.data.shards import PlacedBatch
@@ -24,7 +25,7 @@ from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["Fetcher", "Progress", "Report", "Reports"]
+__all__ = ["Fetcher", "Progress", "Report", "Reports", "ShortStep", "exchange_reports"]
 
 _OK, _ERROR = range(2)
 
@@ -46,7 +47,8 @@ class Report:
         batches: how many batches it has for the fetch.
         checksum: of those batches, where all ranks of the replica must hold the same.
         samples: checksum of the samples that all replicas together are to take; 0 if unknown.
-        labels: labels that count in those batches; -1 if they have none.
+        labels: labels that count in those batches; -1 if they have none. Of batches for a module that is not split,
+            their samples.
     """
 
     replica: int
@@ -77,6 +79,18 @@ class Reports:
             ranks.setdefault(report.replica, []).append(rank)
         return ranks
 
+    def expect_same_samples(self) -> None:
+        """Check that all ranks drew the same samples, of which every replica takes its own.
+
+        Raises:
+            BatchError: they did not.
+        """
+        if len({report.samples for report in self.by_rank}) > 1:
+            raise BatchError(
+                f"the ranks do not draw the same samples: checksums of step {self.number} by rank are "
+                f"{[f'{report.samples:08x}' for report in self.by_rank]}. Seed shuffling alike on all ranks."
+            )
+
     def expect_as_many(self, counts: dict[int, int]) -> None:
         """Check that all replicas have equally many batches, ``counts`` by replica.
 
@@ -93,6 +107,53 @@ class Reports:
             f"the replicas run out of batches at different steps: for fetch {self.number} of the epoch, {listed}. "
             "Give every replica equally many, as a sampler with drop_last or even batches does."
         )
+
+
+class ShortStep:
+    """Where replicas take different batches: a step with fewer than the split says has to be an epoch's last."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def expect_end_after(self, reports: Reports, split: BatchSplit) -> None:
+        """Take the reports of a step that has batches into account.
+
+        Raises:
+            BatchError: a short step came before it.
+        """
+        counts = {report.replica: report.batches for report in reports.by_rank}
+        if self._number is not None and reports.number > self._number:
+            reports.raise_uneven(counts)
+        is_short = any(counts[replica] < count for replica, count in enumerate(split.micro_batches))
+        self._number = reports.number if is_short else None
+
+    def end_epoch(self) -> None:
+        """The epoch is over."""
+        self._number = None
+
+
+def exchange_reports(number: int, report: Report, payload: bytes, error: Exception | None) -> Reports:
+    """Tell all ranks what this rank has read for a fetch, or that it could not.
+
+    Args:
+        number: of the fetch in the epoch.
+        report: of this rank.
+        payload: for every rank.
+        error: what kept this rank from reading.
+
+    Caller: every rank of the world.
+    Collectives: one `all_gather_bytes`.
+
+    Raises:
+        BatchError, StepError, PeerError: see `ds_hetero.runtime.data.loader.ShardedLoader`; on every rank.
+    """
+    numbers = [_OK if error is None else _ERROR, *vars(report).values(), *own_calls.begin_fetch(number)]
+    with waiting_for_peers("reading the next batch"):
+        rows, payloads = all_gather_bytes(numbers, payload if error is None else encode_failure(error))
+    failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
+    raise_failures(failures, error, "the next batch could not be read")
+    expect_same_counts([Counts(*row[-len(Counts._fields) :]) for row in rows])
+    return Reports(number, [Report(*row[1 : -len(Counts._fields)]) for row in rows], payloads)
 
 
 class Fetcher(ABC):
@@ -130,16 +191,8 @@ class Fetcher(ABC):
         except Exception as raised:
             error = raised
         report = self._report(replica, placed, number) if error is None else Report(replica.replica_id, 0)
-        numbers = [_OK if error is None else _ERROR, *vars(report).values()]
-        numbers += own_calls.begin_fetch(number)
-        with waiting_for_peers("reading the next batch"):
-            payload = self._payload(placed) if error is None else encode_failure(error)
-            rows, payloads = all_gather_bytes(numbers, payload)
-        failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
-        raise_failures(failures, error, "the next batch could not be read")
-        expect_same_counts([Counts(*row[-len(Counts._fields) :]) for row in rows])
-        reports = [Report(*row[1 : -len(Counts._fields)]) for row in rows]
-        return self._shards(replica, placed, Reports(number, reports, payloads))
+        payload = self._payload(placed) if error is None else b""
+        return self._shards(replica, placed, exchange_reports(number, report, payload, error))
 
     @abstractmethod
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:

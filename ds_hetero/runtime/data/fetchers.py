@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ds_hetero.errors import BatchError, HeteroError, PeerError
+from ds_hetero.errors import HeteroError, PeerError
 from ds_hetero.placement import Placer
 from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -29,7 +29,7 @@ from ds_hetero.runtime.data.batch_mode import (
     describe,
     expect_unsharded,
 )
-from ds_hetero.runtime.data.fetch import Fetcher, Progress, Report, Reports
+from ds_hetero.runtime.data.fetch import Fetcher, Progress, Report, Reports, ShortStep
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, steps_in_epoch
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
@@ -142,7 +142,7 @@ class DividedBatches(Fetcher):
         self._split, self._reader, self._lengths = split, reader, lengths
         self.batches_per_fetch = split.micro_batches[replica_id]
         self._filler: WholeBatch | None = None
-        self._short_step: int | None = None
+        self._short_step = ShortStep()
 
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
         """See `Fetcher`."""
@@ -162,23 +162,19 @@ class DividedBatches(Fetcher):
         return {**super().compatibility(replica), "global_batch": self._split.samples}
 
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
-        samples = self._reader.checksum(number) if self._reader is not None else 0
+        samples = self._reader.take_drawn(number).checksum if self._reader is not None else 0
         labels = [batch.num_labels() for batch, _ in placed]
         counted = _UNKNOWN if None in labels else sum(count or 0 for count in labels)
         return Report(replica.replica_id, len(placed), _checksum(placed), samples, counted)
 
     def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
-        if len({report.samples for report in reports.by_rank}) > 1:
-            raise BatchError(
-                f"the ranks do not draw the same samples: checksums of step {reports.number} by rank are "
-                f"{[f'{report.samples:08x}' for report in reports.by_rank]}. Seed shuffling alike on all ranks."
-            )
+        reports.expect_same_samples()
         self._expect_same_in_replicas(placed, reports)
         by_replica = {report.replica: report for report in reports.by_rank}
         if not any(report.batches for report in by_replica.values()):
-            self._short_step = None
+            self._short_step.end_epoch()
             return []
-        self._expect_end_of_epoch_after_a_short_step(by_replica, reports)
+        self._short_step.expect_end_after(reports, self._split)
         labels = [report.labels for report in by_replica.values()]
         num_items = None if _UNKNOWN in labels else sum(labels)
         fillers = [self._place_filler(replica, placed)] * (self._split.micro_steps - len(placed))
@@ -186,13 +182,6 @@ class DividedBatches(Fetcher):
             *(batch.shard(replica.rank, num_items=num_items) for batch in placed),
             *(batch.shard(replica.rank, num_items=num_items, is_filler=True) for batch in fillers),
         ]
-
-    def _expect_end_of_epoch_after_a_short_step(self, by_replica: dict[int, Report], reports: Reports) -> None:
-        counts = {replica: report.batches for replica, report in by_replica.items()}
-        if self._short_step is not None and reports.number > self._short_step:
-            reports.raise_uneven(counts)
-        is_short = any(counts[replica] < count for replica, count in enumerate(self._split.micro_batches))
-        self._short_step = reports.number if is_short else None
 
     def _place_filler(self, replica: Replica, placed: Sequence[PlacedBatch]) -> PlacedBatch:
         """A filler with the entries of the last batch, as short as the schedule allows."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
 from ds_hetero.plans import BatchSplit
 
-__all__ = ["ReplicaSampler", "ReplicaStream", "all_samples", "reader_of", "replica_samples", "steps_in_epoch"]
+__all__ = ["Drawn", "ReplicaSampler", "ReplicaStream", "all_samples", "reader_of", "replica_samples", "steps_in_epoch"]
 
 _COPIED = (
     "num_workers",
@@ -31,6 +31,18 @@ _COPIED = (
 )
 
 
+class Drawn(NamedTuple):
+    """The samples of one step, those of all replicas.
+
+    Args:
+        samples: how many; None where they were drawn by another process, or the epoch is over.
+        checksum: of their indices; 0 where these are not known.
+    """
+
+    samples: int | None = None
+    checksum: int = 0
+
+
 class ReplicaSampler(Sampler[list[int]]):
     """Batch sampler of one replica over the batch sampler of one process.
 
@@ -43,7 +55,7 @@ class ReplicaSampler(Sampler[list[int]]):
     def __init__(self, batch_sampler: Any, split: BatchSplit, replica: int) -> None:
         self.batch_sampler, self.split, self.replica = batch_sampler, split, replica
         self.first_step = 0  # of the next epoch; those before are drawn and left out
-        self._checksums: dict[int, int] = {}
+        self._drawn: dict[int, Drawn] = {}
 
     @property
     def sampler(self) -> Any:
@@ -72,11 +84,11 @@ class ReplicaSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         first_step = self.first_step
-        self._checksums.clear()
+        self._drawn.clear()
         samples = chain.from_iterable(self.batch_sampler)
         for step, chosen in enumerate(_chunks(samples, self.split.samples)):
             if step >= first_step:
-                self._checksums[step] = zlib.crc32(repr(chosen).encode())
+                self._drawn[step] = Drawn(len(chosen), zlib.crc32(repr(chosen).encode()))
                 yield from (chosen[a:b] for a, b in self.split.micro_batches_of(self.replica, len(chosen)))
 
     def __len__(self) -> int:
@@ -96,9 +108,9 @@ class ReplicaSampler(Sampler[list[int]]):
         samples = len(self.sampler)
         return samples - samples % size if self.drop_last else samples
 
-    def checksum(self, step: int) -> int:
-        """Of all samples of a step, this replica's and the others'; 0 after the epoch's end."""
-        return self._checksums.pop(step, 0)
+    def take_drawn(self, step: int) -> Drawn:
+        """Return what was drawn for a step, once."""
+        return self._drawn.pop(step, Drawn())
 
 
 class ReplicaStream(IterableDataset[Any]):
@@ -116,6 +128,7 @@ class ReplicaStream(IterableDataset[Any]):
         self.dataset, self.split, self.replica = dataset, split, replica
         self.first_step = 0
         self.batch_size, self.drop_last = batch_size, drop_last
+        self._drawn: dict[int, Drawn] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the parts inside which epoch comes next."""
@@ -123,12 +136,14 @@ class ReplicaStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
         samples: Iterable[Any] = self.dataset
         if self.drop_last:
             full = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
             samples = chain.from_iterable(full)
         for step, chosen in enumerate(_chunks(samples, self.split.samples)):
             if step >= self.first_step:
+                self._drawn[step] = Drawn(len(chosen))
                 for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
                     yield from chosen[a:b]
 
@@ -142,9 +157,9 @@ class ReplicaStream(IterableDataset[Any]):
         samples = len(self.dataset)
         return samples - samples % self.batch_size if self.drop_last else samples
 
-    def checksum(self, step: int) -> int:
-        """0: the samples of a stream cannot be compared without reading them on every rank."""
-        return 0
+    def take_drawn(self, step: int) -> Drawn:
+        """Return what was drawn for a step, once; the samples of a stream have no indices to compare."""
+        return self._drawn.pop(step, Drawn())
 
 
 def replica_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
