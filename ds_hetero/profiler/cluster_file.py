@@ -90,7 +90,7 @@ def cluster_content(
         entries.append(entry)
     content: dict[str, Any] = {
         "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, "
-        f"{ranks[0].attention} of torch {ranks[0].torch}",
+        f"{', '.join(dict.fromkeys(rank.attention for rank in ranks))} of torch {ranks[0].torch}",
         "nodes": entries,
     }
     if len(nodes) > 1:
@@ -191,9 +191,9 @@ def _best_rate(sample: Mapping[str, Any]) -> float:
 
 
 def _kinds(ranks: Sequence[RankFacts], samples: Samples) -> list[list[int]]:
-    """Ranks by kind of device: equal hardware is one kind, unless something slows some of it down."""
+    """Ranks by kind of device: equal hardware with one kernel is one kind, unless something slows some of it down."""
     speed = [1 / sum(sample[3] + sample[4] for sample in rank["layers"]) for rank in samples]
-    hardware = [(rank.device, rank.memory_bytes) for rank in ranks]
+    hardware = [(rank.device, rank.memory_bytes, rank.attention) for rank in ranks]
     kinds: list[list[int]] = []
     for rank in sorted(range(len(ranks)), key=lambda r: (hardware[r], -speed[r], r)):
         fastest = kinds[-1][0] if kinds else rank

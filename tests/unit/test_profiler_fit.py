@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -171,6 +173,23 @@ def test_a_profile_becomes_a_cluster_file():
     assert {"CPU, layer forward", "CPU#2, attention backward", "inside a", "network"} <= set(
         content["profile"]["fit_errors"]
     )
+
+
+def test_equal_cards_with_unlike_kernels_are_devices_of_their_own():
+    ranks = [replace(facts("a"), attention=kernel) for kernel in ("torch", "triton", "torch")]
+    samples = [timed(inside=(1e-5, 4e9)) for _ in ranks]
+    slow = samples[1]["attention"]
+    samples[1]["attention"] = [s._replace(forward_s=s.forward_s * 2, backward_s=s.backward_s * 2) for s in slow]
+    for sample in samples:
+        sample["links"]["all-to-all inside a"] = [
+            ([n, n, n], TransferSample(n, 3e-5 + 2 * n / 2e9)) for n in (1e4, 1e6)
+        ]
+    content = cluster_content(ranks, samples)
+    assert "torch, triton of torch 2" in content["description"]
+    devices = cluster_from_dict(content).devices
+    assert [device.name for device in devices] == ["CPU", "CPU#2", "CPU"]
+    rates = [device.peak_flops_per_s * device.efficiency.attention_forward for device in devices]
+    assert rates[0] / rates[1] == pytest.approx(2, rel=0.02) and rates[2] == rates[0]
 
 
 def test_links_that_differ_become_overrides():
