@@ -45,6 +45,7 @@ __all__ = [
     "PRIVATE_NAMES",
     "WORKS",
     "asks_for_engine",
+    "gathered_from_replicas",
     "gathering_over_replicas",
     "install",
     "loaders_over_replicas",
@@ -67,6 +68,7 @@ PRIVATE_NAMES = (
 )
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
+_replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once
 
 
 @dataclass(frozen=True)
@@ -116,35 +118,73 @@ def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Itera
 
 @contextlib.contextmanager
 def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
-    """Have an Accelerator gather one value of each replica inside, whose ranks hold the same."""
-    stock, sp_size = accelerator.gather, accelerator.parallelism_config.sp_size
-
-    def first_of_replica(gathered: Tensor) -> Tensor:
-        by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
-        return by_rank[::sp_size].flatten(0, 1)
-
-    def gather(values: Any) -> Any:
-        with _counting(dist.get_world_size()):  # the process group's, whatever one process per replica has made of it
-            return recursively_apply(first_of_replica, stock(values))
-
+    """Have an Accelerator gather and reduce one value of each replica inside, whose ranks hold the same."""
+    token = _replica_size.set(accelerator.parallelism_config.sp_size)
+    gather = gathered_from_replicas(accelerator.gather)
     accelerator.gather = gather
+    accelerator.reduce = functools.partial(_reduce, gather)
+    accelerator.pad_across_processes = _counting_all(accelerator.pad_across_processes)
     try:
         yield
     finally:
-        del accelerator.gather
+        del accelerator.gather, accelerator.reduce, accelerator.pad_across_processes
+        _replica_size.reset(token)
+
+
+def gathered_from_replicas(stock: Any) -> Any:
+    """``gather`` or ``gather_object`` of accelerate, that inside `gathering_over_replicas` takes a replica's first rank.
+
+    Args:
+        stock: the function.
+    """
+
+    @functools.wraps(stock)
+    def gather(values: Any) -> Any:
+        replica_size = _replica_size.get()
+        if replica_size == 1:
+            return stock(values)
+        if stock.__name__ == "gather_object":
+            by_rank = _counting_all(stock)([values])
+            return [entry for of_rank in by_rank[::replica_size] for entry in of_rank]
+
+        def first_of_replica(gathered: Tensor) -> Tensor:
+            by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
+            return by_rank[::replica_size].flatten(0, 1)
+
+        return recursively_apply(first_of_replica, _counting_all(stock)(values))
+
+    return gather
+
+
+_REDUCTIONS = {"sum": Tensor.sum, "none": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}  # none: as accelerate
+
+
+def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    return recursively_apply(lambda value: _REDUCTIONS[reduction](gather(value[None]), dim=0), values)
+
+
+def _counting_all(stock: Any) -> Any:
+    """A function of the process group, whatever `one_process_per_replica` has made of it."""
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _counting(dist.get_world_size()):
+            return stock(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
 def one_process_per_replica() -> Iterator[None]:
     """Have accelerate see no sequence parallelism inside, and replicas as its processes."""
     state = AcceleratorState()
-    parallelism = state.parallelism_config
-    _set_state(parallelism_config=None)
+    parallelism, index = state.parallelism_config, state.process_index
+    _set_state(parallelism_config=None, process_index=index // parallelism.sp_size)
     try:
         with _counting(state.num_processes // parallelism.sp_size):
             yield
     finally:
-        _set_state(parallelism_config=parallelism)
+        _set_state(parallelism_config=parallelism, process_index=index)
 
 
 @contextlib.contextmanager

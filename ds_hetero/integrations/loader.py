@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -95,7 +95,7 @@ class WholeLoader:
     """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
 
     Args:
-        dataloader: yields mappings; for a module that is not split, what it takes.
+        dataloader: yields mappings; for a module that is not split, what it takes; or lists of prompts.
         device: where tensors shall be.
         model: that is trained by sharded calls, to be checked with the first batch; None without.
     """
@@ -131,9 +131,9 @@ class WholeLoader:
         return getattr(self.dataloader, name)
 
 
-def is_placeholder(batch: dict[str, Any]) -> bool:
+def is_placeholder(batch: Any) -> bool:
     """Whether the batch stands for none: on a rank without tokens, or to fill up an optimizer step."""
-    positions = batch.get("position_ids")
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(positions, Tensor):
         return False
     info = shard_info(positions)

@@ -31,6 +31,7 @@ from ds_hetero.integrations.transformers.trainer_calls import (
 )
 from ds_hetero.integrations.transformers.trainer_checks import expect_labels, expect_splittable, naming_trainer
 from ds_hetero.integrations.transformers.trainer_saving import failing_together, marking_unfinished, saving_stages
+from ds_hetero.integrations.trl.completions import CompletionTrainers
 from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -41,6 +42,7 @@ from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 __all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = (
+    "transformers:Trainer.__init__",
     "transformers:Trainer._get_dataloader",
     "transformers:Trainer._get_output_dir",
     "transformers:Trainer._inner_training_loop",
@@ -63,7 +65,8 @@ PRIVATE_NAMES = (
 
 def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
-    replace = registry.patches.replace
+    replace, completions = registry.patches.replace, CompletionTrainers(registry)
+    replace(Trainer, "__init__", lambda stock: completions.constructing(_is_sharded, stock))
     replace(Trainer, "_inner_training_loop", _accumulating_micro_steps)
     replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
     replace(Trainer, "set_initial_training_values", _counting_batches_once)

@@ -8,7 +8,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.trl.outputs import PRIVATE_NAMES
 
-__all__ = ["WORKS", "expect_known", "needs_whole_sequences"]
+__all__ = ["WORKS", "expect_known", "generating_class", "needs_whole_sequences"]
 
 WORKS = ">=1.16,<2"
 _WORKS_BY_TOKENS = ">=0.29,<2"
@@ -24,11 +24,25 @@ _OF_WHOLE_SEQUENCES = frozenset(
         "experimental.orpo.ORPOTrainer",
     }
 )
+_OF_COMPLETIONS = frozenset({"GRPOTrainer"})
+_KNOWN = _OF_TOKENS | _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
+# Of the modules of those that generate.
+_COMPLETIONS_NAMES = (
+    "gather",
+    "gather_object",
+    "set_seed",
+    "unwrap_model_for_generation",
+)
 
 
 def needs_whole_sequences(trainer: Any) -> bool:
     """Whether a trainer is TRL's, or derived from one, and computes its loss from whole sequences."""
-    return _class_name(trainer) in _OF_WHOLE_SEQUENCES
+    return _class_name(trainer) in _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
+
+
+def generating_class(trainer: Any) -> type | None:
+    """TRL's class that a trainer is of or derived from, if it generates what it trains on and is known."""
+    return _class_of(trainer) if _class_name(trainer) in _OF_COMPLETIONS else None
 
 
 def expect_known(trainer: Any) -> None:
@@ -41,23 +55,36 @@ def expect_known(trainer: Any) -> None:
     name = _class_name(trainer)
     if name is None:
         return
-    if name not in _OF_TOKENS | _OF_WHOLE_SEQUENCES:
-        known = ", ".join(sorted(_OF_TOKENS | _OF_WHOLE_SEQUENCES))
+    if name not in _KNOWN:
+        known = ", ".join(sorted(_KNOWN))
         raise ConfigError(
             f"TRL's {name} is not known to train on parts of sequences as on one process; these are: {known}. Train it "
             "without sequence parallelism, or compute its log-probabilities in a loop by handle.sharded_call."
         )
     if name in _OF_TOKENS:
         expect_package("trl", _WORKS_BY_TOKENS, ())
-    else:
-        expect_package("trl", WORKS, PRIVATE_NAMES)
+        return
+    expect_package("trl", WORKS, PRIVATE_NAMES)
+    kind = generating_class(trainer)
+    if kind is not None:
+        module = kind.__module__
+        expect_package(
+            "trl",
+            WORKS,
+            (*(f"{module}:{name}" for name in _COMPLETIONS_NAMES), f"{module}:{kind.__name__}.prediction_step"),
+        )
 
 
 def _class_name(trainer: Any) -> str | None:
-    """The most derived class of TRL that a trainer is of, with its package if that is experimental; None if of none."""
-    for kind in type(trainer).__mro__:
-        package, *modules = kind.__module__.split(".")
-        if package == "trl":
-            prefix = [] if modules[:1] != ["experimental"] else modules[:2]
-            return ".".join([*prefix, kind.__name__])
-    return None
+    """The name of `_class_of`, with its package if that is experimental; None if of none."""
+    kind = _class_of(trainer)
+    if kind is None:
+        return None
+    modules = kind.__module__.split(".")[1:]
+    prefix = [] if modules[:1] != ["experimental"] else modules[:2]
+    return ".".join([*prefix, kind.__name__])
+
+
+def _class_of(trainer: Any) -> type | None:
+    """The most derived class of TRL that a trainer is of."""
+    return next((kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)
