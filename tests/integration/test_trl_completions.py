@@ -18,9 +18,29 @@ from tests.support import run_deepspeed
 
 STEPS, BATCH = 4, 4
 _STEP_TIME = "step_time"
-# What a case sets beside the defaults of `_train`.
+_OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 4, "epsilon": 0.02}  # so that ratios are clipped
+# What a case sets beside the defaults of `_make`; by DAPO's loss where none is named.
 CASES: dict[str, dict[str, Any]] = {
     "GRPO": {},
+    "GRPO from a reference": {"loss_type": "grpo", "beta": 0.3, "model": "far from its reference"},
+    "GRPO from a reference, off policy": {
+        "beta": 0.3,
+        "use_bias_correction_kl": True,
+        "model": "far from its reference",
+        **_OFF_POLICY,
+    },
+    "GRPO of an adapter": {"beta": 0.3, "model": "adapted"},
+    "GRPO of a new adapter": {"beta": 0.3},
+    "GRPO off policy": {"loss_type": "bnpo", "delta": 1.05, "off_policy_mask_threshold": 0.001, **_OFF_POLICY},
+    "GRPO of sequences": {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", **_OFF_POLICY},
+    "GRPO by cispo": {"loss_type": "cispo", "epsilon_high": 0.01, **_OFF_POLICY},
+    "GRPO by sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "scale_rewards": "batch", **_OFF_POLICY},
+    "GRPO by luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "scale_rewards": "none"},
+    "GRPO by vespo": {"loss_type": "vespo", **_OFF_POLICY},
+    "GRPO of uncertain tokens": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+    "GRPO of adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.2, "entropy_coef_delta": 0.05},
+    "GRPO of two rewards": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+    "GRPO with activation checkpoints": {"gradient_checkpointing": True, "cast_lm_head_to_fp32": True},
 }
 
 
@@ -45,6 +65,11 @@ class Rewards:
         return [sum(token % 2 == 0 for token in ids) / len(ids) + 0.1 * len(ids) for ids in completion_ids]
 
 
+def _short(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """Not of all completions."""
+    return [None if ids[0] % 5 == 0 else -float(len(ids)) for ids in completion_ids]
+
+
 def _train(rank: int, stage: int | None, schedule: Any, case: str) -> Any:
     """Logs without times, completions, columns of forwards that are trained on, and trained parameters.
 
@@ -59,7 +84,7 @@ def _train(rank: int, stage: int | None, schedule: Any, case: str) -> Any:
         sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
         ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=BATCH, gradient_accumulation_steps=2)
         ds["sequence_parallel_size"] = sp_size  # TRL refuses a ParallelismConfig itself
-    model = options.pop("model", llama)()
+    model = _model(options.pop("model", ""), rank)
     columns: list[int] = []
     rewards = Rewards()
     trainer = _make(case, ds, model, rewards, options)
@@ -78,17 +103,34 @@ def _train(rank: int, stage: int | None, schedule: Any, case: str) -> Any:
     return logs, rewards.seen, columns, parameters(trainer.model, stage or 0)
 
 
+def _model(kind: str, rank: int) -> Any:
+    if kind == "adapted":
+        return adapted()
+    model = llama()
+    if kind == "far from its reference":
+        path = f"reference-{rank}"
+        llama(hidden_act="gelu").save_pretrained(path)
+        model.config._name_or_path = path
+    return model
+
+
 def _make(case: str, ds: Any, model: Any, rewards: Any, options: dict[str, Any]) -> Any:
     import trl
 
     name = case.partition(" ")[0]
+    functions = [rewards, _short] if "reward_weights" in options else rewards
+    more = {"processing_class": tokenizer(), "reward_funcs": functions, "eval_dataset": prompts(2)}
+    if "a new adapter" in case:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return make_trainer(
         ds,
         0,
         getattr(trl, f"{name}Trainer"),
         config=getattr(trl, f"{name}Config"),
         model=model,
-        more={"processing_class": tokenizer(), "reward_funcs": rewards, "eval_dataset": prompts(2)},
+        more=more,
         dataset=prompts(8 * STEPS * BATCH),
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=2,
@@ -99,8 +141,7 @@ def _make(case: str, ds: Any, model: Any, rewards: Any, options: dict[str, Any])
         eval_strategy="steps",
         eval_steps=3,
         bf16=False,
-        gradient_checkpointing=False,
-        **{"beta": 0.0, **options},
+        **{"beta": 0.0, "gradient_checkpointing": False, **options},
     )
 
 
@@ -130,3 +171,23 @@ def _assert_trains_alike(world_size: int, stage: int, schedule: Any, case: str) 
 @pytest.mark.parametrize("case", ["GRPO"])
 def test_four_steps_equal_one_process(case: str) -> None:
     _assert_trains_alike(2, 2, UNEVEN_2, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_option_equals_one_process(case: str, stage: int) -> None:
+    _assert_trains_alike(2, stage, UNEVEN_2, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["GRPO"])
+def test_a_rank_without_tokens_changes_nothing(case: str) -> None:
+    _assert_trains_alike(4, 3, UNEVEN_4, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["GRPO"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_replicas_equal_two_processes(case: str, stage: int) -> None:
+    _assert_trains_alike(4, stage, UNEVEN_2, case)
