@@ -5,6 +5,7 @@ Budget: 90 s.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.integration.test_trainer import make_trainer, one_process, ranks
-from tests.integration.test_trl import _TIMES, adapted, tokenizer, words
+from tests.integration.test_trl import _TIMES, adapted, reward_model, tokenizer, words
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, assert_same_parameters, ds_config, llama, parameters
 from tests.support import run_deepspeed
 
@@ -40,6 +41,23 @@ CASES: dict[str, dict[str, Any]] = {
     "GRPO of uncertain tokens": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
     "GRPO of adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.2, "entropy_coef_delta": 0.05},
     "GRPO of two rewards": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+    "GRPO by a reward model": {},
+    "GRPO of a stream": {},
+    "GRPO that renews its reference": {
+        "beta": 0.3,
+        "model": "far from its reference",
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+    },
+    "RLOO": {},
+    "RLOO from a reference": {
+        "beta": 0.3,
+        "model": "far from its reference",
+        "normalize_advantages": True,
+        "mask_truncated_completions": True,
+        **_OFF_POLICY,
+    },
+    "RLOO of an adapter": {"beta": 0.3, "model": "adapted", "reward_clip_range": (-0.5, 1.2)},
     "GRPO with activation checkpoints": {"gradient_checkpointing": True, "cast_lm_head_to_fp32": True},
 }
 
@@ -118,12 +136,22 @@ def _make(case: str, ds: Any, model: Any, rewards: Any, options: dict[str, Any])
     import trl
 
     name = case.partition(" ")[0]
-    functions = [rewards, _short] if "reward_weights" in options else rewards
+    functions: Any = [rewards]
+    if "reward_weights" in options:
+        functions.append(_short)
+    if "reward model" in case:
+        judge = reward_model()
+        judge.save_pretrained(f"judge-{os.getpid()}")
+        tokenizer().save_pretrained(f"judge-{os.getpid()}")
+        functions.append(f"judge-{os.getpid()}")
     more = {"processing_class": tokenizer(), "reward_funcs": functions, "eval_dataset": prompts(2)}
     if "a new adapter" in case:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    dataset = prompts(8 * STEPS * BATCH)
+    if "stream" in case:
+        dataset = dataset.to_iterable_dataset()
     return make_trainer(
         ds,
         0,
@@ -131,7 +159,7 @@ def _make(case: str, ds: Any, model: Any, rewards: Any, options: dict[str, Any])
         config=getattr(trl, f"{name}Config"),
         model=model,
         more=more,
-        dataset=prompts(8 * STEPS * BATCH),
+        dataset=dataset,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,

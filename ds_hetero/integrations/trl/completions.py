@@ -120,9 +120,6 @@ def expect_tried(trainer: Any) -> None:
         "environment_factory": getattr(trainer, "environment_factories", None) is not None,
         "a processor of images": trainer._is_vlm,
         "router_aux_loss_coef": trainer.aux_loss_enabled,
-        "sync_ref_model": trainer.args.sync_ref_model,
-        "reward models": any(isinstance(function, nn.Module) for function in trainer.reward_funcs),
-        "an iterable dataset": not hasattr(trainer.train_dataset, "__len__"),
     }
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:

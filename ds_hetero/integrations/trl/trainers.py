@@ -24,7 +24,7 @@ _OF_WHOLE_SEQUENCES = frozenset(
         "experimental.orpo.ORPOTrainer",
     }
 )
-_OF_COMPLETIONS = frozenset({"GRPOTrainer"})
+_OF_COMPLETIONS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 _KNOWN = _OF_TOKENS | _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
 # Of the modules of those that generate.
 _COMPLETIONS_NAMES = (
