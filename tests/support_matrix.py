@@ -67,6 +67,7 @@ _ZERO3 = "tests/integration/test_zero3.py::test_training_equals_that_of_equal_sh
 
 
 _TRL = "tests/integration/test_trl.py::"
+_COMPLETIONS = "tests/integration/test_trl_completions.py::"
 _ANY = "tests/integration/test_any_module.py::"
 _LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
 _SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
@@ -335,14 +336,25 @@ _LOOP_ROWS = (
         note="`logits/chosen` and `logits/rejected` of CPO and ORPO are means over padding too, and differ",
     ),
     Row(
-        what="GRPO, RLOO and every other trainer of TRL",
+        what="TRL 1.16, GRPO and RLOO that generate by transformers: all losses, a reference model or adapters, reward "
+        "functions and models, `num_iterations`, streams; ZeRO 2 and 3, two replicas, evaluation",
+        status="tested",
+        tests=(_COMPLETIONS + "test_four_steps_equal_one_process",),
+        note='with `"sequence_parallel_size"` in the configuration: TRL refuses a `ParallelismConfig` itself',
+    ),
+    Row(
+        what="GRPO and RLOO with vLLM, continuous batching, Liger, tools, environments, `rollout_func`, images, or a loss "
+        "of routers",
         status="refused",
-        tests=(
-            _TRL + "test_trainers_that_generate_are_refused_by_name",
-            "tests/integration/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",
-        ),
-        note="by the trainer's name, at the start of `train()`; GRPO and RLOO with a `ParallelismConfig` by TRL "
-        "itself, as are those that need vLLM or an attention kernel for GPUs where these are missing",
+        tests=(_COMPLETIONS + "test_what_was_not_tried_is_refused_by_name",),
+        note="by the option's name, when the trainer is made",
+    ),
+    Row(
+        what="every other trainer of TRL",
+        status="refused",
+        tests=("tests/integration/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",),
+        note="by the trainer's name, at the start of `train()`; by TRL itself those that need vLLM or an attention "
+        "kernel for GPUs where these are missing",
     ),
     _refused("SFT with DFT, label smoothing or `compute_loss_func`", note="by TRL itself"),
     Row(

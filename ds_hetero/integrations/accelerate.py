@@ -132,7 +132,7 @@ def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
 
 
 def gathered_from_replicas(stock: Any) -> Any:
-    """``gather`` or ``gather_object`` of accelerate, that inside `gathering_over_replicas` takes a replica's first rank.
+    """``gather`` or ``gather_object`` of accelerate; inside `gathering_over_replicas` it takes a replica's first rank.
 
     Args:
         stock: the function.

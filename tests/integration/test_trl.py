@@ -248,46 +248,6 @@ def test_two_replicas_equal_one_process(kind: str) -> None:
     _assert_trains_alike(4, 2, UNEVEN_2, kind)
 
 
-def test_trainers_that_generate_are_refused_by_name() -> None:
-    first, second = ranks(_refuse, 2)
-    assert first == second
-    for name, text in first.items():
-        assert text.startswith(
-            f"TRL's {name} is not known to train on parts of sequences as on one process; these are: "
-        )
-        assert "handle.sharded_call" in text
-
-
-def _refuse(rank: int) -> dict[str, str]:
-    import trl
-
-    import ds_hetero
-
-    ds_hetero.register()
-    texts = {}
-    for name in ("GRPO", "RLOO"):
-        trainer = make_trainer(
-            {**ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=2), "sequence_parallel_size": 2},
-            0,  # TRL refuses a ParallelismConfig itself
-            getattr(trl, f"{name}Trainer"),
-            config=getattr(trl, f"{name}Config"),
-            model=llama(),
-            more={"processing_class": tokenizer(), "reward_funcs": lambda completions, **_: [0.0] * len(completions)},
-            dataset=preferences(4).select_columns(["prompt"]),
-            per_device_train_batch_size=2,
-            num_generations=2,
-            max_completion_length=4,
-            beta=0.0,
-            max_steps=1,
-            bf16=False,
-            gradient_checkpointing=False,
-        )
-        with pytest.raises(ds_hetero.ConfigError) as caught:
-            trainer.train()
-        texts[f"{name}Trainer"] = str(caught.value)
-    return texts
-
-
 def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.bema_for_ref_model import DPOTrainer
@@ -301,13 +261,13 @@ def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monk
 
 @pytest.mark.slow
 def test_every_trainer_of_trl_is_known_or_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The known ones train as on one process in the tests above; of each class the start of ``train()`` asks this."""
+    """The known ones train as on one process in the tests above and in test_trl_completions; of each class the start of ``train()`` asks this."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     classes = trainer_classes()
     known = {name for name, kind in classes.items() if is_known(kind)}
     of_packages = {f"experimental.{name.lower()}.{name}Trainer" for name in ("CPO", "GKD", "KTO", "ORPO")}
-    assert known == of_packages | {f"{name}Trainer" for name in ("DPO", "KTO", "Reward", "SFT")}
-    assert {"GRPOTrainer", "RLOOTrainer", "experimental.bema_for_ref_model.DPOTrainer"} < classes.keys() - known
+    assert known == of_packages | {f"{name}Trainer" for name in ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")}
+    assert {"DistillationTrainer", "experimental.bema_for_ref_model.DPOTrainer"} < classes.keys() - known
 
 
 def is_known(kind: type) -> bool:

@@ -18,8 +18,6 @@ from tests.integration.tiny import UNEVEN_2, ds_config, llama
 _GENERATES = {"num_generations": 2, "beta": 0.0}
 STARTED: dict[str, tuple[str, dict[str, Any]]] = {
     "DistillationTrainer": ("teacher", {}),
-    "GRPOTrainer": ("rewards", _GENERATES),
-    "RLOOTrainer": ("rewards", _GENERATES),
     "experimental.a2po.A2POTrainer": ("rewards", {}),
     "experimental.async_distillation.AsyncDistillationTrainer": (
         "prompts",

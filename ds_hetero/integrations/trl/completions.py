@@ -115,17 +115,18 @@ def expect_tried(trainer: Any) -> None:
     asked = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
+        "use_liger_kernel": trainer.args.use_liger_kernel,
         "rollout_func": getattr(trainer, "rollout_func", None) is not None,
         "tools": bool(getattr(trainer, "tools", None)),
         "environment_factory": getattr(trainer, "environment_factories", None) is not None,
         "a processor of images": trainer._is_vlm,
-        "router_aux_loss_coef": trainer.aux_loss_enabled,
+        "a loss of routers (router_aux_loss_coef=0 leaves it out)": trainer.aux_loss_enabled,
     }
     refused = [name for name, is_asked in asked.items() if is_asked]
     if refused:
         raise ConfigError(
-            f"{type(trainer).__name__} was not tried on parts of sequences with {', '.join(refused)}. Leave "
-            f"{'it' if len(refused) == 1 else 'them'} out, or train without sequence parallelism."
+            f"{type(trainer).__name__} was not tried on parts of sequences with {', '.join(refused)}. Train without "
+            f"{'it' if len(refused) == 1 else 'them'}, or without sequence parallelism."
         )
 
 
