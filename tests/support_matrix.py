@@ -343,8 +343,8 @@ _LOOP_ROWS = (
         note='with `"sequence_parallel_size"` in the configuration: TRL refuses a `ParallelismConfig` itself',
     ),
     Row(
-        what="GRPO and RLOO with vLLM, continuous batching, Liger, tools, environments, `rollout_func`, images, or a loss "
-        "of routers",
+        what="GRPO and RLOO with vLLM, continuous batching, Liger, tools, environments, `rollout_func`, images, or a "
+        "loss of routers",
         status="refused",
         tests=(_COMPLETIONS + "test_what_was_not_tried_is_refused_by_name",),
         note="by the option's name, when the trainer is made",

@@ -156,7 +156,12 @@ def gathered_from_replicas(stock: Any) -> Any:
     return gather
 
 
-_REDUCTIONS = {"sum": Tensor.sum, "none": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}  # none: as accelerate
+_REDUCTIONS: dict[str, Any] = {
+    "sum": Tensor.sum,
+    "none": Tensor.sum,
+    "mean": Tensor.mean,
+    "max": Tensor.amax,
+}  # none: as accelerate
 
 
 def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

@@ -261,7 +261,7 @@ def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monk
 
 @pytest.mark.slow
 def test_every_trainer_of_trl_is_known_or_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The known ones train as on one process in the tests above and in test_trl_completions; of each class the start of ``train()`` asks this."""
+    """The known ones train as on one process here and in test_trl_completions; of each class ``train()`` asks this."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     classes = trainer_classes()
     known = {name for name, kind in classes.items() if is_known(kind)}
