@@ -5,12 +5,14 @@
     documents       this engine, placed by documents
     stock           DeepSpeed's Ulysses; inside its all-to-all, attention of one document after the other
     one rank alone  rank 0 with the whole batch, nothing sent
+    all at once     every rank with some KV heads of the whole batch, by speed; nothing sent (`AtOnce`)
 
 Stock has no kernel on a CPU that keeps documents apart (its flash-attn has); it is given one here, that of the others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
@@ -39,10 +41,12 @@ from ds_hetero.splits import share
 
 __all__ = [
     "ALONE",
+    "AT_ONCE",
     "DOCUMENTS",
     "OVER_ALL",
     "STOCK",
     "STREAM",
+    "AtOnce",
     "PackedBatch",
     "alone_layer",
     "alone_step",
@@ -52,6 +56,7 @@ __all__ = [
 ]
 
 STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
+AT_ONCE = "all at once"
 _IGNORED = -100
 
 
@@ -142,11 +147,50 @@ def layer_actions(
 
 def alone_layer(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     """One kernel call per document and pass on rank 0; the other ranks do nothing."""
-    if dist.get_rank() != 0:
-        return lambda: None
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    return _whole_batch(batch, shape, shape.num_kv_heads) if dist.get_rank() == 0 else lambda: None
+
+
+class AtOnce:
+    """Every rank computes some KV heads of the whole batch with their queries, all at the same time; nothing is sent.
+
+    What one rank does alone is no bound for several on one machine, which share caches and memory. Their rates at once,
+    added up, are one: the batch in pieces of any size, without a message.
+
+    Args:
+        batch: what is attended.
+        shape: of the layer.
+        speeds: of the ranks, by which they get KV heads, so that all are busy for about as long.
+
+    Attributes:
+        seconds: of this rank, by run.
+
+    Caller: every rank.
+    """
+
+    def __init__(self, batch: PackedBatch, shape: Shape, speeds: Sequence[float]) -> None:
+        kv_heads = max(round(shape.num_kv_heads * speeds[dist.get_rank()] / max(speeds)), 1)
+        self._part = kv_heads / shape.num_kv_heads
+        self._run = _whole_batch(batch, shape, kv_heads)
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        """Compute."""
+        begin = time.perf_counter()
+        self._run()
+        self.seconds.append(time.perf_counter() - begin)
+
+    def bounds_s(self) -> list[float]:
+        """Seconds of the batch at the sum of all ranks' rates, by run. Caller: every rank."""
+        rates = torch.tensor([self._part / seconds for seconds in self.seconds], dtype=torch.float64)
+        dist.all_reduce(rates)
+        return (1 / rates).tolist()
+
+
+def _whole_batch(batch: PackedBatch, shape: Shape, kv_heads: int) -> Callable[[], object]:
+    """One kernel call per document and pass, with these KV heads and their queries; it has run once."""
+    heads = (kv_heads * shape.num_heads // shape.num_kv_heads, kv_heads, kv_heads)
     inputs = [torch.randn(1, h, batch.tokens, shape.head_dim, requires_grad=True) for h in heads]
-    dout = torch.randn(1, shape.num_heads, batch.tokens, shape.head_dim)
+    dout = torch.randn(1, heads[0], batch.tokens, shape.head_dim)
 
     def run() -> None:
         for x in inputs:

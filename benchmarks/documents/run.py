@@ -7,8 +7,8 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
 measured when they are set, for attention with those of its kernels while all ranks compute the batch. The bound is
-the time of rank 0 alone, times its share of the sum of measured speeds; beside it stands the bound by the speeds at
-work.
+the time of rank 0 alone, times its share of the sum of measured speeds. For attention a second one stands beside it: the
+batch at the rates that all ranks have at once when nothing is sent.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
@@ -31,10 +31,12 @@ from rich.console import Console
 
 from benchmarks.documents.contenders import (
     ALONE,
+    AT_ONCE,
     DOCUMENTS,
     OVER_ALL,
     STOCK,
     STREAM,
+    AtOnce,
     PackedBatch,
     alone_layer,
     alone_step,
@@ -153,6 +155,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         actions = step_actions(batch, plan.shape, cores, costs, names)
     else:
         alone = alone_layer(batch, plan.shape)
+        at_once = AtOnce(batch, plan.shape, cores)
         at_work = case["speeds_at_work"] = _attention_speeds(plan, batch, cores)
         actions, placements = layer_actions(batch, plan.shape, at_work, _attention_costs(plan, batch, at_work))
         case["bytes"] = {
@@ -163,8 +166,10 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
             for name, placement in placements.items()
         }
         case["rank_tokens"] = placements[DOCUMENTS].rank_tokens
-        actions = actions | {ALONE: alone}
+        actions = actions | {ALONE: alone, AT_ONCE: at_once}
     turns = take_turns(actions, plan.rounds, plan.budget_s, lab.own_pids)
+    if scope == ATTENTION:
+        turns.seconds[AT_ONCE] = at_once.bounds_s()
     return case | {
         "documents": batch.lengths,
         "measured_speeds": cores,

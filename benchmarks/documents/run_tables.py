@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.documents.contenders import ALONE, STREAM
+from benchmarks.documents.contenders import ALONE, AT_ONCE, STREAM
 from benchmarks.documents.wire import LINK_KINDS
 from benchmarks.measure.statistics import within_bound
 
@@ -27,9 +27,9 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
         bound_s = medians[ALONE] * cores[0] / sum(cores)
-        at_once_s = 1 / sum(case["speeds_at_work"]) if "speeds_at_work" in case else None
+        at_once = case["seconds"].get(AT_ONCE)
         for name, seconds in case["seconds"].items():
-            if name == ALONE:
+            if name in (ALONE, AT_ONCE):
                 continue
             paired = [a / b for a, b in zip(case["seconds"][STREAM], seconds, strict=True)]
             rows.append(
@@ -38,7 +38,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "contender": name,
                     "seconds": medians[name],
                     "of_bound": bound_s / medians[name],
-                    "of_bound_at_once": at_once_s and at_once_s / medians[name],
+                    "of_bound_at_once": at_once and median(a / b for a, b in zip(at_once, seconds, strict=True)),
                     "over_stream": median(paired),
                     "rounds": len(paired),
                     "foreign_cores": case["foreign_cores"],
