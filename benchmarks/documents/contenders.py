@@ -31,11 +31,11 @@ from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
+from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores
 from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.documents import POSITIONS, position_runs
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
@@ -52,6 +52,7 @@ __all__ = [
     "alone_step",
     "engine_step",
     "layer_actions",
+    "own_square",
     "step_actions",
 ]
 
@@ -113,8 +114,6 @@ def layer_actions(
     shape: Shape,
     speeds: Sequence[float],
     costs: UnitCosts,
-    names: Sequence[str] = (STREAM, OVER_ALL, DOCUMENTS),
-    clock: Clock = UNTIMED,
 ) -> tuple[dict[str, Callable[[], object]], dict[str, Placement]]:
     """Forward and backward of one layer by these contenders, and the placements; on every rank."""
     schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
@@ -122,7 +121,7 @@ def layer_actions(
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
     positions = batch.position_ids
     actions: dict[str, Callable[[], object]] = {}
-    placements = {name: batch.place(name, schedule, costs) for name in names}
+    placements = {name: batch.place(name, schedule, costs) for name in (STREAM, OVER_ALL, DOCUMENTS)}
     for name, placement in placements.items():
         known = KnownPlacement(placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions))
         held = placement.positions(dist.get_rank())
@@ -137,7 +136,7 @@ def layer_actions(
         def attend(
             q: Tensor, k: Tensor, v: Tensor, _: Tensor, shard: LocalBatch = shard, known: KnownPlacement = known
         ) -> Tensor:
-            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec, clock).flatten(2)
+            return attention(q, k, v, replica, agree_on_batch(replica, shard, recent=[known]), spec).flatten(2)
 
         contender = Contender(name, lambda length, held=held: held, attend)  # type: ignore[misc]
         actions[name] = contender.layer(shape, batch.tokens)
@@ -179,18 +178,37 @@ class AtOnce:
         self._run()
         self.seconds.append(time.perf_counter() - begin)
 
-    def bounds_s(self) -> list[float]:
-        """Seconds of the batch at the sum of all ranks' rates, by run. Caller: every rank."""
-        rates = torch.tensor([self._part / seconds for seconds in self.seconds], dtype=torch.float64)
-        dist.all_reduce(rates)
-        return (1 / rates).tolist()
+    def rates(self) -> list[list[float]]:
+        """Batches a second of every rank, by run. Caller: every rank."""
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, [self._part / seconds for seconds in self.seconds])
+        return [list(of_run) for of_run in zip(*by_rank, strict=True)]
+
+
+def own_square(shape: Shape, tokens: int) -> Callable[[], object]:
+    """Forward and backward of one document by this engine's kernel; it has run once."""
+    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    q, k, v, dout = (torch.randn(1, tokens, h, shape.head_dim).transpose(1, 2) for h in heads)
+    scores, band = Scores(scale=shape.head_dim**-0.5), Band(None, 0)
+
+    def run() -> None:
+        out, lse = kernel.forward(q, k, v, scores, band)
+        kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, band)
+
+    run()
+    return run
 
 
 def _whole_batch(batch: PackedBatch, shape: Shape, kv_heads: int) -> Callable[[], object]:
-    """One kernel call per document and pass, with these KV heads and their queries; it has run once."""
+    """One kernel call per document and pass, with these KV heads and their queries; it has run once.
+
+    Tensors are as a model's projections give them, as those of all contenders are.
+    """
     heads = (kv_heads * shape.num_heads // shape.num_kv_heads, kv_heads, kv_heads)
-    inputs = [torch.randn(1, h, batch.tokens, shape.head_dim, requires_grad=True) for h in heads]
-    dout = torch.randn(1, heads[0], batch.tokens, shape.head_dim)
+    *inputs, dout = (torch.randn(1, batch.tokens, h, shape.head_dim).transpose(1, 2) for h in (*heads, heads[0]))
+    for x in inputs:
+        x.requires_grad_()
 
     def run() -> None:
         for x in inputs:

@@ -6,9 +6,9 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
     python -m benchmarks.documents run --kept cases.jsonl  # goes on where it was stopped
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
-measured when they are set, for attention with those of its kernels while all ranks compute the batch. The bound is
-the time of rank 0 alone, times its share of the sum of measured speeds. For attention a second one stands beside it: the
-batch at the rates that all ranks have at once when nothing is sent.
+measured when they are set, for attention with the rates at which all ranks compute the batch at once when nothing is
+sent. The bound is the time of rank 0 alone, times its share of the sum of measured speeds; for attention a second one
+stands beside it: the batch at the rates at once.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ from benchmarks.documents.contenders import (
     alone_step,
     engine_step,
     layer_actions,
+    own_square,
     step_actions,
 )
 from benchmarks.documents.run_tables import REPLAN, SLOWED_RANK, SLOWED_TO, STEPS_BEFORE, show, summarize
-from benchmarks.documents.speeds_at_work import WorkClock, speeds_at_work
 from benchmarks.documents.wire import counted_bytes, planned_bytes
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
@@ -65,7 +66,8 @@ STEPS_AFTER = 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 FRAGMENT_ROWS = 32.0  # merging and messages; the kernel for CPU computes as many query rows as there are
-EDGE_TOKENS = 128  # keys that the tiles on a document's diagonal cost each token beside its own
+RUNS_AT_ONCE = 2  # before the placement is planned
+SQUARES = (1024, 4096)  # tokens of the two documents that tell what their diagonals cost
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,12 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
     else:
         alone = alone_layer(batch, plan.shape)
         at_once = AtOnce(batch, plan.shape, cores)
-        at_work = case["speeds_at_work"] = _attention_speeds(plan, batch, cores)
-        actions, placements = layer_actions(batch, plan.shape, at_work, _attention_costs(plan, batch, at_work))
+        for _ in range(RUNS_AT_ONCE):
+            timed_run(at_once)
+        rates = case["rates_at_once"] = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
+        edge = case["edge_tokens"] = _edge_tokens(plan.shape)
+        costs = _costs(plan, 1, edge / batch.squares, 1 / batch.squares, rates)
+        actions, placements = layer_actions(batch, plan.shape, rates, costs)
         case["bytes"] = {
             name: {
                 "counted": counted_bytes(actions[name], NODES),
@@ -169,7 +175,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         actions = actions | {ALONE: alone, AT_ONCE: at_once}
     turns = take_turns(actions, plan.rounds, plan.budget_s, lab.own_pids)
     if scope == ATTENTION:
-        turns.seconds[AT_ONCE] = at_once.bounds_s()
+        turns.seconds[AT_ONCE] = [1 / sum(of_run) for of_run in at_once.rates()[RUNS_AT_ONCE:]]
     return case | {
         "documents": batch.lengths,
         "measured_speeds": cores,
@@ -209,21 +215,17 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
     }
 
 
-def _attention_speeds(plan: RunPlan, batch: PackedBatch, cores: Sequence[float]) -> list[float]:
-    """Batches a second by rank: by shares of a core first, then twice as the placement made with them runs."""
-    found = list(cores)
-    for _ in range(2):
-        clock = WorkClock()
-        costs = _attention_costs(plan, batch, found)
-        actions, _ = layer_actions(batch, plan.shape, found, costs, (DOCUMENTS,), clock)
-        seen = speeds_at_work(actions[DOCUMENTS], clock)
-        found = seen if all(seen) else found
-    return found
-
-
-def _attention_costs(plan: RunPlan, batch: PackedBatch, speeds: Sequence[float]) -> UnitCosts:
-    """Of one layer; in seconds where speeds are batches a second."""
-    return _costs(plan, 1, EDGE_TOKENS / batch.squares, 1 / batch.squares, speeds)
+def _edge_tokens(shape: Shape) -> float:
+    """Keys that the tiles on a document's diagonal cost each token beside those it sees, twice; by rank 0."""
+    seconds = []
+    for tokens in SQUARES:
+        square = own_square(shape, tokens)
+        seconds.append(min(timed_run(square) for _ in range(3)))
+    box: list[Any] = [seconds]
+    dist.broadcast_object_list(box, src=0)
+    (short, long), (short_s, long_s) = SQUARES, box[0]
+    ratio = (short_s / short**2) / (long_s / long**2)
+    return float(max((ratio - 1) / (1 / short - ratio / long), 0.0))
 
 
 def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, speeds: Sequence[float]) -> UnitCosts:
@@ -243,7 +245,7 @@ def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, spee
 
 
 def _solve_step(plan: RunPlan, batch: PackedBatch) -> tuple[float, float]:
-    """Seconds per token and per square of a length of a training step, from two steps of rank 0 alone."""
+    """Seconds per token, diagonals included, and per square of a length of a step, from two of rank 0 alone."""
     short = PackedBatch((plan.tokens // 64,) * 64)
     seconds = []
     for one in (short, batch):
@@ -254,7 +256,7 @@ def _solve_step(plan: RunPlan, batch: PackedBatch) -> tuple[float, float]:
     dist.broadcast_object_list(box, src=0)
     short_s, batch_s = box[0]
     square_s = max((batch_s - short_s) / max(batch.squares - short.squares, 1), 1e-12)
-    return max((short_s - square_s * short.squares) / short.tokens, 1e-9) + EDGE_TOKENS * square_s, square_s
+    return max((short_s - square_s * short.squares) / short.tokens, 1e-9), square_s
 
 
 def main(words: Sequence[str]) -> None:

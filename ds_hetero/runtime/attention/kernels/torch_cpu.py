@@ -1,8 +1,9 @@
 """torch's flash operator for CPU, fed with tiles: float64, float32, bfloat16 and float16.
 
 The operator takes grouped heads, rectangles and any strides over batch, heads and tokens, and its backward accepts the
-out and lse of whole rows. It aligns a causal mask to the top left, and is killed by SIGFPE where a size is 0. Keys and
-values whose heads are not consecutive in memory cost 1-2 % at 4,096 tokens; below 2,048 a copy costs more than that.
+out and lse of whole rows. It aligns a causal mask to the top left, and is killed by SIGFPE where a size is 0. Every
+tile of queries reads all keys before it: where their heads are not consecutive in memory that costs 3 % from 2,400
+tokens on, much more than a copy of keys and values; below that it costs nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF,
 
 __all__ = ["cpu_backward", "cpu_forward"]
 
-_PART_BYTES = 3 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18
-_WHOLE = 12  # sides in a causal square above which adding up gradients costs what the tiles save
+_PART_BYTES = 8 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18
+_DENSE_KEYS = 2048  # keys and values from which on they are copied, unless their heads are consecutive
+# Causal squares of more tokens are one call: there the operator wastes less than merging and adding up take.
+_WHOLE_FORWARD, _WHOLE_BACKWARD = 1280, 2048
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -32,8 +35,8 @@ def cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> 
         out, lse = _FORWARD(q, k, v, 0.0, band == CAUSAL, attn_mask=_mask(q, k, band), scale=scores.scale)
         return out, lse
 
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
-    return forward_by_tiles(attend, q, k, v, decompose(q.shape[2], k.shape[2], band))
+    q, k, v = _dense_rows(q), _dense_heads(k), _dense_heads(v)
+    return forward_by_tiles(attend, q, k, v, _forward_tiles(q, k, band))
 
 
 def cpu_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,9 +48,17 @@ def cpu_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) 
         dq, dk, dv = _BACKWARD(dout, q, k, v, saved.out, saved.lse, 0.0, is_causal, attn_mask=mask, scale=scores.scale)
         return dq, dk, dv
 
-    dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+    dout, q, out = (_dense_rows(x) for x in (dout, saved.q, saved.out))
+    k, v = _dense_heads(saved.k), _dense_heads(saved.v)
     saved = SavedForward(q, k, v, out, saved.lse)
     return backward_by_tiles(attend_backward, dout, saved, _backward_tiles(q, k, band))
+
+
+def _forward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if band == CAUSAL and num_queries == num_keys > _WHOLE_FORWARD:
+        return (Tile(0, 0, num_queries, num_keys, band, True),)
+    return decompose(num_queries, num_keys, band)
 
 
 def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
@@ -56,7 +67,7 @@ def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
     num_keys = k.shape[2]
     row_bytes = batch_size * (heads + 2 * k.shape[1]) * head_dim * q.element_size()
     side = min(max(_PART_BYTES // row_bytes // LEAF * LEAF, 2 * LEAF), CHUNK)
-    if band == FULL or (band == CAUSAL and num_queries == num_keys > _WHOLE * side):
+    if band == FULL or (band == CAUSAL and num_queries == num_keys > _WHOLE_BACKWARD):
         return (Tile(0, 0, num_queries, num_keys, band, True),)
     return decompose(num_queries, num_keys, band, chunk=side, side=side)
 
@@ -64,6 +75,13 @@ def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
 def _dense_rows(x: Tensor) -> Tensor:
     """The operator reads a head's vector as consecutive numbers, whatever its stride says."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """The same for keys and values, and every head consecutive where there are many of them."""
+    if x.shape[2] >= _DENSE_KEYS and x.stride(2) != x.shape[3]:
+        return x.contiguous()
+    return _dense_rows(x)
 
 
 def _mask(q: Tensor, k: Tensor, band: Band) -> Tensor | None:
