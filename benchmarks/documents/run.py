@@ -65,7 +65,7 @@ SCOPES = (ATTENTION, STEP, REPLAN)
 STEPS_AFTER = 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
-FRAGMENT_ROWS = 32.0  # merging and messages; the kernel for CPU computes as many query rows as there are
+FRAGMENT_ROWS = 96.0  # what rectangles, merging and messages of a part cost beside its share of the pairs
 RUNS_AT_ONCE = 2  # before the placement is planned
 SQUARES = (1024, 4096)  # tokens of the two documents that tell what their diagonals cost
 
