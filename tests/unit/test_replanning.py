@@ -9,6 +9,7 @@ import pytest
 
 from ds_hetero.config import read_section
 from ds_hetero.job.replanning import Replanning
+from ds_hetero.job.start import announce_start
 from ds_hetero.plans import Plan
 from ds_hetero.schedule import Group, Schedule
 
@@ -51,3 +52,19 @@ def test_a_plan_for_another_job_is_left(content: Any, said: str, capsys: pytest.
     assert not changed and replanning.changed_plan is None
     printed = capsys.readouterr().err
     assert "goes on with its own" in printed and said in printed
+
+
+@pytest.mark.parametrize(("replicas", "is_said"), [([(0,), (1,)], True), ([(0, 1)], False)])
+def test_replicas_of_one_rank_are_told_that_nothing_will_change(
+    replicas: list[tuple[int, ...]], is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = read_section({"replan": {"enabled": True}})
+    schedules = [
+        Schedule(num_heads=4, num_kv_heads=2, groups=tuple(Group(ranks=(r,), tokens=(1,), heads=(4,)) for r in ranks))
+        for ranks in replicas
+    ]
+    start: Any = SimpleNamespace(
+        plan=Plan.of_replicas(schedules), section=section, forecasts=(), no_forecast_reason="none is asked for"
+    )
+    announce_start(start)
+    assert ('"replan" changes nothing here' in capsys.readouterr().err) == is_said
