@@ -58,8 +58,8 @@ class CompletionTrainers:
             if kind is None or not is_sharded(trainer):
                 return
             expect_known(trainer)
-            expect_tried(trainer)
-            count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
+            _expect_tried(trainer)
+            _count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
             if kind not in self._ready:
                 self._ready.add(kind)
                 self._make_ready(kind)
@@ -106,7 +106,7 @@ class CompletionTrainers:
         return unwrap_model_for_generation
 
 
-def expect_tried(trainer: Any) -> None:
+def _expect_tried(trainer: Any) -> None:
     """Refuse what was not tried with a trainer that generates.
 
     Raises:
@@ -130,7 +130,7 @@ def expect_tried(trainer: Any) -> None:
         )
 
 
-def count_replicas(arguments: Any, num_replicas: int) -> None:
+def _count_replicas(arguments: Any, num_replicas: int) -> None:
     """Have the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
 
     Args:
