@@ -27,7 +27,7 @@ from ds_hetero.integrations.transformers.forward_mode import sharding, wanted_re
 from ds_hetero.integrations.trl.trainers import expect_known, generating_class
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["CompletionTrainers"]
+__all__ = ["CompletionTrainers", "count_replicas", "expect_tried"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class CompletionTrainers:
             if kind is None or not is_sharded(trainer):
                 return
             expect_known(trainer)
-            _expect_tried(trainer)
-            _count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
+            expect_tried(trainer)
+            count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
             if kind not in self._ready:
                 self._ready.add(kind)
                 self._make_ready(kind)
@@ -106,7 +106,7 @@ class CompletionTrainers:
         return unwrap_model_for_generation
 
 
-def _expect_tried(trainer: Any) -> None:
+def expect_tried(trainer: Any) -> None:
     """Refuse what was not tried with a trainer that generates.
 
     Raises:
@@ -130,7 +130,7 @@ def _expect_tried(trainer: Any) -> None:
         )
 
 
-def _count_replicas(arguments: Any, num_replicas: int) -> None:
+def count_replicas(arguments: Any, num_replicas: int) -> None:
     """Have the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
 
     Args:
