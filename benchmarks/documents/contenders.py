@@ -48,16 +48,17 @@ __all__ = [
     "STREAM",
     "AtOnce",
     "PackedBatch",
+    "WholeDocuments",
     "alone_layer",
     "alone_step",
     "engine_step",
     "layer_actions",
-    "own_square",
     "step_actions",
 ]
 
 STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
 AT_ONCE = "all at once"
+_CAUSAL = Band(None, 0)
 _IGNORED = -100
 
 
@@ -145,8 +146,45 @@ def layer_actions(
 
 
 def alone_layer(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
-    """One kernel call per document and pass on rank 0; the other ranks do nothing."""
-    return _whole_batch(batch, shape, shape.num_kv_heads) if dist.get_rank() == 0 else lambda: None
+    """The whole batch on rank 0; the other ranks do nothing."""
+    return WholeDocuments(batch, shape, shape.num_kv_heads) if dist.get_rank() == 0 else lambda: None
+
+
+class WholeDocuments:
+    """One kernel call per document and pass, with some KV heads and their queries; it has run once.
+
+    The kernel is this engine's, and tensors are as a model's projections give them, as those of all contenders are.
+
+    Args:
+        batch: what is attended.
+        shape: of the layer.
+        kv_heads: of the shape's.
+
+    Attributes:
+        cpu_s: of the runs so far, by document.
+    """
+
+    def __init__(self, batch: PackedBatch, shape: Shape, kv_heads: int) -> None:
+        heads = (kv_heads * shape.num_heads // shape.num_kv_heads, kv_heads, kv_heads)
+        whole = [torch.randn(1, batch.tokens, h, shape.head_dim).transpose(1, 2) for h in (*heads, heads[0])]
+        self._documents = list(zip(*(x.split(batch.lengths, dim=2) for x in whole), strict=True))
+        self._kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
+        self._scores = Scores(scale=shape.head_dim**-0.5)
+        self.cpu_s = [0.0] * len(batch.lengths)
+        self()
+
+    def __call__(self) -> None:
+        """Forward of all documents, then backward."""
+        saved, times = [], [time.thread_time()]
+        for q, k, v, _ in self._documents:
+            saved.append(SavedForward(q, k, v, *self._kernel.forward(q, k, v, self._scores, _CAUSAL)))
+            times.append(time.thread_time())
+        for of_document, (*_, dout) in zip(saved, self._documents, strict=True):
+            self._kernel.backward(dout, of_document, self._scores, _CAUSAL)
+            times.append(time.thread_time())
+        steps = [end - begin for begin, end in pairwise(times)]
+        for i in range(len(self.cpu_s)):
+            self.cpu_s[i] += steps[i] + steps[i + len(self.cpu_s)]
 
 
 class AtOnce:
@@ -168,8 +206,9 @@ class AtOnce:
 
     def __init__(self, batch: PackedBatch, shape: Shape, speeds: Sequence[float]) -> None:
         kv_heads = max(round(shape.num_kv_heads * speeds[dist.get_rank()] / max(speeds)), 1)
+        self._lengths = torch.tensor(batch.lengths, dtype=torch.float64)
         self._part = kv_heads / shape.num_kv_heads
-        self._run = _whole_batch(batch, shape, kv_heads)
+        self._run = WholeDocuments(batch, shape, kv_heads)
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
@@ -184,39 +223,16 @@ class AtOnce:
         dist.all_gather_object(by_rank, [self._part / seconds for seconds in self.seconds])
         return [list(of_run) for of_run in zip(*by_rank, strict=True)]
 
+    def edge_tokens(self) -> float:
+        """Tokens e for which documents of n tokens cost in proportion to n² + e n, by the fit over rank 0's.
 
-def own_square(shape: Shape, tokens: int) -> Callable[[], object]:
-    """Forward and backward of one document by this engine's kernel; it has run once."""
-    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    q, k, v, dout = (torch.randn(1, tokens, h, shape.head_dim).transpose(1, 2) for h in heads)
-    scores, band = Scores(scale=shape.head_dim**-0.5), Band(None, 0)
-
-    def run() -> None:
-        out, lse = kernel.forward(q, k, v, scores, band)
-        kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, band)
-
-    run()
-    return run
-
-
-def _whole_batch(batch: PackedBatch, shape: Shape, kv_heads: int) -> Callable[[], object]:
-    """One kernel call per document and pass, with these KV heads and their queries; it has run once.
-
-    Tensors are as a model's projections give them, as those of all contenders are.
-    """
-    heads = (kv_heads * shape.num_heads // shape.num_kv_heads, kv_heads, kv_heads)
-    *inputs, dout = (torch.randn(1, batch.tokens, h, shape.head_dim).transpose(1, 2) for h in (*heads, heads[0]))
-    for x in inputs:
-        x.requires_grad_()
-
-    def run() -> None:
-        for x in inputs:
-            x.grad = None
-        _attend_in_documents(batch, *inputs).backward(dout)
-
-    run()
-    return run
+        Kernels waste some work on a document's diagonal, and short documents are all diagonal. Caller: every rank.
+        """
+        seconds = torch.tensor(self._run.cpu_s, dtype=torch.float64)
+        by_square, by_token = torch.linalg.lstsq(torch.stack([self._lengths**2, self._lengths], 1), seconds).solution
+        edge = (by_token / by_square).clamp(min=0)
+        dist.broadcast(edge, src=0)
+        return float(edge)
 
 
 def _attend_in_documents(batch: PackedBatch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -43,7 +43,6 @@ from benchmarks.documents.contenders import (
     alone_step,
     engine_step,
     layer_actions,
-    own_square,
     step_actions,
 )
 from benchmarks.documents.run_tables import REPLAN, SLOWED_RANK, SLOWED_TO, STEPS_BEFORE, show, summarize
@@ -67,7 +66,6 @@ NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 FRAGMENT_ROWS = 96.0  # what rectangles, merging and messages of a part cost beside its share of the pairs
 RUNS_AT_ONCE = 2  # before the placement is planned
-SQUARES = (1024, 4096)  # tokens of the two documents that tell what their diagonals cost
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         for _ in range(RUNS_AT_ONCE):
             timed_run(at_once)
         rates = case["rates_at_once"] = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
-        edge = case["edge_tokens"] = _edge_tokens(plan.shape)
+        edge = case["edge_tokens"] = at_once.edge_tokens()
         costs = _costs(plan, 1, edge / batch.squares, 1 / batch.squares, rates)
         actions, placements = layer_actions(batch, plan.shape, rates, costs)
         case["bytes"] = {
@@ -213,19 +211,6 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
         "step_seconds": slowest,
         "of_bound": [bound / s for bound, s in zip(bound_s, slowest, strict=True)],
     }
-
-
-def _edge_tokens(shape: Shape) -> float:
-    """Keys that the tiles on a document's diagonal cost each token beside those it sees, twice; by rank 0."""
-    seconds = []
-    for tokens in SQUARES:
-        square = own_square(shape, tokens)
-        seconds.append(min(timed_run(square) for _ in range(3)))
-    box: list[Any] = [seconds]
-    dist.broadcast_object_list(box, src=0)
-    (short, long), (short_s, long_s) = SQUARES, box[0]
-    ratio = (short_s / short**2) / (long_s / long**2)
-    return float(max((ratio - 1) / (1 / short - ratio / long), 0.0))
 
 
 def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, speeds: Sequence[float]) -> UnitCosts:

@@ -4,8 +4,8 @@
         results = emulated.run(fn, arguments)      # fn(lab, *arguments) on every rank; lab is a `RankLab`
 
 What is used: network namespaces with a relay or token buckets between them (`network`), the kernel's scheduler
-(`quota`) or counted CPU time (`throttle`), and RLIMIT_DATA. Each falls back to what the machine allows;
-`RankLab.describe` says what was used and what was measured of it.
+(`quota`) or counted CPU time (`throttle`), RLIMIT_DATA, and cores that do not halt (`awake`). Each falls back to what
+the machine allows; `RankLab.describe` says what was used and what was measured of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulation import network as networks
+from benchmarks.emulation.awake import awake_cores
 from benchmarks.emulation.cluster import EmulatedCluster
 from benchmarks.emulation.network import Network
 from benchmarks.emulation.quota import SpeedLimits, speed_limits
@@ -97,11 +98,16 @@ def emulate(
             "delay_s": [[delays[i] + delays[j] if i != j else 0.0 for j in range(count)] for i in range(count)],
             "methods": list(network_methods),
         }
-    with speed_limits(len(cluster.speeds)) as limits, networks.emulate(nodes=count, **links) as network:
+    with (
+        speed_limits(len(cluster.speeds)) as limits,
+        networks.emulate(nodes=count, **links) as network,
+        awake_cores() as awake,
+    ):
         described = network.describe()
         if cluster.has_links and network.method == "none":
             described = "loopback, NOT shaped as asked for: this machine lets us do neither of relay and veth"
-        yield Emulation(RankSettings(cluster, limits, tuple(speed_methods), described, network.pids), network)
+        own_pids = (*network.pids, *awake)
+        yield Emulation(RankSettings(cluster, limits, tuple(speed_methods), described, own_pids), network)
 
 
 def _on_rank(rank: int, report: Report, fn: Callable[..., Any], settings: RankSettings, args: Sequence[Any]) -> Any:

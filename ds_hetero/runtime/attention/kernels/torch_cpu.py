@@ -22,8 +22,9 @@ __all__ = ["cpu_backward", "cpu_forward"]
 
 _PART_BYTES = 8 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18
 _DENSE_KEYS = 2048  # keys and values from which on they are copied, unless their heads are consecutive
-# Causal squares of more tokens are one call: there the operator wastes less than merging and adding up take.
-_WHOLE_FORWARD, _WHOLE_BACKWARD = 1280, 2048
+# Causal squares of few tokens and of many are one call: there the operator wastes less than more calls, merging and
+# adding up take. Measured with 1 to 8 heads of 64, one thread.
+_FEW, _MANY_FORWARD, _MANY_BACKWARD = 256, 640, 1280
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -56,9 +57,13 @@ def cpu_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) 
 
 def _forward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if band == CAUSAL and num_queries == num_keys > _WHOLE_FORWARD:
+    if _is_one_call(num_queries, num_keys, band, many=_MANY_FORWARD):
         return (Tile(0, 0, num_queries, num_keys, band, True),)
     return decompose(num_queries, num_keys, band)
+
+
+def _is_one_call(num_queries: int, num_keys: int, band: Band, many: int) -> bool:
+    return band == CAUSAL and num_queries == num_keys and not _FEW < num_queries <= many
 
 
 def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
@@ -67,7 +72,7 @@ def _backward_tiles(q: Tensor, k: Tensor, band: Band) -> tuple[Tile, ...]:
     num_keys = k.shape[2]
     row_bytes = batch_size * (heads + 2 * k.shape[1]) * head_dim * q.element_size()
     side = min(max(_PART_BYTES // row_bytes // LEAF * LEAF, 2 * LEAF), CHUNK)
-    if band == FULL or (band == CAUSAL and num_queries == num_keys > _WHOLE_BACKWARD):
+    if band == FULL or _is_one_call(num_queries, num_keys, band, many=_MANY_BACKWARD):
         return (Tile(0, 0, num_queries, num_keys, band, True),)
     return decompose(num_queries, num_keys, band, chunk=side, side=side)
 
