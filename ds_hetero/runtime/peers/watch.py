@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_hetero import errors
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, Status, default_group
 from ds_hetero.runtime.peers.calls import own_calls
-from ds_hetero.runtime.peers.diagnosis import GONE, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
+from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
 from ds_hetero.runtime.peers.forced_exit import run_before_forced_exit
 from ds_hetero.runtime.peers.place import Stay
 from ds_hetero.runtime.peers.processes import Processes
@@ -75,7 +75,7 @@ class Watch:
             self._settled.clear()
             self._has_lost_peer = True
             self._wake.set()
-            deadline = time.monotonic() + 2 * _ANSWER_S
+            deadline = time.monotonic() + 3 * _ANSWER_S  # two questions, and some
             while not self._settled.wait(_POLL_S):
                 if self._is_cut_off() or time.monotonic() > deadline:
                     self._note_alone(patience_s=0.0)
@@ -197,6 +197,7 @@ class Watch:
         asked = self._board.asked()
         if asked > self._answered:
             self._answered = asked
+            self._stay.look()
             place = self._stay.place
             history = own_calls.history()
             status = Status(asked, place.text, place.waits, place.in_script, self._stay.unchanged_s, history)
@@ -207,7 +208,23 @@ class Watch:
                 self._note(Diagnosis(*settled))
 
     def _inquire(self) -> None:
-        """Ask all ranks where they are, and settle on a diagnosis if their answers allow one."""
+        """Ask all ranks where they are, and settle on a diagnosis if their answers allow one.
+
+        They answer one after another: a rank that seems to wait in vain may have been freed since it answered, together
+        with those that answered later. So it is asked again.
+        """
+        diagnosis = self._ask_all()
+        if diagnosis is not None and diagnosis.error == STEP:
+            diagnosis = self._ask_all()
+        if diagnosis is not None and self.diagnosis is None:
+            self._note(Diagnosis(*self._board.settle(list(diagnosis))))
+            self._board.ask()
+        if self._has_lost_peer:
+            self._settled.set()
+            self._has_lost_peer = False
+
+    def _ask_all(self) -> Diagnosis | None:
+        """What the answers to one question allow to say."""
         number = self._board.ask()
         deadline = time.monotonic() + _ANSWER_S
         while self.diagnosis is None and self._own_end is None:
@@ -218,16 +235,10 @@ class Watch:
             is_complete = is_late or len(answered.union(evidence.stopped)) >= self.size
             urgent = bool(evidence.dead or evidence.ends)
             diagnosis = diagnose(evidence) if is_complete or urgent else None
-            if diagnosis is not None:
-                self._note(Diagnosis(*self._board.settle(list(diagnosis))))
-                self._board.ask()
-            elif is_complete:
-                break
-            else:
-                time.sleep(_POLL_S)
-        if self._has_lost_peer:
-            self._settled.set()
-            self._has_lost_peer = False
+            if diagnosis is not None or is_complete:
+                return diagnosis
+            time.sleep(_POLL_S)
+        return None
 
     def _note(self, diagnosis: Diagnosis | None) -> None:
         if self.diagnosis is None and diagnosis is not None:
