@@ -17,6 +17,7 @@ from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model,
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.job.capabilities import requested_kernel
+from ds_hetero.job.document_advice import DocumentAdvice
 from ds_hetero.job.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.facts import JobFacts
@@ -62,6 +63,7 @@ class PreparedModel:
         monitor: observes its steps; None until its DeepSpeed engine has been built.
         is_destroyed: its DeepSpeed engine is gone.
         zones: where the tokens of its documents lie; None where batches are cut by their length.
+        advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
     """
 
     model: ShardedModel | WholeModel
@@ -70,12 +72,15 @@ class PreparedModel:
     monitor: StepMonitor | None = None
     is_destroyed: bool = False
     zones: DocumentZones | None = None
+    advice: DocumentAdvice | None = None
 
     def record_batch(self, batch: BatchLayout) -> None:
         """Take note that a sharded forward begins."""
         self.prediction_check.record_batch(batch)
         if self.zones is not None:
             self.zones.record_batch(batch)
+        if self.advice is not None:
+            self.advice.record_batch(batch)
 
 
 class Registry:
@@ -214,6 +219,8 @@ class Registry:
         placer = agree_on_placer(world, start, replica.replica_id)
         known.model.place_documents(placer)
         known.zones = None if placer is None else DocumentZones(placer.costs.node)
+        takes_advice = placer is None and isinstance(known.model, ShardedModel) and not known.model.cuts_inputs
+        known.advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
         if world.rank == 0:
             announce_start(start)
         return known
