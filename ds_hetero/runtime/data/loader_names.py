@@ -65,6 +65,15 @@ class LoaderNames:
             (frameworks[n] for part in self.parts(dataloader) if (n := type(part).__name__) in frameworks), None
         )
 
+    def set_epoch(self, dataloader: Any, epoch: int) -> None:
+        """Tell ``dataloader``, or else its sampler and dataset, which epoch comes next."""
+        parts = [dataloader]
+        if not hasattr(dataloader, "set_epoch"):
+            parts = [getattr(dataloader, name, None) for name in self.with_epoch]
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
     def has_state(self, dataloader: Any) -> bool:
         """Whether ``dataloader`` can say where it is in its epoch, and be set to it."""
         for name in self.with_state:

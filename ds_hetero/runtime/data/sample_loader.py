@@ -125,12 +125,7 @@ class SampleLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
-        parts = [self.dataloader]
-        if not hasattr(self.dataloader, "set_epoch"):
-            parts = [getattr(self.dataloader, name, None) for name in self._names.with_epoch]
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        self._names.set_epoch(self.dataloader, epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Where this rank is in the epoch: optimizer steps, and micro-batches of the next that are used."""

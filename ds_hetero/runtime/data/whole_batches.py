@@ -142,12 +142,7 @@ class WholeBatches:
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its sampler and dataset, which epoch comes next."""
         self.epoch, self._begun = epoch, None
-        parts = [self.dataloader]
-        if not hasattr(self.dataloader, "set_epoch"):
-            parts = [getattr(self.dataloader, name, None) for name in self.names.with_epoch]
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        self.names.set_epoch(self.dataloader, epoch)
 
     def state(self) -> Any:
         """The loader's own state; None if it has none."""
