@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.emulation.awake import awake_cores
 from benchmarks.emulation.network import emulate
 from benchmarks.emulation.quota import SpeedLimits, speed_limits
 from benchmarks.measure import ranks
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with (
         speed_limits(num_ranks) as limits,
         emulate(nodes=num_ranks, **shaped) as network,
+        awake_cores(),
         Progress(*columns, console=console) as progress,
     ):
         task = progress.add_task("starting ranks", total=1 + options.rounds * (len(schedules) + 1))

@@ -339,6 +339,7 @@ def _packed_attention(batch: PackedBatch, name: str) -> None:
 
 
 def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from torch.distributed.nn.functional import all_gather
 
@@ -346,6 +347,7 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     name = f"packed {batch.tokens} {len(batch.lengths)} {batch.squares}"
     _packed_attention(batch, name)
     model = trained_model(shape, batch.tokens, name)
+    parallel_state_sp._release_sequence_parallel_groups()  # it has one registration per process, of the batch before
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation=name, sequence_parallel_size=num_ranks, micro_batch_size=1
     )

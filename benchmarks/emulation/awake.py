@@ -1,9 +1,9 @@
 """No core of a virtual machine halts while ranks are emulated on it.
 
 Ranks that are slowed down pause many times a second. A core that halts meanwhile goes back to the host, which lets
-others have it, and returns with cold caches: on two such cores the same attention took four equal ranks 0.65 to 0.75 s of
-CPU time, by how the pauses fell, and 0.57 s without halts. So one process per core does nothing at the lowest of all
-priorities (SCHED_IDLE): it runs when nothing else wants to.
+others have it, and returns with cold caches: on two such cores the same attention took four equal ranks 0.65 to 0.75 s
+of CPU time, by how the pauses fell, and 0.57 s without halts. So one process per core does nothing at the lowest of
+all priorities (SCHED_IDLE): it runs when nothing else wants to.
 
     with awake_cores() as pids:          # empty where cores are not virtual
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.emulation.awake import awake_cores
 from benchmarks.emulation.cluster import read_cluster
 from benchmarks.emulation.extension_locks import remove_abandoned_locks
 from benchmarks.emulation.throttle import CountedTime
@@ -83,6 +84,14 @@ def test_counted_time_takes_as_long_as_the_emulated_device():
         cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
     # It forgives 20 ms in which the thread had no core, and owes up to 1 ms at the end.
     assert wall_s > cpu_s / 0.25 - 0.021
+
+
+def test_cores_are_kept_awake_by_idle_processes_that_end():
+    with awake_cores() as pids:
+        assert len(pids) in (0, len(os.sched_getaffinity(0)))
+        for pid in pids:
+            _wait_until(lambda pid=pid: os.sched_getscheduler(pid) == os.SCHED_IDLE, 30)
+    assert not any(map(_alive, pids))
 
 
 def test_every_rank_of_a_command_gets_its_node_and_speed(tmp_path):
