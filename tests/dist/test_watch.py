@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch.distributed as dist
 
 from ds_hetero.runtime.peers.board import Board, Status
@@ -16,6 +17,7 @@ from tests.support import run_ranks
 COMPUTES, FETCHES = History([], 0, False), History([FETCH], 0, False)
 
 
+@pytest.mark.slow  # rank 0 waits for eight seconds
 def test_a_rank_that_was_freed_after_its_answer_is_not_blamed():
     """Rank 0 asks from a barrier; rank 1 frees it from there before it answers from the call after it."""
     assert run_ranks(_free_before_the_answer, 2, nccl_rules=False)[0] is None
