@@ -16,8 +16,8 @@ from pathlib import Path
 
 import deepspeed
 import torch
-import torch.distributed.nn.functional as differentiable
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from torch.distributed._functional_collectives import all_gather_single  # differentiable; torch 2.15 names it
 
 import corpus
 from tiny_llama import tiny_llama, without_compiling
@@ -60,8 +60,8 @@ for step, batch in enumerate(loader):
     logits = engine(**batch).logits
     loss = model.loss_function(logits, labels=None, shift_labels=shift_labels, vocab_size=model.config.vocab_size)
     # the mean over the tokens of all ranks
-    losses = torch.stack(differentiable.all_gather(loss, group=group))
-    counts = torch.stack(differentiable.all_gather((shift_labels != -100).sum(), group=group))
+    losses = all_gather_single(loss[None], 0, group)
+    counts = all_gather_single((shift_labels != -100).sum()[None], 0, group)
     loss = (losses * counts).sum() / counts.sum()
     engine.backward(loss)
     engine.step()

@@ -341,7 +341,7 @@ def _packed_attention(batch: PackedBatch, name: str) -> None:
 def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from torch.distributed.nn.functional import all_gather
+    from torch.distributed._functional_collectives import all_gather_single
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     name = f"packed {batch.tokens} {len(batch.lengths)} {batch.squares}"
@@ -360,9 +360,9 @@ def _stock_step(batch: PackedBatch, shape: Shape) -> Callable[[], object]:
     def step() -> float:
         logits = engine(input_ids=ids, position_ids=positions).logits
         loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
-        losses = all_gather(loss, group=group)
-        counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
-        loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
+        losses = all_gather_single(loss[None], 0, group)
+        counts = all_gather_single(labels.ne(_IGNORED).sum()[None], 0, group)
+        loss = (losses * counts).sum() / counts.sum()
         engine.backward(loss)
         engine.step()
         return float(loss.detach())

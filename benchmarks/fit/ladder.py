@@ -117,7 +117,7 @@ def _on_rank(rank: int, report: Any, tokens: int, mib: int, saving: bool) -> dic
     section: dict[str, Any] = {"schedule": {"version": 1, **heads, "groups": groups}, "verify": "off"}
     if saving:
         section["tile_tokens"] = TILE_TOKENS
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     handle = ds_hetero.register()
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -140,7 +140,7 @@ def make_step(rank: int, case: Case) -> Any:
     with deepspeed.zero.Init(config_dict_or_path=config) if case.zero_stage == 3 else nullcontext():
         model = LlamaForCausalLM(LlamaConfig(**case.config))
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     positions = stream_placement(handle.schedule, case.seq_len).positions(rank)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
+from torch.distributed._functional_collectives import all_gather_single
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -127,9 +127,9 @@ def _documented_step(engine: Any, batch: Mapping[str, Tensor], group: Any) -> fl
     labels = batch["shift_labels"]
     logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
-    losses = all_gather(loss, group=group)
-    counts = all_gather(labels.ne(_IGNORED).sum(), group=group)
-    loss = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
+    losses = all_gather_single(loss[None], 0, group)
+    counts = all_gather_single(labels.ne(_IGNORED).sum()[None], 0, group)
+    loss = (losses * counts).sum() / counts.sum()
     engine.backward(loss)
     engine.step()
     return float(loss.detach())

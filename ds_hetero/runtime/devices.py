@@ -15,12 +15,13 @@ def default_device() -> torch.device:
     """This rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` has DeepSpeed use it.
 
     Raises:
-        ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU.
+        ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU. A build of torch for GPUs on a machine without
+            any has none.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None:
             raise ConfigError(
                 f"this rank's accelerator is {accelerator.type.upper()}; ds_hetero has attention kernels for CUDA "

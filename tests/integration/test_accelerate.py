@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integration.tiny import (
@@ -23,6 +22,7 @@ from tests.integration.tiny import (
     assert_same_parameters,
     ds_config,
     llama,
+    mean_over_group,
     parameters,
     samples,
 )
@@ -153,6 +153,4 @@ def _loss(handle: Any, how: str, model: Any, batch: dict[str, torch.Tensor]) -> 
     if how == "handle":
         return handle.loss(model(**batch), batch)
     labels, group = batch["shift_labels"], handle.replica.sp_group
-    losses = torch.distributed.nn.functional.all_gather(model(**batch, labels=labels).loss, group=group)
-    tokens = torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group)
-    return sum(each * count for each, count in zip(losses, tokens, strict=True)) / sum(tokens)
+    return mean_over_group(model(**batch, labels=labels).loss, labels, group)

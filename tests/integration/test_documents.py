@@ -82,7 +82,7 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     handle = ds_hetero.register()
     model = llama()
     if stage % 2:
-        model.gradient_checkpointing_enable({"use_reentrant": stage == 3})
+        model.activation_checkpointing_enable({"use_reentrant": stage == 3})
     config = ds_config(stage, schedule, placement=BY_DOCUMENTS, steps_per_print=3)
     if stage == 2:  # every look gives the placing other costs
         config["heterogeneity"]["replan"] = {"enabled": True, "interval_steps": 1, "min_gain": 0}

@@ -21,6 +21,7 @@ from tests.integration.tiny import (
     adam,
     assert_same_parameters,
     batches,
+    checkpoint_activations,
     ds_config,
     llama,
     parameters,
@@ -105,7 +106,7 @@ def test_recomputation_trains_as_on_one_process(reentrant: bool) -> None:
 
 def _check_recomputation(rank: int, reentrant: bool) -> None:
     model, whole = llama(), batches(3)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, reentrant)
     if reentrant:
         model.enable_input_require_grads()
     losses = train(*start(model, stage=2), whole)

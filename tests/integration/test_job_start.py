@@ -90,7 +90,7 @@ def _train_planned(rank: int) -> Any:
     for number, size in enumerate((4, 2)):  # one replica of all ranks, then two of two ranks
         model = llama()
         if number:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         section = {"cluster": cluster(0.004, 0.001, 0.004, 0.001), "seq_len": 8192}
         config = ds_config(1, None, sequence_parallel_size=size, heterogeneity=section, gradient_accumulation_steps=3)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 from torch.utils.data import DataLoader
 
-from tests.integration.tiny import ds_config, llama
+from tests.integration.tiny import ds_config, llama, mean_over_group
 from tests.support import run_deepspeed
 
 _SECTION = {"heterogeneity": {"schedule": "ulysses"}}
@@ -89,9 +88,7 @@ def _check_sp_hf(rank: int, folder: str, stage: int) -> None:
     loss = split.module.loss_function(
         logits=split(**batch).logits, labels=None, shift_labels=labels, vocab_size=split.module.config.vocab_size
     )
-    losses = torch.distributed.nn.functional.all_gather(loss, group=group)
-    tokens = torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group)
-    loss = sum(each * count for each, count in zip(losses, tokens, strict=True)) / sum(tokens)
+    loss = mean_over_group(loss, labels, group)
     split.backward(loss)
     torch.testing.assert_close(loss, loss_alone)
     torch.testing.assert_close(safe_get_full_grad(split.module.model.layers[0].self_attn.q_proj.weight), grad_alone)
@@ -189,9 +186,7 @@ def _accelerate_script(rank: int, folder: str) -> list[float]:
         loss = unwrapped.loss_function(
             logits=model(**batch).logits, labels=None, shift_labels=labels, vocab_size=unwrapped.config.vocab_size
         )
-        losses = torch.distributed.nn.functional.all_gather(loss, group=group)
-        tokens = torch.distributed.nn.functional.all_gather((labels != -100).sum(), group=group)
-        loss = sum(each * n for each, n in zip(losses, tokens, strict=True) if n > 0) / max(sum(tokens), 1)
+        loss = mean_over_group(loss, labels, group)
         accelerator.log({"train_loss": loss})
         accelerator.backward(loss)
         optimizer.step()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 
 from tests.integration.tiny import (
     ONE_GROUP_2,
@@ -22,6 +21,7 @@ from tests.integration.tiny import (
     batches,
     ds_config,
     llama,
+    mean_over_group,
     parameters,
     train_on_one_process,
 )
@@ -108,11 +108,7 @@ def recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:
     from deepspeed.utils import groups
 
     group = groups._get_sequence_parallel_group()
-    all_gather = torch.distributed.nn.functional.all_gather
-    losses = torch.stack(all_gather(engine(**batch, labels=batch["shift_labels"]).loss, group=group))
-    tokens = torch.stack(all_gather((batch["shift_labels"] != -100).sum(), group=group))
-    losses = torch.where(tokens > 0, losses, torch.zeros_like(losses))
-    return (losses * tokens).sum() / tokens.sum()
+    return mean_over_group(engine(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:

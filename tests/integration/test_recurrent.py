@@ -194,7 +194,7 @@ def _check(rank: int, name: str, kind: str, tokens: tuple[int, ...]) -> None:
     loss = _loss_of(whole, batch)
     loss.backward()
     if kind == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     handle = ds_hetero.register()
     handle.registry.prepare(
         model, {"heterogeneity": {"schedule": schedule_of(model, kind, tokens), "verify": "off"}}, {}

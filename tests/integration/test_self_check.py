@@ -296,7 +296,7 @@ def _adapted() -> Any:
 
 def _recomputing(reentrant: bool) -> Any:
     model = _make(EXACT["llama"])
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     return model

@@ -52,7 +52,7 @@ def _check_training(rank: int, stage: int, schedule: dict[str, Any], checkpointi
     losses, norms = train_on_one_process(expected, [[batch] for batch in whole])
     handle, model, widest = ds_hetero.register(), llama(), [0, 0]
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     config = ds_config(stage, schedule)
     config["heterogeneity"]["tile_tokens"] = TILE
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)

@@ -61,7 +61,7 @@ def _check(rank: int, name: str, kind: str, schedule: str) -> None:
     loss = whole(**batch).loss
     loss.backward()
     if kind == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     handle = ds_hetero.register()
     section = {"schedule": _SCHEDULES[schedule], "verify": "off"}
     handle.registry.prepare(model, {"heterogeneity": section}, {})

@@ -5,6 +5,7 @@ Budget: 100 s.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from importlib.metadata import version
@@ -297,6 +298,14 @@ def test_flattened_documents_train_and_resume_as_on_one_process(tmp_path: Path) 
         assert_same_logs(resumed[3:-1], expected[0][3:-1])
 
 
+def _checkpointing() -> str:
+    """The argument's name in the installed transformers."""
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+
+
 def _train_flattened(rank: int, schedule: Any, options: dict[str, Any]) -> list[Any]:
     """Logs of a run of five steps, and of one that goes on after the third."""
     from transformers import DataCollatorWithFlattening
@@ -319,7 +328,7 @@ def _train_flattened(rank: int, schedule: Any, options: dict[str, Any]) -> list[
             data_collator=DataCollatorWithFlattening(),
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            gradient_checkpointing=ds is not None,
+            **{_checkpointing(): ds is not None},
             **options,
         )
         trainer.model.config.use_cache = False  # with a cache, transformers does not look for packed documents

@@ -57,6 +57,22 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "attn_implementation": "sdpa", **changes}))
 
 
+def checkpoint_activations(model: Any, reentrant: bool) -> None:
+    """By the name that the installed transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    getattr(model, next(name for name in names if hasattr(model, name)))({"use_reentrant": reentrant})
+
+
+def mean_over_group(loss: Tensor, labels: Tensor, group: Any) -> Tensor:
+    """The loss that DeepSpeed, accelerate and transformers document: the ranks' means, weighted by their labels."""
+    from torch.distributed import _functional_collectives as differentiable
+
+    # In the place of torch.distributed.nn.functional.all_gather, which torch 2.15 calls deprecated.
+    gather = getattr(differentiable, "all_gather_single", None) or differentiable.all_gather_tensor_autograd
+    losses, tokens = gather(loss[None], 0, group), gather((labels != -100).sum()[None], 0, group)
+    return (torch.where(tokens > 0, losses, 0) * tokens).sum() / tokens.sum()
+
+
 def compute_in(dtype: torch.dtype) -> None:
     """Make `dtype` the default of this process; Llama's norms follow it too.
 

@@ -21,11 +21,23 @@ from ds_hetero.runtime.devices import default_device, default_dtype, has_native_
 def test_an_accelerator_without_kernels_is_refused_by_name_and_not_taken_for_a_cpu(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type=kind))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: SimpleNamespace(type=kind))
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with pytest.raises(ConfigError, match=rf"accelerator is {kind.upper()}; .* Set DS_ACCELERATOR=cpu"):
         default_device()
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert default_device().type == "cpu"
+
+
+def test_a_build_for_gpus_uses_the_cpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names the accelerator that it was built for, unless it is asked for one that is there."""
+
+    def current_accelerator(check_available: bool = False) -> SimpleNamespace | None:
+        return None if check_available else SimpleNamespace(type="cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     assert default_device().type == "cpu"
 
 

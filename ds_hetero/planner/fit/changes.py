@@ -91,7 +91,8 @@ CHANGES = (
     ),
     Change(
         "activation checkpointing",
-        "model.gradient_checkpointing_enable(), or gradient_checkpointing=True of the HF Trainer",
+        "model.activation_checkpointing_enable(), or activation_checkpointing=True of the HF Trainer (gradient_... "
+        "before transformers 5.23)",
         lambda work, _: not work.activation_checkpointing,
         lambda work: replace(work, activation_checkpointing=True),
     ),

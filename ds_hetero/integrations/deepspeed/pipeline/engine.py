@@ -121,10 +121,8 @@ class PipelineInstaller:
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups
-        if self._plan.activation_checkpointing:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
-        elif self._plan.activation_checkpointing is not None:
-            model.gradient_checkpointing_disable()  # type: ignore[operator]
+        if self._plan.activation_checkpointing is not None:
+            _checkpoint_activations(model, "enable" if self._plan.activation_checkpointing else "disable")
         if read_training_facts(self._ds_config).mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
         stage = StageModel(model, self._plan, self._rank)
@@ -247,6 +245,13 @@ def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
             "weights on every rank, or with them on every rank."
         )
     return bool(empty)
+
+
+def _checkpoint_activations(model: nn.Module, verb: str) -> None:
+    """``"enable"`` or ``"disable"`` it, by the name that the installed transformers has for it."""
+    prefixes = ("activation", "gradient")  # before transformers 5.23 it is the latter
+    name = next(name for name in (f"{prefix}_checkpointing_{verb}" for prefix in prefixes) if hasattr(model, name))
+    getattr(model, name)()
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
