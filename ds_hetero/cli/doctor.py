@@ -23,7 +23,8 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.config import SECTION
 from ds_hetero.errors import ConfigError, HeteroError, ModelError
 from ds_hetero.integrations.deepspeed.batch_sizes import expect_batch_of_replicas
-from ds_hetero.integrations.deepspeed.facts import expect_supported, read_training_facts, section_of
+from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
+from ds_hetero.integrations.deepspeed.keys import expect_supported_keys
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts
 from ds_hetero.job.plan_files import plan_in_file
@@ -133,7 +134,7 @@ def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.M
         section, training = section_of(ds_config), read_training_facts(ds_config)
         if section is None:
             return {**report, "enabled": False}
-        expect_supported(ds_config)
+        expect_supported_keys(ds_config)
         if section.report is not None:
             expect_writable(section.report)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}

@@ -72,10 +72,12 @@ def _check_model(model: nn.Module | None, plan: Plan | None) -> dict[str, str]:
 
 def _check_training(ds_config: Mapping[str, Any], plan: Plan) -> None:
     if find_spec("deepspeed") is not None:
-        from ds_hetero.integrations.deepspeed.pipeline.lone_engine import expect_supported_with_pipelines
+        from ds_hetero.integrations.deepspeed.keys import expect_supported_keys
+        from ds_hetero.integrations.deepspeed.pipeline.lone_engine import expect_batch_of_pipelines
 
+        expect_supported_keys(ds_config, pipelines=True)
         split = plan.batch_split
-        expect_supported_with_pipelines(ds_config, 0 if split is None else split.samples)
+        expect_batch_of_pipelines(ds_config, 0 if split is None else split.samples)
 
 
 def _searched(facts: PipelineFacts, world_size: int) -> dict[str, Any]:

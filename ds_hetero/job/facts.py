@@ -90,9 +90,7 @@ class TrainingFacts:
         offloads_optimizer: optimizer states are kept off the device.
         offloads_parameters: parameters are kept off the device.
         sp_size: sequence-parallel size as it is written; `ds_hetero.job.resolve.sp_size_of` checks it.
-        tensor_parallel_size: ranks that a layer is cut over.
         optimizer: name of the optimizer, empty if the script makes it.
-        equal_zero_only: settings that compute with equal ZeRO partitions, in the user's words.
     """
 
     zero_stage: int = 0
@@ -104,9 +102,7 @@ class TrainingFacts:
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     sp_size: int | None = None
-    tensor_parallel_size: int = 1
     optimizer: str = ""
-    equal_zero_only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no size": ({"heterogeneity": UNEVEN, "sequence_parallel_size": 0.5}, {}, "must be a whole number"),
     "other cluster": ({"heterogeneity": {"cluster": CLUSTER, "schedule": "plan"}}, {}, "describes 3 devices"),
     "no cluster": ({"heterogeneity": {"cluster": "nowhere"}}, {}, "cannot read cluster 'nowhere'"),
-    "tensor parallelism": ({"heterogeneity": UNEVEN, "tensor_parallel": {"autotp_size": 2}}, {}, "used together"),
+    "tensor parallelism": ({"heterogeneity": UNEVEN, "tensor_parallel": {"autotp_size": 2}}, {}, "cannot be used here"),
     "kernel": (
         {"heterogeneity": {**UNEVEN, "attention": "flash_attn"}, "bf16": {"enabled": True}},
         {},

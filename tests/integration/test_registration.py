@@ -215,7 +215,7 @@ ERRORS = {
         "ConfigError",
         "sequence-parallel size is given twice: sequence_parallel_size of ds_config=1, mesh_param of deepspeed",
     ),
-    "tensor parallelism": ("ConfigError", '"tensor_parallel" and "heterogeneity" cannot be used together'),
+    "tensor parallelism": ("ConfigError", '"tensor_parallel.autotp_size": 2: tensor parallelism of DeepSpeed cannot'),
     "no file": ("ConfigError", '"nowhere.json" is no file'),
     "another model": ("ScheduleError", "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2"),
     "too many ranks": ("ScheduleError", "the schedule has 3 ranks, the job has 2"),

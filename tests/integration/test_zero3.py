@@ -217,24 +217,11 @@ def _use_parameters(rank: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
-        ({"zero_quantized_weights": True}, "zero_quantized_weights"),
-        ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
-        ({"stage3_use_all_reduce_for_fetch_params": True}, "stage3_use_all_reduce_for_fetch_params"),
-        ({"offload_param": {"device": "nvme", "nvme_path": "x"}}, 'offload_param.device "nvme"'),
-        ({"offload_optimizer": {"device": "nvme", "nvme_path": "x"}}, 'offload_optimizer.device "nvme"'),
-        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
-        ({"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": CPU}, "zenflow"),
-    ],
-)
-def test_what_needs_equal_shards_is_refused(setting: dict[str, Any], said: str) -> None:
+def test_what_needs_equal_shards_is_refused() -> None:
     from ds_hetero.integrations.deepspeed.zero.optimizers import expect_possible
 
-    config = {"zero_optimization": {"stage": 3, **setting}}
-    with pytest.raises(ConfigError, match=said):
+    config = {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}}
+    with pytest.raises(ConfigError, match="stage3_use_all_reduce_for_fetch_params"):
         expect_possible(config, (3, 1), torch.nn.Linear(2, 2))
     expect_possible(config, (1, 1), torch.nn.Linear(2, 2))
 

@@ -14,6 +14,7 @@ import pytest
 import ds_hetero
 from ds_hetero.cli.app import MODULE_OF
 from ds_hetero.config import HeterogeneitySection, PlacementSection, ReplanSection
+from tests import deepspeed_keys
 from tests.markdown import PAGES
 from tests.support import ROOT
 from tests.support_matrix import PAGE, STATUS, TABLES, with_tables
@@ -95,6 +96,11 @@ def test_a_word_of_the_glossary_has_one_meaning():
 def test_the_table_of_what_works_is_that_of_the_tests():
     page = PAGE.read_text()
     assert page == with_tables(page), "run python -m tests.support_matrix"
+
+
+def test_the_page_of_deepspeeds_keys_holds_the_table_that_decides() -> None:
+    page = deepspeed_keys.PAGE.read_text()
+    assert page == deepspeed_keys.with_tables(page), "run python -m tests.deepspeed_keys"
     assert {row.status for row in ROWS} <= set(STATUS)
     for row in ROWS:
         assert (row.status != "tested") or row.tests, f"{row.what!r} names no test"

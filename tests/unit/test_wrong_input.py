@@ -63,7 +63,7 @@ def problem(ds_config, tmp_path: Path, world_size: int = 2) -> str | None:
         ({"Heterogeneity": {}}, 'did you mean "heterogeneity"?'),
         ({"heterogeneity": {"cluster": "no-such-cluster"}}, "cannot read cluster 'no-such-cluster'"),
         ({"sequence_parallel_size": 4, "heterogeneity": {}}, "cannot be divided into replicas of 4"),
-        ({"tensor_parallel": {"autotp_size": 2}, "heterogeneity": {}}, "cannot be used together"),
+        ({"tensor_parallel": {"autotp_size": 2}, "heterogeneity": {}}, "parallelism of DeepSpeed cannot be used"),
         ("3", "is a JSON object, got 3"),
         ("[" * 100_000, "nested more than"),
         ('{"heterogeneity": {}, "heterogeneity": {"enabled": false}}', "given twice"),

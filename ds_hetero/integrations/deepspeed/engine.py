@@ -29,18 +29,16 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import nn
 
+from ds_hetero.common.text import listed
 from ds_hetero.config import expect_section_name
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.accelerate import size_of_accelerate
 from ds_hetero.integrations.deepspeed import checkpoints, registered, saving, tiled_loss
 from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.integrations.deepspeed.facts import (
-    enabled,
-    expect_supported,
-    section_of,
-)
+from ds_hetero.integrations.deepspeed.facts import enabled, section_of
 from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
+from ds_hetero.integrations.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.integrations.deepspeed.pipeline.facts import read_pipeline_facts
@@ -49,6 +47,7 @@ from ds_hetero.integrations.deepspeed.ulysses import SequenceParallelState, Ulys
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
 from ds_hetero.integrations.registry import PreparedModel, Registry
 from ds_hetero.job.pipelines import agree_on_pipelines, search_at_start
+from ds_hetero.job.report import announce
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.start import World
 from ds_hetero.plans import Plan
@@ -135,6 +134,11 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
             return search_at_start(world, lambda: read_pipeline_facts(given["model"], ds_config), registry.clusters)
 
         plan = agree_on_pipelines(world, lambda: section_of(ds_config), search)
+        if world.rank == 0 and (unknown := unknown_keys(ds_config)):
+            announce(
+                f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
+                "training on unequal ranks is not known"
+            )
         installer: EngineInstaller | PipelineInstaller = EngineInstaller(registry, stock, given, ds_config)
         if plan is not None:
             installer = PipelineInstaller(registry, stock, given, ds_config, plan)
@@ -281,7 +285,7 @@ def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
 def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
-    expect_supported(ds_config)
+    expect_supported_keys(ds_config)
 
 
 def _init_distributed(given: Mapping[str, Any]) -> None:

@@ -9,19 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hetero.config import SECTION, HeterogeneitySection, expect_section_name, read_section
-from ds_hetero.errors import ConfigError
 from ds_hetero.job.facts import TrainingFacts
 
-__all__ = ["enabled", "expect_supported", "read_training_facts", "section_of"]
+__all__ = ["enabled", "read_training_facts", "section_of"]
 
 _FP32 = ("fp32", "float32")
-# Settings with which DeepSpeed computes as if ZeRO partitions were equal.
-_EQUAL_ZERO_ONLY = {
-    '"zenflow"': ("zero_optimization", "zenflow"),
-    '"compile": {"deepcompile": true}': ("compile", "deepcompile"),
-    '"elastic_checkpoint"': ("zero_optimization", "elastic_checkpoint"),
-    '"expert_parallel"': ("expert_parallel", "enabled"),
-}
 
 
 def enabled(ds_config: Mapping[str, Any] | None) -> bool:
@@ -41,32 +33,20 @@ def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     return read_section(ds_config[SECTION]) if SECTION in ds_config else None
 
 
-def expect_supported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what cannot be combined with the section.
-
-    Raises:
-        ConfigError: names both.
-    """
-    if read_training_facts(ds_config).tensor_parallel_size > 1:
-        raise ConfigError('"tensor_parallel" and "heterogeneity" cannot be used together; remove one of them.')
-
-
 def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
     """Read everything that this engine needs to know of a DeepSpeed configuration."""
-    bf16, fp16 = (_value(ds_config, name, "enabled") is True for name in ("bf16", "fp16"))
+    bf16, former_bf16, fp16 = (_value(ds_config, name, "enabled") is True for name in ("bf16", "bfloat16", "fp16"))
     return TrainingFacts(
         zero_stage=_number(ds_config, "zero_optimization", "stage") or 0,
         train_batch_size=_number(ds_config, "train_batch_size"),
         micro_batch_size=_number(ds_config, "train_micro_batch_size_per_gpu"),
         accumulation_steps=_number(ds_config, "gradient_accumulation_steps"),
-        mixed_precision="bfloat16" if bf16 else "float16" if fp16 else None,
+        mixed_precision="bfloat16" if bf16 or former_bf16 else "float16" if fp16 else None,
         accumulates_in_fp32=_value(ds_config, "data_types", "grad_accum_dtype") in _FP32,
         offloads_optimizer=_offloads(ds_config, "offload_optimizer"),
         offloads_parameters=_offloads(ds_config, "offload_param"),
         sp_size=_value(ds_config, "sequence_parallel_size"),
-        tensor_parallel_size=_number(ds_config, "tensor_parallel", "autotp_size") or 1,
         optimizer=str(_value(ds_config, "optimizer", "type") or ""),
-        equal_zero_only=tuple(name for name, path in _EQUAL_ZERO_ONLY.items() if _value(ds_config, *path)),
     )
 
 

@@ -26,12 +26,13 @@ from torch.optim import Optimizer
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.hooks import install_hooks
+from ds_hetero.integrations.deepspeed.keys import expect_supported_keys
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS
 from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
     LoneRank,
     clipping_of,
-    expect_supported_with_pipelines,
+    expect_batch_of_pipelines,
     lone_configuration,
 )
 from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable
@@ -155,7 +156,8 @@ class PipelineInstaller:
     def _examine(self) -> _Examined:
         """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
         model: nn.Module = self._given["model"]
-        expect_supported_with_pipelines(self._ds_config, samples_of_step(self._plan))
+        expect_supported_keys(self._ds_config, pipelines=True)
+        expect_batch_of_pipelines(self._ds_config, samples_of_step(self._plan))
         check_stages(model, self._plan)
         if self._replan.enabled:
             expect_movable(self._plan, model)

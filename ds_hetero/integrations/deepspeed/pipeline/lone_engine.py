@@ -17,7 +17,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.facts import read_training_facts
 from ds_hetero.runtime.replica import ProcessGroups
 
-__all__ = ["LoneRank", "clipping_of", "expect_supported_with_pipelines", "lone_configuration"]
+__all__ = ["LoneRank", "clipping_of", "expect_batch_of_pipelines", "lone_configuration"]
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
@@ -67,8 +67,8 @@ class LoneRank:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
-def expect_supported_with_pipelines(ds_config: Mapping[str, Any], samples: int) -> None:
-    """Refuse what ds_config.json asks for and pipelines do not do.
+def expect_batch_of_pipelines(ds_config: Mapping[str, Any], samples: int) -> None:
+    """Check that the batch sizes of ds_config.json are those of the plan.
 
     Args:
         ds_config: DeepSpeed's configuration.
@@ -78,17 +78,6 @@ def expect_supported_with_pipelines(ds_config: Mapping[str, Any], samples: int) 
         ConfigError: names the key, its value and what to do.
     """
     facts = read_training_facts(ds_config)
-    if facts.zero_stage == 3:
-        raise ConfigError(
-            '"zero_optimization.stage": 3 does not work with pipelines, whose ranks hold their layers whole. Use 0, 1 '
-            "or 2: optimizer state is partitioned over the holders of every parameter."
-        )
-    if facts.offloads_optimizer or facts.offloads_parameters:
-        raise ConfigError('"zero_optimization.offload_..." does not work with pipelines yet; leave it out.')
-    if facts.mixed_precision == "float16":
-        raise ConfigError('"fp16" does not work with pipelines yet; use "bf16", or fp32.')
-    if isinstance(ds_config.get("torch_autocast"), Mapping) and ds_config["torch_autocast"].get("enabled"):
-        raise ConfigError('"torch_autocast" does not work with pipelines; use "bf16".')
     given = {
         "train_batch_size": facts.train_batch_size,
         "train_micro_batch_size_per_gpu": facts.micro_batch_size,

@@ -87,25 +87,16 @@ PRIVATE_NAMES = (
 def check_stage3(ds_config: Mapping[str, Any]) -> None:
     """Check that a configuration asks for nothing that needs shards of one size, on stage 3 alone.
 
+    What no stage can do stands in `ds_hetero.integrations.deepspeed.keys`.
+
     Raises:
-        ConfigError: it does; names every such setting.
+        ConfigError: it does; names the setting.
     """
-    zero = get_zero_config(ds_config)
-    offload = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
-    settings = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-        "mics_shard_size": (getattr(zero, "mics_shard_size", None) or 0) > 0,
-        "stage3_use_all_reduce_for_fetch_params": zero.use_all_reduce_for_fetch_params,
-        "offload_optimizer.super_offload": getattr(zero.offload_optimizer, "super_offload", False),
-        **{f'{name}.device "nvme"': part is not None and part.device == "nvme" for name, part in offload.items()},
-    }
-    if refused := [name for name, is_set in settings.items() if is_set]:
+    if get_zero_config(ds_config).use_all_reduce_for_fetch_params:
         raise ConfigError(
-            f'"zero_partition" with unequal weights does not work on ZeRO stage 3 together with {", ".join(refused)}, '
-            'which need shards of one size. Remove them, or set "zero_partition": "uniform".'
+            '"zero_partition" with unequal weights does not work on ZeRO stage 3 together with '
+            "stage3_use_all_reduce_for_fetch_params, which needs shards of one size. Remove it, or set "
+            '"zero_partition": "uniform".'
         )
 
 
