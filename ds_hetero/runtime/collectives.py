@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, TypeVar
@@ -95,9 +96,16 @@ def messages_group() -> ProcessGroup:
     assert world is not None
     if _messages_group is None or _messages_group[0] is not world:
         timeout = timeout_of_job()
-        start_watch(timeout.total_seconds())
+        start_watch(timeout.total_seconds(), _agreed_name())
         _messages_group = world, dist.new_group(timeout=timeout)
     return _messages_group[1]
+
+
+def _agreed_name() -> str:
+    """A name that rank 0 draws, by which what these processes write is told from what those before a restart wrote."""
+    drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=message_device())
+    dist.broadcast(drawn, 0)
+    return f"{drawn.item():x}"
 
 
 def timeout_of_job() -> timedelta:

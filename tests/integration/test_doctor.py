@@ -86,7 +86,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 WEIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other number of weights": ({"zero_partition": [1, 2, 3]}, {}, "lists 3 weights"),
     "no ZeRO": ({"zero_partition": [1, 2]}, {"zero_optimization": {"stage": 0}}, "nothing to partition without ZeRO"),
-    "Muon": ({"zero_partition": [1, 2]}, {"optimizer": {"type": "Muon"}}, "an optimizer that nobody has held to one process"),
+    "Muon": (
+        {"zero_partition": [1, 2]},
+        {"optimizer": {"type": "Muon"}},
+        "an optimizer that nobody has held",
+    ),
     "rank without weight": ({"zero_partition": [0, 2]}, {"zero_optimization": {"stage": 3}}, "rank 0 a weight of 0"),
 }
 REFUSALS |= {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.test_features import start
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, batches, llama
@@ -110,6 +111,33 @@ def _expect_named(ends: list[Ending], folder: Path, error: str, text: str, unles
 
 def _note_fault(folder: str) -> None:
     Path(folder, "fault").write_text(repr(time.monotonic()))
+
+
+@pytest.mark.parametrize("pair", ["all_reduce all_gather", "barrier broadcast", "subgroup barrier"])
+def test_ranks_in_collectives_of_the_script_that_never_meet_are_told_which_ones(pair: str) -> None:
+    ends = run_to_the_end(_meet_never, 2, pair)
+    first, second = pair.replace("subgroup", "all_reduce").split()
+    for end in ends:
+        assert end.code == 1, end
+        assert "these collectives can never meet" in end.output, end
+        assert f"waits in {first} at test_failures.py" in end.output and f"waits in {second} at" in end.output, end
+
+
+def _meet_never(rank: int, pair: str) -> None:
+    import torch.distributed as dist
+
+    handle, engine = start(llama(), stage=1)
+    subgroup, ones = dist.new_group([0, 1]), torch.ones(4)
+    for batch in handle.dataloader(batches(2), batches="same"):
+        engine.backward(handle.loss(engine(**batch), batch))
+        engine.step()
+    if pair == "all_reduce all_gather":
+        dist.all_gather([torch.ones(4), torch.ones(4)], ones) if rank else dist.all_reduce(ones)
+    elif pair == "barrier broadcast":
+        dist.broadcast(ones, 0) if rank else dist.barrier()
+    else:
+        dist.barrier() if rank else dist.all_reduce(ones, group=subgroup)
+    dist.barrier()
 
 
 @pytest.mark.slow

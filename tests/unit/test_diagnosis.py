@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_hetero.errors import StepError
-from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, End, Status
+from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Collective, End, Status
 from ds_hetero.runtime.peers.calls import BACKWARD, FETCH, FORWARD, SAVE, STEP, Calls, Counts, expect_same_counts
 from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose, diagnose_alone
 
@@ -26,6 +26,14 @@ def status(
     return Status(1, "barrier at train.py:7", waits, in_script, 2.0, calls.history())
 
 
+def inside(name: str, group: str, number: int, others: dict[str, int] | None = None, size: int = 2) -> Status:
+    """A rank that waits in a collective: the ``number``-th of its group, after so many of other groups."""
+    collective = Collective(name, group, list(range(size)))
+    counts = {group: number, **(others or {})}
+    place = f"{name} at train.py:7"
+    return Status(1, place, True, True, 9.0, Calls().history(), collective, counts)
+
+
 # By name: what each rank has done, more evidence, and what the diagnosis begins with; None for no diagnosis.
 CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
     "one rank is behind": ([status(*TRAINED, FETCH), status(*TRAINED)], {}, None),
@@ -36,10 +44,36 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         "rank 1 left out a forward, in which the others wait. Every rank",
     ),
     "a step left out by two": (
-        [status(FETCH, FORWARD, BACKWARD, FETCH)] * 2 + [status(*TRAINED)],
+        [status(FETCH, FORWARD, BACKWARD, FETCH)] + [status(*TRAINED)] * 2,
         {},
-        "ranks 0, 1 left out the engine's step",
+        "rank 0 left out the engine's step",
     ),
+    "one forward more of one among four": (
+        [status(*TRAINED, FETCH)] * 3 + [status(*TRAINED, FORWARD)],
+        {},
+        "rank 3 called a forward once more, while the others wait for the next batch. Every rank",
+    ),
+    "two against two": (
+        [status(*TRAINED, FETCH)] * 2 + [status(*TRAINED, FORWARD)] * 2,
+        {},
+        "ranks 0, 1 left out a forward, in which the others wait. Or ranks 2, 3 called it once more. Every rank",
+    ),
+    "unlike collectives of one group": (
+        [inside(name, "0", 7, size=3) for name in ("all_reduce", "all_gather", "all_gather")],
+        {},
+        "rank 0 waits in all_reduce at train.py:7, ranks 1, 2 wait in all_gather at train.py:7: these collectives can",
+    ),
+    "collectives of two groups, each waiting for the other rank": (
+        [inside("all_reduce", "1", 2, {"0": 6}), inside("barrier", "0", 7, {"1": 1})],
+        {},
+        "rank 0 waits in all_reduce at train.py:7, rank 1 waits in barrier at train.py:7: these collectives can never",
+    ),
+    "a broadcast whose source computes, and a rank that has got it": (
+        [status(waits=False), inside("broadcast", "0", 7, size=3), inside("barrier", "0", 8, size=3)],
+        {},
+        None,
+    ),
+    "a collective that takes long": ([inside("all_reduce", "0", 7)] * 2, {}, None),
     "a checkpoint of one rank": (
         [status(*TRAINED, SAVE), status(*TRAINED, FETCH)],
         {},

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from ds_hetero.runtime.peers.calls import History
 
-__all__ = ["ENDED", "FAILED", "STOPPED", "Board", "End", "Status", "default_group"]
+__all__ = ["ENDED", "FAILED", "STOPPED", "Board", "Collective", "End", "Status", "default_group"]
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
@@ -39,6 +40,8 @@ class Status(NamedTuple):
         in_script: whether in a collective that the script itself calls.
         unchanged_s: for how long it has been there.
         history: its latest calls.
+        collective: of torch's that it waits in.
+        counts: of the collectives that it has begun, by the name of their process group.
     """
 
     asked: int
@@ -47,6 +50,22 @@ class Status(NamedTuple):
     in_script: bool
     unchanged_s: float
     history: History
+    collective: Collective | None = None
+    counts: Mapping[str, int] = MappingProxyType({})
+
+
+class Collective(NamedTuple):
+    """A collective of torch's in which a rank waits.
+
+    Args:
+        name: of the function.
+        group: name of its process group.
+        ranks: of the group, in the whole job.
+    """
+
+    name: str
+    group: str
+    ranks: Sequence[int]
 
 
 class End(NamedTuple):
@@ -67,14 +86,18 @@ class Board:
     """This rank's access to what the ranks write.
 
     It has a connection of its own, so that it works while another thread waits in the store.
+
+    Args:
+        attempt: a name that these processes share, and no others: torchrun's store outlives them, and processes that it
+            starts again would read the last words of those before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: str = "") -> None:
         global _num_boards
         _num_boards += 1  # the same on every rank, also where process groups are made one after another
         store = _get_default_store()
         clone = getattr(store, "clone", None)
-        self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}", store if clone is None else clone())
+        self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}/{attempt}", store if clone is None else clone())
         self._num_ends_read = 0
         self._ends: list[End] = []
         self._asked_at_s: float | None = None
@@ -108,15 +131,16 @@ class Board:
 
     def write_status(self, rank: int, status: Status) -> None:
         """Write where this rank is."""
-        self._request(self._store.set, f"status/{rank}", json.dumps(status))
+        self._request(self._store.set, f"status/{rank}", json.dumps(status._replace(counts=dict(status.counts))))
 
     def status(self, rank: int) -> Status | None:
         """The latest status of a rank."""
         content = self._read(f"status/{rank}")
         if content is None:
             return None
-        asked, place, waits, in_script, unchanged_s, history = content
-        return Status(asked, place, waits, in_script, unchanged_s, History(*history))
+        asked, place, waits, in_script, unchanged_s, history, collective, counts = content
+        own = None if collective is None else Collective(*collective)
+        return Status(asked, place, waits, in_script, unchanged_s, History(*history), own, counts)
 
     def write_end(self, end: End) -> None:
         """Write this rank's last words."""

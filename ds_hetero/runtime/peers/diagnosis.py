@@ -65,7 +65,12 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
             f"{ranks_text(dead)} gone: killed, or crashed without a last word. The output of the launcher, or of the "
             "kernel where memory ran out, names the signal.",
         )
-    return _different_calls(evidence) or _passed_by(evidence) or _without_an_answer(evidence, known)
+    return (
+        _different_calls(evidence)
+        or _passed_by(evidence)
+        or _unlike_collectives(evidence.statuses)
+        or _without_an_answer(evidence, known)
+    )
 
 
 def diagnose_alone(ends: Sequence[End], dead: Sequence[int], stopped: Sequence[int]) -> Diagnosis | None:
@@ -109,7 +114,11 @@ def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
         return " ".join(f"rank {rank} went on after {call}; the others wait." for rank, call in interrupted.items())
     if FETCH in groups and len(groups) == 2:
         other = next(call for call in groups if call != FETCH)
-        return f"{ranks_text(groups[FETCH])} left out {other}, in which the others wait."
+        surplus = len(groups[FETCH]) - len(groups[other])
+        if surplus > 0:
+            return f"{ranks_text(groups[other])} called {other} once more, while the others wait for {FETCH}."
+        tied = f" Or {ranks_text(groups[other])} called it once more." if surplus == 0 else ""
+        return f"{ranks_text(groups[FETCH])} left out {other}, in which the others wait.{tied}"
     fewest_first = sorted(groups.items(), key=lambda group: len(group[1]))
     return ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in fewest_first) + "."
 
@@ -132,6 +141,57 @@ def _passed_by(evidence: Evidence) -> Diagnosis | None:
     if ended and any(list(status.history.calls[-1:]) == [FETCH] for status in in_vain):
         return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others wait for the next batch. {REMEDY}")
     return None
+
+
+def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Which ranks wait in collectives of torch's that can never meet, whoever called these.
+
+    Collectives of one process group meet in their order. So the ranks of a group that are in the collective of the same
+    number have to be in the same one; and where a rank waits for another that has not begun that collective, and that
+    one waits for a third or for the first likewise, all of them wait for ever.
+    """
+    waiting = {
+        rank: status.collective
+        for rank, status in statuses.items()
+        if status.collective is not None and status.unchanged_s >= _IN_COLLECTIVE_S
+    }
+    for rank, own in waiting.items():
+        number = statuses[rank].counts.get(own.group)
+        alike = [r for r in own.ranks if r in waiting and waiting[r].group == own.group]
+        alike = [r for r in alike if statuses[r].counts.get(own.group) == number]
+        if len({waiting[r].name for r in alike}) > 1:
+            return _apart(alike, statuses)
+    ahead = {
+        rank: [other for other in own.ranks if other in waiting and _is_behind(statuses, rank, other, own.group)]
+        for rank, own in waiting.items()
+    }
+    if circle := _circle(ahead):
+        return _apart(circle, statuses)
+    return None
+
+
+def _is_behind(statuses: Mapping[int, Status], rank: int, other: int, group: str) -> bool:
+    """Whether ``other`` has not begun the collective of ``group`` in which ``rank`` waits."""
+    return statuses[other].counts.get(group, 0) < statuses[rank].counts.get(group, 0)
+
+
+def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:
+    """Ranks each of which waits for another one of them; none where nobody waits for himself in the end."""
+    left = {rank: set(others) for rank, others in ahead.items()}
+    while free := [rank for rank, others in left.items() if not others & left.keys()]:
+        for rank in free:
+            del left[rank]
+    return sorted(left)
+
+
+def _apart(ranks: Sequence[int], statuses: Mapping[int, Status]) -> Diagnosis:
+    """Say which ranks are where, the fewest first."""
+    places = ranks_by_value((rank, statuses[rank].place) for rank in sorted(ranks))
+    fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
+    said = ", ".join(
+        f"{ranks_text(of_place)} wait{'s' if len(of_place) == 1 else ''} in {place}" for place, of_place in fewest_first
+    )
+    return Diagnosis(STEP, f"{said}: these collectives can never meet. {REMEDY}")
 
 
 def _without_an_answer(evidence: Evidence, known: set[int]) -> Diagnosis | None:

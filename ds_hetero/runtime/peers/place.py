@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ds_hetero.runtime.peers.board import Collective
 from ds_hetero.runtime.peers.calls import own_calls
 
-__all__ = ["Place", "Stay", "own_place"]
+__all__ = ["Place", "Stay", "own_collectives", "own_place"]
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
@@ -29,6 +33,11 @@ _WAITING = (
     f"{_PACKAGE}gradient_sync/",
     f"{_PACKAGE}runtime/",
 )
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "gather", "scatter"),
+    *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+}
 _MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
 
 
@@ -88,6 +97,23 @@ def own_place() -> Place:
     mark = id(innermost), innermost.f_lasti
     name = innermost.f_code.co_name
     return Place(mark, f"{name}{where}", waits, waits and not is_ours, in_store=name in _MAKING_GROUPS)
+
+
+def own_collectives() -> tuple[Collective | None, dict[str, int]]:
+    """The collective of torch's that the main thread waits in, and how many it has begun, by process group.
+
+    The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
+    both are read where they are, and a call costs nothing.
+    """
+    groups: Any = distributed_c10d._world.pg_map
+    counts = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None or innermost.f_code.co_filename != distributed_c10d.__file__:
+        return None, counts
+    name, group = innermost.f_code.co_name, innermost.f_locals.get("group")
+    if name not in _COLLECTIVES or not isinstance(group, dist.ProcessGroup):
+        return None, counts
+    return Collective(name, group.group_name, dist.get_process_group_ranks(group)), counts
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:

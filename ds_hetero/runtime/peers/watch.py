@@ -20,7 +20,7 @@ from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, St
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
 from ds_hetero.runtime.peers.forced_exit import run_before_forced_exit
-from ds_hetero.runtime.peers.place import Stay
+from ds_hetero.runtime.peers.place import Stay, own_collectives
 from ds_hetero.runtime.peers.processes import Processes
 
 __all__ = ["Watch", "current_watch", "start_watch"]
@@ -44,13 +44,14 @@ class Watch:
     Args:
         group: of all ranks of the job.
         timeout_s: after which a rank that waits in vain may take one that does not answer for gone.
+        attempt: see `Board`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, attempt: str = "") -> None:
         self.group, self._timeout_s = group, timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.diagnosis: Diagnosis | None = None
-        self._board = Board()
+        self._board = Board(attempt)
         self._processes = Processes(self._board, self.rank, self.size)
         self._answered = self._board.asked()
         self._stay = Stay()
@@ -199,8 +200,9 @@ class Watch:
             self._answered = asked
             self._stay.look()
             place = self._stay.place
-            history = own_calls.history()
-            status = Status(asked, place.text, place.waits, place.in_script, self._stay.unchanged_s, history)
+            history, stay_s = own_calls.history(), self._stay.unchanged_s
+            collective, counts = own_collectives() if place.waits else (None, {})
+            status = Status(asked, place.text, place.waits, place.in_script, stay_s, history, collective, counts)
             self._board.write_status(self.rank, status)
             self._ends = self._board.ends()
             settled = self._board.diagnosis()
@@ -301,13 +303,14 @@ def current_watch() -> Watch | None:
     return _current
 
 
-def start_watch(timeout_s: float) -> Watch:
+def start_watch(timeout_s: float, attempt: str = "") -> Watch:
     """The watch over the default process group; the first call starts it, on every rank of the group.
 
     Args:
         timeout_s: of the group's collectives, see `Watch`.
+        attempt: see `Board`.
     """
     global _current
     if _current is None or _current.group is not dist.group.WORLD:
-        _current = Watch(default_group(), timeout_s)
+        _current = Watch(default_group(), timeout_s, attempt)
     return _current
