@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.measure.results import FOLDER
 from ds_hetero.reporting.html import Markup, Page, heading, paragraph, table
 
-__all__ = ["main", "page"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ds_hetero.cluster import load_cluster
+    from ds_hetero.engine.handle import Handle
     from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-    from ds_hetero.integrations.handle import Handle
     from ds_hetero.integrations.transformers.stages import empty_model
     from ds_hetero.planner import plan
 
@@ -72,7 +72,7 @@ __version__ = "0.2.0"
 # Where a name is that is loaded when it is first used, and which packages its module imports.
 _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
     "AsymmetricGradientSync": ("ds_hetero.gradient_sync.sync", ("torch",)),
-    "Handle": ("ds_hetero.integrations.handle", TRAINING),
+    "Handle": ("ds_hetero.engine.handle", TRAINING),
     "empty_model": ("ds_hetero.integrations.transformers.stages", TRAINING),
     "load_cluster": ("ds_hetero.cluster", ()),
     "plan": ("ds_hetero.planner", ()),
@@ -82,13 +82,13 @@ _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
 def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
 
-    See `ds_hetero.integrations.registration.register`.
+    See `ds_hetero.engine.registration.register`.
 
     Raises:
         DependencyError: one of them, or torch, is not installed.
     """
     require(*TRAINING, purpose="ds_hetero.register()")
-    from ds_hetero.integrations import registration
+    from ds_hetero.engine import registration
 
     return registration.register(config)
 

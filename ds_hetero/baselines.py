@@ -13,21 +13,6 @@ from ds_hetero.errors import ScheduleError
 from ds_hetero.schedule import Group, Schedule
 from ds_hetero.splits import share
 
-__all__ = [
-    "COMPARED",
-    "FROM_DEVICES",
-    "FROM_PLANNER",
-    "STRATEGIES",
-    "UNIFORM",
-    "all_baselines",
-    "even",
-    "proportional",
-    "ring",
-    "ulysses",
-    "usp",
-    "usp_meshes",
-]
-
 COMPARED = ("ulysses", "ring", "usp")  # kinds of baselines that a planned schedule is compared with
 FROM_DEVICES = ("proportional",)  # strategies that need the speeds of the devices
 FROM_PLANNER = ("plan", "lut", "formula")  # strategies that `ds_hetero.planner` computes under a cost model

@@ -20,17 +20,6 @@ from ds_hetero.common.text import nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.kernel_names import KERNEL_NAMES, KernelWish
 
-__all__ = [
-    "SECTION",
-    "HeterogeneitySection",
-    "PlacementSection",
-    "ReplanSection",
-    "accepted",
-    "did_you_mean",
-    "expect_section_name",
-    "read_section",
-]
-
 SECTION = "heterogeneity"
 
 
@@ -120,7 +109,7 @@ _ACCEPTED = {
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
     + ", ".join(STRATEGIES),
-    "parallel": '"sequence" (one replica, or equal ones) or "full" (pipelines of unequal stages)',
+    "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
     "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',

@@ -17,22 +17,6 @@
 Messages name the rule, the values seen and what to change, in the user's field names.
 """
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "ClusterError",
-    "ConfigError",
-    "DependencyError",
-    "HeteroError",
-    "ModelError",
-    "PeerError",
-    "PlanError",
-    "ScheduleError",
-    "StepError",
-    "SyncError",
-    "VersionError",
-]
-
 
 class HeteroError(ValueError):
     """Base of all errors that a user can cause and mend."""
@@ -63,7 +47,7 @@ class CheckpointError(HeteroError):
 
 
 class SyncError(HeteroError):
-    """What replicas hold of a parameter does not fit it or one another, or its gradient came out of turn."""
+    """The shards of a parameter do not fit it or one another, or its gradient came out of turn."""
 
 
 class BatchError(HeteroError):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-__all__ = ["KERNEL_NAMES", "KernelName", "KernelWish"]
-
 KernelName = Literal["flash_attn", "torch", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 

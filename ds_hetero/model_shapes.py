@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ds_hetero.recurrent_layers import RecurrentLayers
 
-__all__ = ["ModelSlice", "ModelSpec"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:

@@ -15,10 +15,8 @@ from ds_hetero.common.paths import config_dir, is_file, is_folder
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
-from ds_hetero.model_shapes import ModelSlice, ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.recurrent_layers import RecurrentLayers, recurrent_layers_of
-
-__all__ = ["ModelSlice", "ModelSpec", "load_model", "model_from_config", "model_names", "read_model_config"]
 
 
 def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
@@ -89,6 +87,7 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     layers, hidden, heads = ("n_layer", "n_embd", "n_head") if gpt2 else _NAMES
     missing = [key for key in (layers, hidden, heads, "vocab_size") if key not in config]
     count = int(config[layers]) if is_whole(config.get(layers), 1, MAX_LAYERS) else 0
+    _refuse_unlike_layers(config, name)
     recurrent = recurrent_layers_of(config, count, name) if count else None
     _refuse_other_attention(config, name, recurrent)
     experts_key = next((key for key in ("num_local_experts", "num_experts") if config.get(key)), None)
@@ -128,6 +127,25 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         gated_attention=recurrent is not None and _text(config, "model_type", name).startswith(_GATED_ATTENTION),
         recurrent=recurrent,
     )
+
+
+def _refuse_unlike_layers(config: Mapping[str, Any], name: str) -> None:
+    """Sizes of some layers beside those of the model, as of Gemma 4; these are read nowhere else."""
+    unlike = "layers of unlike sizes have no cost model yet."
+    by_layer = config.get("per_layer_config") or {}
+    for layer, sizes in by_layer.items() if isinstance(by_layer, Mapping) else ():
+        for key, value in sizes.items() if isinstance(sizes, Mapping) else ():
+            if value != config.get(key):
+                raise ModelError(f"{name}: per_layer_config gives layer {layer} {key}={shortened(value)}; {unlike}")
+    for key in ("num_attention_heads_per_layer", "num_key_value_heads_per_layer"):
+        values = config.get(key)
+        first, *others = values if _is_list(values) and values else [None]
+        if other := next((value for value in others if value != first), None):
+            raise ModelError(f"{name}: {key} has {shortened(first)} and {shortened(other)}; {unlike}")
+    for key, common in (("global_head_dim", "head_dim"), ("num_global_key_value_heads", "num_key_value_heads")):
+        if config.get(key) is not None and config[key] != config.get(common):
+            given = f"{key}={shortened(config[key])} beside {common}={shortened(config.get(common))}"
+            raise ModelError(f"{name}: {given}: {unlike}")
 
 
 _LARGEST = {

@@ -26,8 +26,6 @@ from typing import NamedTuple, Protocol
 from ds_hetero.errors import ScheduleError
 from ds_hetero.schedule import Group, Schedule, cut_span
 
-__all__ = ["Lane", "Placement", "PlacementPart", "Placer", "Range", "Rows", "stream_placement"]
-
 Range = tuple[int, int]
 
 

@@ -16,8 +16,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import listed
 from ds_hetero.errors import ModelError
 
-__all__ = ["RecurrentLayers", "recurrent_layers_of"]
-
 _RECURRENT, _ATTENTION, _BOTH = ("linear_attention", "mamba"), ("full_attention", "attention"), ("hybrid",)
 _DELTA_CHUNK = 64  # tokens that kernels of the delta rule compute at once
 _ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does not say

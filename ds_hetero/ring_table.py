@@ -25,8 +25,6 @@ from ds_hetero.placement import Lane, Placement, Range, Rows
 from ds_hetero.rounds import Round, Transfer
 from ds_hetero.routes import Routes
 
-__all__ = ["Block", "RingTable", "visible_blocks"]
-
 
 class Block(NamedTuple):
     """Local queries ``q`` see those local keys ``k`` whose index difference lies in ``[lo, hi]``.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Part", "Round", "RoundsOf", "Transfer"]
 
-
-class Part(NamedTuple):
+class ProxyPart(NamedTuple):
     """Some of the tokens that travel of one source, on their way over proxies.
 
     Args:
@@ -39,11 +37,11 @@ class Transfer(NamedTuple):
     sender: int
     receiver: int
     due: int
-    part: Part | None = None
+    part: ProxyPart | None = None
 
 
 class Round(NamedTuple):
-    """What one member posts while it computes one step; what it receives is there at the end of step ``due - 1``."""
+    """Messages of one member while it computes one step; what it receives is there at the end of step ``due - 1``."""
 
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]

@@ -22,10 +22,8 @@ from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_hetero.rounds import Part, Round, RoundsOf, Transfer
+from ds_hetero.rounds import ProxyPart, Round, RoundsOf, Transfer
 from ds_hetero.splits import Split, refine, share
-
-__all__ = ["Routes"]
 
 _STEPS_OF_THREE_HOPS = 3
 
@@ -229,11 +227,11 @@ class Routes:
             out, into = senders[proxy], receivers[proxy]
             is_first, is_last = out == sender, into == receiver
             if not is_first:
-                yield start, Transfer(source, sender, out, start + 1, Part(first, last, True, False))
-            between = Part(first, last, is_first, is_last)
+                yield start, Transfer(source, sender, out, start + 1, ProxyPart(first, last, True, False))
+            between = ProxyPart(first, last, is_first, is_last)
             yield (start if is_first else start + 1), Transfer(source, out, into, due if is_last else due - 1, between)
             if not is_last:
-                yield due - 1, Transfer(source, into, receiver, due, Part(first, last, False, True))
+                yield due - 1, Transfer(source, into, receiver, due, ProxyPart(first, last, False, True))
 
     @cached_property
     def _parts(self) -> dict[int, list[list[tuple[int, int, int]]]]:

@@ -19,8 +19,6 @@ from typing import NoReturn
 
 import ds_hetero
 
-__all__ = ["main"]
-
 _USAGE = "python -m ds_hetero.run SCRIPT ARGS, or -m MODULE ARGS, or COMMAND ARGS"
 
 

@@ -24,14 +24,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ScheduleError
 from ds_hetero.splits import Piece, Split, refine, share
 
-__all__ = [
-    "LAYOUTS",
-    "Group",
-    "Schedule",
-    "cut_span",
-    "schedules_for_world",
-]
-
 Range = tuple[int, int]
 
 LAYOUTS = ("contiguous", "zigzag")

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-__all__ = ["Piece", "Split", "refine", "share", "share_in_units"]
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import corpus
 import ds_hetero
-from ds_hetero.integrations.handle import Handle
+from ds_hetero.engine.handle import Handle
 from ds_hetero.placement import stream_placement
 from tiny_llama import tiny_llama, without_compiling
 

@@ -31,9 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of ranks where a test will use it."""
-    kinds = {item.path.parent.name for item in session.items}
-    if kinds & {"dist", "integration"} and not session.config.option.collectonly:
-        support.start_server(deepspeed="integration" in kinds)
+    with_ranks = [item for item in session.items if item.path.parent.name in ("dist", "integration")]
+    if with_ranks and not session.config.option.collectonly:
+        deepspeed = any(item.path.parent.name == "integration" for item in with_ranks)
+        support.start_server(sorted({item.module.__name__ for item in with_ranks}), deepspeed=deepspeed)
 
 
 def _has_gpu() -> bool:

@@ -6,8 +6,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["small_files"]
-
 
 @contextmanager
 def small_files() -> Iterator[None]:

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tests.support import ROOT
 
-__all__ = ["BLOCKS", "PAGES", "Block", "blocks_of", "write_files"]
-
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(

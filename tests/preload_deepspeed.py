@@ -7,14 +7,16 @@ all later ones.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import importlib
 import os
 import shutil
 import threading
 from pathlib import Path
 
 import accelerate  # noqa: F401
-import deepspeed.module_inject  # this and the next three are what deepspeed.initialize imports late
+import deepspeed.module_inject.auto_ep_layer  # this and the next three are what deepspeed.initialize imports late
 import deepspeed.moe.layer
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
@@ -24,7 +26,21 @@ import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 
-import ds_hetero.integrations.registration  # noqa: F401
+import ds_hetero.engine.registration  # noqa: F401
+
+for name in (  # what other libraries import late, and the oldest releases that are tested lack in part
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.auto.video_processing_auto",
+    "peft.utils.transformers_weight_conversion",
+    "trl.chat_template_utils",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.reward_trainer",
+    "trl.trainer.sft_trainer",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 # tqdm's own lock is a semaphore for processes, which a rank that ends by os._exit would leave behind.
 tqdm.tqdm.set_lock(threading.RLock())

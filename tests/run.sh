@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# Runs the tests in .venv, installing what they need first: bash tests/run.sh [PYTEST ARGUMENTS]
-# Without arguments: all but those marked slow, which CI runs too. Unit tests are one process each and share the cores;
-# tests of ranks need the cores themselves.
+# Runs the tests in .venv, installing what they need first: bash tests/run.sh [--slow] [PYTEST ARGUMENTS]
+# Without arguments: all but those marked slow; with --slow alone, these too, as CI does. Two tests run at a time, one file
+# on one worker; those marked "alone" wait in real time, or need both cores, and run after the others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash install.sh test
+unset PYTHONDONTWRITEBYTECODE # every rank and every command that tests start would compile this package again
 pytest() { .venv/bin/python -m pytest --quiet "$@"; }
+marked="not slow"
+if [ "${1:-}" = --slow ]; then
+    marked="slow or not slow"
+    shift
+fi
 if [ $# -gt 0 ]; then
     pytest "$@"
 else
-    pytest -m "not slow" --numprocesses 2 tests/unit
-    pytest -m "not slow" tests/dist tests/integration
+    pytest -m "not alone and ($marked)" --numprocesses 2 --dist loadfile tests/unit
+    pytest -m "not alone and ($marked)" --numprocesses 2 --dist loadfile tests/dist tests/integration
+    pytest -m "alone and ($marked)"
 fi

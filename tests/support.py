@@ -43,8 +43,6 @@ from typing import Any
 
 from tests.nccl_rules.replay import violations
 
-__all__ = ["ROOT", "Ending", "free_port", "run_deepspeed", "run_ranks", "run_to_the_end", "start_server"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # What a rank says when another one failed first.
@@ -61,7 +59,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 240,
     env: Mapping[str, str] | None = None,
     nccl_rules: bool = True,
 ) -> list[Any]:
@@ -88,7 +86,7 @@ def run_deepspeed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 240,
     env: Mapping[str, str] | None = None,
     nccl_rules: bool = False,
 ) -> list[Any]:
@@ -130,7 +128,7 @@ class Ending:
 
 
 def run_to_the_end(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, env: Mapping[str, str] | None = None
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240, env: Mapping[str, str] | None = None
 ) -> list[Ending]:
     """Like `run_deepspeed`, for ranks that end as scripts do: errors go to ``sys.excepthook``, exit functions run."""
     return run_deepspeed(_to_the_end, world_size, fn, args, timeout_s=timeout_s, env=env)
@@ -143,10 +141,11 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def start_server(*, deepspeed: bool) -> None:
+def start_server(modules: Sequence[str], *, deepspeed: bool) -> None:
     """Start the server that ranks are forked from, so that no test's timeout has to bear it.
 
     Args:
+        modules: the tests' own, which ranks would import one after the other otherwise.
         deepspeed: have DeepSpeed and transformers in it. The first time in a clone this compiles DeepSpeed's
             shared-memory extension.
     """
@@ -157,7 +156,7 @@ def start_server(*, deepspeed: bool) -> None:
             print("compiling DeepSpeed's shared-memory extension, once, for a minute or two", file=sys.__stderr__)
             build = subprocess.run([sys.executable, "-m", "tests.preload_deepspeed"], cwd=ROOT, capture_output=True)
             assert build.returncode == 0, build.stderr.decode()
-    _server.set_forkserver_preload(_preload)
+    _server.set_forkserver_preload([*_preload, *modules])
     first = _server.Process(target=int)
     first.start()  # returns when the server has forked it
     first.join()
@@ -247,8 +246,14 @@ def _report(fn: Callable[..., Any], world_size: int, failures: dict[int, str], o
     for rank in cause_first:
         parts.append(f"--- rank {rank} ---\n{failures[rank].rstrip()}")
         if outputs[rank]:
-            parts.append(f"--- rank {rank}, end of its output ---\n{outputs[rank][-4000:].rstrip()}")
+            parts.append(f"--- rank {rank}, end of its output ---\n{_last_words(outputs[rank]).rstrip()}")
     return "\n".join(parts)
+
+
+def _last_words(output: str) -> str:
+    """The end of an output; of a crash the beginning of its report, where the stack of the thread is."""
+    crash = output.rfind("Fatal Python error")
+    return output[-4000:] if crash < 0 else output[crash:][:8000]
 
 
 def _deepspeed_env() -> dict[str, str]:

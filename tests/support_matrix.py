@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 from tests.integration.architectures import CAUSAL, MASKED
 from tests.support import ROOT
-from tests.sweep_table import render_sweep
-
-__all__ = ["PAGE", "STATUS", "TABLES", "Row", "render", "with_tables"]
+from tests.sweep_table import folded, listed, render_sweep
 
 PAGE = ROOT / "docs" / "support.md"
 
 STATUS = {
     "tested": "a test holds it to one process in every run",
-    "tried": "equal to one process when it was tried by hand at revision 7d369da; no test holds it",
+    "tried": "equal to one process when it was tried by hand at revision 7d369da or later; no test holds it",
     "self-checked": "outputs and gradients of a short piece equal those of one process, in a test of CI",
     "refused": "stops at the start, or at the first forward, with a message that names the reason",
     "fails": "stops with an error that does not name the reason",
@@ -40,6 +38,7 @@ class Row:
         status: a key of `STATUS`.
         tests: ``file::function`` of the tests that show it.
         cases: names in ``MODELS`` or ``REFUSED`` of tests/integration/test_models.py.
+        types: of models, as in config.json, which the page folds up below ``what``.
         note: for the reader.
     """
 
@@ -47,6 +46,7 @@ class Row:
     status: str
     tests: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -59,6 +59,7 @@ _TOWERS_TRAINED = "tests/integration/test_towers.py::test_training_equals_one_pr
 _RECURRENT = "tests/integration/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
 _REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
 _FEATURES = "tests/integration/test_features.py::"
+_ARGUMENTS = "tests/integration/test_forward_arguments.py::"
 _PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
 _TRAINER = "tests/integration/test_trainer.py::test_training_equals_one_process"
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
@@ -157,15 +158,16 @@ _MODEL_ROWS = (
         note="likewise",
     ),
     Row(
-        what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded: "
-        + ", ".join(f"`{name}`" for name in CAUSAL),
+        what="passed by the self-check, tiny and random, fp32 and bf16, plain, packed and padded",
+        types=tuple(CAUSAL),
         status="self-checked",
         tests=(_BREADTH,),
         note="types as in config.json; left padding reaches the loss of `gemma2`, `vaultgemma` and the BERT-like ones, "
         "as a warning says",
     ),
     Row(
-        what="masked, likewise: " + ", ".join(f"`{name}`" for name in MASKED),
+        what="masked, likewise",
+        types=tuple(MASKED),
         status="self-checked",
         tests=(_BREADTH,),
     ),
@@ -180,10 +182,9 @@ _MODEL_ROWS = (
     _self_checked("ESM-2 with `token_dropout`", "esm token dropout", note="a share of the sequence"),
     _self_checked("MobileBERT", "mobilebert", note="its embedding reads neighbouring tokens"),
     _self_checked(
-        "`ElectraForPreTraining`, `BertForPreTraining`",
+        "`ElectraForPreTraining`",
         "electra",
-        "bert for pre-training",
-        note="labels are moved although they are in place",
+        note="labels are moved although they are in place; `BertForPreTraining`'s second label is refused by name",
     ),
     _self_checked("`GPT2DoubleHeadsModel`", "gpt2 double heads", note="labels are moved twice"),
     _refused("dropout inside attention", "dropout", note="set it to 0"),
@@ -209,9 +210,10 @@ _MODEL_ROWS = (
     ),
     _refused("chunked attention: Llama 4", "chunks"),
     Row(
-        what="prompt tuning, prefix tuning (PEFT)",
+        what="aLoRA, Lily, PVeRA, prompt and prefix tuning (PEFT)",
         status="refused",
-        tests=("tests/integration/test_models.py::test_prompt_tuning_is_refused",),
+        tests=("tests/integration/test_adapters.py::test_kinds_that_are_called_refused_end_the_start_on_every_rank",),
+        note="[all kinds](adapters.md)",
     ),
     _refused(
         "images that see in both directions: Gemma 3 with images, PaliGemma",
@@ -275,6 +277,16 @@ _LOOP_ROWS = (
             "tests/integration/test_plain_loop.py::test_the_loss_of_the_outputs_trains_as_on_one_process",
             "tests/integration/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
             "tests/integration/test_features.py::test_lora_adapters_train_as_on_one_process",
+        ),
+    ),
+    Row(
+        what="arguments of a forward, one row for each; `num_items_in_batch`, tuples, batches without labels",
+        status="tested",
+        tests=(
+            _ARGUMENTS + "test_the_sum_over_num_items_in_batch_is_that_of_one_process",
+            _ARGUMENTS + "test_what_is_refused_is_named_on_every_rank",
+            _ARGUMENTS + "test_a_batch_without_labels_counts_nothing",
+            _ARGUMENTS + "test_pipelines_take_these_arguments_alone",
         ),
     ),
     Row(
@@ -464,6 +476,12 @@ _FEATURE_ROWS = (
     ),
     Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES + "test_lora_adapters_train_as_on_one_process",)),
     Row(
+        what="33 kinds of adapters of PEFT, and the settings of LoRA, on ZeRO-2",
+        status="tested",
+        tests=("tests/integration/test_adapters.py::test_kinds_that_are_called_exact_train_as_on_one_process",),
+        note="[all kinds](adapters.md)",
+    ),
+    Row(
         what="gradient checkpointing, reentrant or not",
         status="tested",
         tests=(_FEATURES + "test_recomputation_trains_as_on_one_process",),
@@ -562,8 +580,14 @@ _FEATURE_ROWS = (
         ),
     ),
     _refused("4-D masks, masks with holes, position biases, cross attention"),
-    Row(
-        what="fp16", status="untested", note="DeepSpeed has none on CPUs; attention itself is tested in half precision"
+    _tried(
+        "fp16, ZeRO 0 to 3",
+        note="four steps; DeepSpeed refuses it on CPUs without instructions for fp16, and was made to let it pass",
+    ),
+    _tried(
+        "Adafactor on ZeRO 0; on ZeRO 2 and 3 it is what stock DeepSpeed trains on as many ranks, which is not what "
+        "one process without ZeRO does",
+        note="ZeRO hands flattened parameters to an optimizer that looks at whole matrices",
     ),
     Row(what="GPUs, NCCL, flash-attn and Triton kernels on a GPU", status="untested"),
     Row(what="Muon with equal weights, DeepSpeed's own activation checkpointing", status="untested"),
@@ -580,7 +604,8 @@ def render(rows: Sequence[Row]) -> str:
         remarks = [row.note] if row.note else []
         remarks += [", ".join(f"`{file}`" for file in files)] if files else []
         status = f"**{row.status}**" if row.status in ("wrong", "fails") else row.status
-        lines.append(f"| {row.what} | {status} | {'; '.join(remarks)} |")
+        types = f" {folded(f'{len(row.types)} types', listed(row.types))}" if row.types else ""
+        lines.append(f"| {row.what}{types} | {status} | {'; '.join(remarks)} |")
     return "\n".join(lines)
 
 

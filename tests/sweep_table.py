@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tests.support import ROOT
-
-__all__ = ["RECORD", "recorded", "render_sweep"]
 
 RECORD = ROOT / "tests" / "integration" / "sweep_outcomes.json"
 
@@ -45,14 +43,25 @@ def render_sweep(found: Mapping[str, tuple[str, str]] | None = None) -> str:
     for head, words in _HEADS.items():
         lines.append(f"| {words} | {' | '.join(str(counts[head, kind]) for kind in _KINDS)} |")
     totals = [sum(count for (_, of_kind), count in counts.items() if of_kind == kind) for kind in _KINDS]
-    lines += [f"| all | {' | '.join(map(str, totals))} |", "", "| head | today | types |", "|---|---|---|"]
-    for kind in _KINDS:
-        for head, words in _HEADS.items():
+    lines.append(f"| all | {' | '.join(map(str, totals))} |")
+    for head, words in _HEADS.items():
+        rows = ["| today | types |", "|---|---|"]
+        for kind in _KINDS:
             of_head = [(reason, types) for (k, h, reason), types in groups.items() if (k, h) == (kind, head)]
             for reason, types in sorted(of_head, key=lambda entry: -len(entry[1])):
-                said = f"{kind}: {reason}" if reason else kind
-                lines.append(f"| {words} | {said} | {', '.join(f'`{name}`' for name in sorted(types))} |")
+                rows.append(f"| {f'{kind}: {reason}' if reason else kind} | {listed(types)} |")
+        lines += ["", folded(f"The types: {words}", "\n".join(["", "", *rows, "", ""]))]
     return "\n".join(lines)
+
+
+def folded(summary: str, content: str) -> str:
+    """What a reader of the page, or of the file on a forge, opens by a click."""
+    return f'<details markdown="1"><summary>{summary}</summary>{content}</details>'
+
+
+def listed(types: Iterable[str]) -> str:
+    """Names of types in a cell of a table."""
+    return ", ".join(f"`{name}`" for name in sorted(types))
 
 
 def _reason(kind: str, why: str) -> str:

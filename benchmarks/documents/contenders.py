@@ -39,23 +39,6 @@ from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
-__all__ = [
-    "ALONE",
-    "AT_ONCE",
-    "DOCUMENTS",
-    "OVER_ALL",
-    "STOCK",
-    "STREAM",
-    "AtOnce",
-    "PackedBatch",
-    "WholeDocuments",
-    "alone_layer",
-    "alone_step",
-    "engine_step",
-    "layer_actions",
-    "step_actions",
-]
-
 STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
 AT_ONCE = "all at once"
 _CAUSAL = Band(None, 0)

@@ -38,8 +38,6 @@ from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.splits import share
 
-__all__ = ["main"]
-
 NODES = (0, 0, 1, 1)
 ONE_RING, BY_NODES = "one ring over all ranks", "from node to node"
 CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads

@@ -56,8 +56,6 @@ from ds_hetero.baselines import proportional
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
 
-__all__ = ["RunPlan", "main"]
-
 SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}
 ATTENTION, STEP, SINGLE = "attention", "training step", "one document"
 SCOPES = (ATTENTION, STEP, REPLAN)

@@ -13,8 +13,6 @@ from benchmarks.documents.contenders import ALONE, AT_ONCE, STREAM
 from benchmarks.documents.wire import LINK_KINDS
 from benchmarks.measure.statistics import within_bound
 
-__all__ = ["REPLAN", "SLOWED_RANK", "SLOWED_TO", "STEPS_BEFORE", "show", "summarize"]
-
 REPLAN = "replan"  # the scope in which a rank loses speed
 SLOWED_RANK, SLOWED_TO, STEPS_BEFORE = 1, 0.6, 5
 

@@ -14,8 +14,6 @@ from ds_hetero.planner.documents.traffic import LINK_KINDS, KVBytes, ring_bytes
 from ds_hetero.runtime.attention import channel
 from ds_hetero.runtime.attention.channel import Channel, Message, PendingReceives
 
-__all__ = ["counted_bytes", "planned_bytes"]
-
 _ELEMENT_BYTES = 4
 
 

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-__all__ = ["awake_cores"]
-
 _LOOKS_UP = 1_000_000  # turns of the loop between two looks at who the parent is, about 20 ms
 
 

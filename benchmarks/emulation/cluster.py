@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["FASTEST_CORES", "EmulatedCluster", "EmulatedNode", "pair", "read_cluster"]
-
 FASTEST_CORES = 0.6
 """Cores of the fastest rank: more, and a rank competes with its own communication threads and with the relay."""
 

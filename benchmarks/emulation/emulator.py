@@ -34,8 +34,6 @@ from benchmarks.emulation.throttle import (
 from benchmarks.measure import ranks
 from benchmarks.measure.ranks import Report
 
-__all__ = ["Emulation", "RankLab", "RankSettings", "emulate", "limit_memory"]
-
 NETWORK_METHODS = (*networks.METHODS, "none")
 
 

@@ -11,8 +11,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["remove_abandoned_locks"]
-
 
 def remove_abandoned_locks(folder: Path) -> list[Path]:
     """Remove the locks under ``folder`` that no process of this machine holds; return what was removed."""

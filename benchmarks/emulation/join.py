@@ -15,8 +15,6 @@ from benchmarks.emulation.emulator import limit_memory
 from benchmarks.emulation.quota import SpeedLimits
 from benchmarks.emulation.throttle import Throttle, describe_speeds, measure_speed, reference_rate
 
-__all__ = ["join"]
-
 _throttle: Throttle | None = None
 
 

@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["active_share", "mps"]
-
 _CONTROL = "nvidia-cuda-mps-control"
 _START_S = 20
 

@@ -33,8 +33,6 @@ from typing import Any
 
 from benchmarks.emulation.relay import DEVICE, address, enter_namespace
 
-__all__ = ["EmulationError", "LinkMeasurement", "Network", "Node", "emulate"]
-
 METHODS = ("relay", "veth")
 _START_S = 20
 _PROBE_S = 0.15  # of traffic per measured link

@@ -27,8 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SpeedLimits", "speed_limits"]
-
 _ROOT = Path("/sys/fs/cgroup/cpu")
 _SHARES = 262_144  # the most there is; 1,024 is normal
 _QUOTA_PERIOD_US = 20_000  # several ticks of the scheduler; shorter periods undershoot

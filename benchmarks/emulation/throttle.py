@@ -24,16 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.emulation.quota import SpeedLimits
 
-__all__ = [
-    "METHODS",
-    "CountedTime",
-    "SpeedMeasurement",
-    "Throttle",
-    "describe_speeds",
-    "measure_speed",
-    "reference_rate",
-]
-
 METHODS = ("kernel", "counted", "none")
 SPEED_TOLERANCE, SPREAD_TOLERANCE = 0.05, 0.03
 

@@ -1,17 +1,20 @@
 """Faults in training jobs: do all ranks end, soon, naming the rank that caused it, and does the last checkpoint load?
 
-    python -m benchmarks.faults                          # every job, some 20 minutes
+    python -m benchmarks.faults                          # every job, some 30 minutes
     python -m benchmarks.faults --quick                  # one per phase and fault
     python -m benchmarks.faults --only "kill.*backward"  # those whose name matches
+    python -m benchmarks.faults --only torchrun          # those that torchrun starts again
+    python -m benchmarks.faults --only " and |of one rank"  # collectives that never meet
 
 Tiny Llamas train on uneven schedules, ZeRO 0 to 3, on 2 and 4 ranks, in a loop of one's own and under the HF Trainer.
 One fault strikes one rank of each job: in start, data, forward, backward, step, save, look; or the rank differs from
-the others in its configuration, or decides something alone. Nobody ends the survivors: no launcher, no time limit of
-the process group but where a rank stops for good. Then fresh ranks go on from the last checkpoint, and their losses
-are compared with those before the fault.
+the others in its configuration, or decides something alone; or half of the ranks call one collective, half another.
+Nobody ends the survivors: no launcher, no time limit of the process group but where a rank stops for good. Then fresh
+ranks go on from the last checkpoint, and their losses are compared with those before the fault. Some jobs run under
+torchrun's agent, which starts them again, up to twice: losses are compared with those of the same job undisturbed.
 
 The exit code is 1 if a job hung, a message named a wrong rank or none, a rank's output ended with the raw text of a
-backend, or a checkpoint did not load.
+backend, or a checkpoint did not load or a restarted job not resume.
 """
 
 from __future__ import annotations

@@ -5,20 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = [
-    "ENDLESS",
-    "KILL",
-    "LOCAL",
-    "MISMATCHES",
-    "NOT_REGISTERED",
-    "PAUSE",
-    "START",
-    "STOP",
-    "Job",
-    "all_jobs",
-    "quick_jobs",
-]
-
 # Signals, of which "pause" is SIGSTOP and SIGCONT; errors; the file system.
 KILL, TERMINATE, EXCEPTION, MEMORY = "kill -9", "SIGTERM", "exception", "MemoryError"
 PAUSE, STOP = "pause", "stop for good"
@@ -45,8 +31,15 @@ MISMATCHES = {
 }
 """What the victim has differently from the other ranks, and what a message must name."""
 
+GENERATE = "generate of one rank"
+FOREIGN = ("all_reduce and all_gather", "barrier and broadcast", "subgroup and world", GENERATE)
+"""Collectives of the script that never meet: what the ranks call, half of them the one, half the other."""
+
 ENDLESS = (STOP, NOT_REGISTERED)
 """After these the victim does not end by itself."""
+
+TORCHRUN = ("torchrun static", "torchrun c10d")
+"""Where torchrun restarts the job: which rendezvous it has."""
 
 _PHASES_WITHOUT_STORE = ("describe", "data set", "forward", "backward", "step", "between steps", "save")
 _ONLY_RANK_0 = ("cache", "plan")
@@ -64,9 +57,11 @@ class Job:
         ranks: of the job.
         loop: "loop" for a loop of one's own, or "Trainer".
         victim: the rank that the fault strikes.
-        store: who hosts torch's key-value store: "rank 0", as under DeepSpeed's launcher, or "launcher", as torchrun.
+        store: who hosts torch's key-value store: "rank 0", as under DeepSpeed's launcher, or "launcher", as torchrun;
+            or one of `TORCHRUN`, which does, and starts the job again.
         weighted: whether ZeRO's shares are unequal.
         pipelines: whether the model is cut into stages of pipelines, and not over the sequence.
+        strikes: how often the fault strikes, once per start of the job.
     """
 
     fault: str
@@ -78,6 +73,12 @@ class Job:
     store: str
     weighted: bool
     pipelines: bool = False
+    strikes: int = 1
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether torchrun starts the job again after a fault."""
+        return self.store in TORCHRUN
 
     @property
     def takes_timeout(self) -> bool:
@@ -98,14 +99,17 @@ class Job:
         zero = f"ZeRO-{self.stage}{' weighted' if self.weighted else ''}"
         loop = f"{self.loop}{' with pipelines' if self.pipelines else ''}"
         rank = f"rank {self.victim} of {self.ranks}"
-        return f"{self.fault} in {self.phase}, {rank}, {zero}, {loop}, store on {self.store}"
+        twice = " twice" if self.strikes > 1 else ""
+        return f"{self.fault}{twice} in {self.phase}, {rank}, {zero}, {loop}, store on {self.store}"
 
 
 def all_jobs() -> list[Job]:
     """Every fault in every phase that it can strike, over all stages, turn by turn under the other circumstances."""
     jobs = [_job(number, *case) for number, case in enumerate(_cases())]
     jobs += [_job_of_pipelines(number, *case) for number, case in enumerate(_cases_of_pipelines())]
-    return jobs + [_job_without_store(number, phase) for number, phase in enumerate(_PHASES_WITHOUT_STORE)]
+    jobs += [_job_without_store(number, phase) for number, phase in enumerate(_PHASES_WITHOUT_STORE)]
+    jobs += [_job_of_foreign_collectives(number, *case) for number, case in enumerate(_foreign_cases())]
+    return jobs + [_restarted_job(number, *case) for number, case in enumerate(_RESTARTED)]
 
 
 def quick_jobs() -> list[Job]:
@@ -114,13 +118,36 @@ def quick_jobs() -> list[Job]:
     chosen = []
     for rounds in (lambda job: {job.phase, job.fault}, lambda job: {job.fault}, lambda job: {job.phase}):
         for job in all_jobs():
+            if job.is_restarted:
+                continue
             news = rounds(job) - seen
             if len(news) == len(rounds(job)):
                 chosen.append(job)
                 seen |= news
     of_pipelines = {job.phase: job for job in reversed(all_jobs()) if job.pipelines and job.fault not in LOCAL}
     without_store = [job for job in all_jobs() if job.keeps_store and job.fault == STOP and job.phase == "step"]
-    return list(dict.fromkeys([*chosen, *of_pipelines.values(), *without_store]))
+    restarted = [job for job in all_jobs() if job.is_restarted and job.strikes > 1][:1]
+    return list(dict.fromkeys([*chosen, *of_pipelines.values(), *without_store, *restarted]))
+
+
+_RESTARTED = (
+    *(("data set", 1), ("collator", 1), ("forward", 2), ("backward", 1), ("step", 1), ("between steps", 2)),
+    *(("save", 1), ("model", 1), ("agreement", 1), ("plan", 2)),
+    *(("forward", 1), ("backward", 2), ("step", 2), ("save", 1), ("between steps", 1), ("data set", 2)),
+    *(("model", 2), ("save", 1), ("step", 2), ("forward", 1)),
+)
+"""Phase, and how often the fault strikes there."""
+
+
+def _foreign_cases() -> Iterator[tuple[str, int, int]]:
+    """Fault, stage and number of ranks."""
+    for number, fault in enumerate(FOREIGN):
+        if fault == GENERATE:
+            yield fault, 3, 2
+            yield fault, 3, 4
+        else:
+            yield fault, number % _STAGES, 2
+            yield fault, number + 2 & 3, 4
 
 
 def _cases() -> Iterator[tuple[str, str, int]]:
@@ -215,4 +242,34 @@ def _job_without_store(number: int, phase: str) -> Job:
         victim=0,
         store="rank 0",
         weighted=False,
+    )
+
+
+def _job_of_foreign_collectives(number: int, fault: str, stage: int, ranks: int) -> Job:
+    """A case under circumstances that change with its number."""
+    return Job(
+        fault=fault,
+        phase="between steps",
+        stage=stage,
+        ranks=ranks,
+        loop="Trainer" if fault == GENERATE else "loop",
+        victim=0 if fault == GENERATE else 1,
+        store="launcher" if number % 4 < 2 else "rank 0",
+        weighted=False,
+    )
+
+
+def _restarted_job(number: int, phase: str, strikes: int) -> Job:
+    """A case under circumstances that change with its number."""
+    only_rank_0 = phase in _ONLY_RANK_0 or (phase == "save" and number % _STAGES == 0)
+    return Job(
+        fault=EXCEPTION if number % 3 == 2 else KILL,
+        phase=phase,
+        stage=number % _STAGES,
+        ranks=2,
+        loop="Trainer" if number % 5 in (1, 3) else "loop",
+        victim=0 if only_rank_0 else number // 2 % 2,
+        store=TORCHRUN[number // 2 % 2 ^ number % 2],
+        weighted=number % _STAGES > 0 and number % 3 == 0,
+        strikes=strikes,
     )

@@ -20,21 +20,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.faults.jobs import START, Job
 
-__all__ = ["FAULT_FILE", "FAULT_STEP", "Plant", "Planted"]
-
 FAULT_FILE = "fault"
 FAULT_STEP = 4
 _NOBODY = 65534  # the user id without any rights
 
 _FUNCTIONS = {
-    "agreement": "ds_hetero.integrations.deepspeed.agreement:expect_section_name",
-    "describe": "ds_hetero.integrations.registry:read_model_facts",
+    "agreement": "ds_hetero.engine.agreement:expect_section_name",
+    "describe": "ds_hetero.engine.registry:read_model_facts",
     "cache": "ds_hetero.profiler.cache:read_profile",
     "profile": "ds_hetero.profiler.measure:memory_probe",
     "links": "ds_hetero.profiler.measure:pair_round",
     "plan": "ds_hetero.job.start:decide",
     "build": "ds_hetero.integrations.deepspeed.pipeline.engine:make_boundary_groups",
-    "look": "ds_hetero.job.replanning:Replanning.observe",
+    "look": "ds_hetero.job.monitoring.replanning:Replanning.observe",
 }
 """By phase, the function of the product in front of which the fault strikes."""
 
@@ -58,11 +56,12 @@ class Plant:
     def __init__(self, job: Job, rank: int, folder: Path) -> None:
         self.step = 0
         self._job, self._folder = job, folder
-        self._is_victim, self._struck = rank == job.victim, False
+        self._start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._is_victim, self._struck = rank == job.victim and self._start < job.strikes, False
 
     def is_due(self, phase: str) -> bool:
         """Whether the fault strikes this rank now, in ``phase``."""
-        in_time = phase in START or self.step == FAULT_STEP
+        in_time = phase in START or self.step == FAULT_STEP + self._start
         return self._is_victim and not self._struck and self._job.phase == phase and in_time
 
     def strike(self, phase: str) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.jobs import START, Job
 from benchmarks.faults.training import last_checkpoint
-from benchmarks.faults.verdict import Verdict, judge, judge_checkpoint
+from benchmarks.faults.verdict import Verdict, judge, judge_checkpoint, judge_restarts
 from benchmarks.faults.world import run_world
-
-__all__ = ["LIMIT_S", "run_job"]
 
 LIMIT_S = 45.0
 
 
 def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S) -> Verdict:
-    """Run one job and go on from its last checkpoint.
+    """Run one job and go on from its last checkpoint, if torchrun does not do that itself.
 
     Args:
         job: what to run.
@@ -23,6 +22,11 @@ def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S) -> Verdict:
         limit_s: seconds after which it counts as a hang.
     """
     folder.chmod(0o755)  # for a rank that gives its rights up
+    if job.is_restarted:
+        undisturbed = folder / "undisturbed"
+        undisturbed.mkdir()
+        run_world(replace(job, store="launcher", strikes=0), undisturbed, limit_s)
+        return judge_restarts(job, folder, run_world(job, folder, limit_s), undisturbed)
     verdict = judge(job, folder, run_world(job, folder, limit_s))
     if job.phase not in START and not verdict.hung:
         last = last_checkpoint(job, folder)

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from benchmarks.faults.verdict import Verdict
 
-__all__ = ["show"]
-
 _COLUMNS = ("fault", "phase", "ZeRO", "rank", "loop", "store on", "ended", "s", "named", "raw text", "checkpoint")
 
 
@@ -44,6 +42,8 @@ def show(verdicts: Sequence[Verdict], seconds: float, console: Console) -> None:
 
 def _sums(verdicts: Sequence[Verdict], seconds: float) -> str:
     took = sorted(verdict.seconds for verdict in verdicts if verdict.seconds is not None)
+    restarted = sum(verdict.job.is_restarted for verdict in verdicts)
+    resumed = sum(verdict.checkpoint == "resumed" for verdict in verdicts)
     counts = {
         "hangs": sum(bool(verdict.hung) for verdict in verdicts),
         "wrong rank named": sum(verdict.named == "wrong" for verdict in verdicts),
@@ -51,6 +51,7 @@ def _sums(verdicts: Sequence[Verdict], seconds: float) -> str:
         "raw text as last word": sum(bool(verdict.raw) for verdict in verdicts),
         "checkpoints that load": sum(verdict.checkpoint == "loads" for verdict in verdicts),
         "bad checkpoints": sum(verdict.checkpoint == "bad" for verdict in verdicts),
+        "restarted jobs that resumed": f"{resumed} of {restarted}",
         "jobs with a problem": sum(not verdict.is_good for verdict in verdicts),
     }
     times = f"median {took[len(took) // 2]:.2f} s, longest {took[-1]:.2f} s to the end" if took else "no times"

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.faults.jobs import LOCAL, MISMATCHES, NOT_REGISTERED, Job
+from benchmarks.faults.jobs import FOREIGN, GENERATE, LOCAL, MISMATCHES, NOT_REGISTERED, Job
 from benchmarks.faults.plant import FAULT_STEP, Plant, Planted
-
-__all__ = ["STEPS", "TIMEOUT_S", "checkpoints", "last_checkpoint", "losses_by_step", "train"]
 
 STEPS = FAULT_STEP + 2
 SAVED_AFTER = (1, FAULT_STEP)
@@ -50,10 +49,12 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
 
     import ds_hetero
 
+    if job.is_restarted:
+        ds_hetero.register()  # before the process group is made
     timeout = timedelta(seconds=TIMEOUT_S) if job.takes_timeout and not resume else None
     deepspeed.init_distributed("gloo", verbose=False, **({} if timeout is None else {"timeout": timeout}))
     _probe_briefly()
-    plant = Plant(job, rank if not resume else -1, folder)
+    plant = Plant(job, rank if not resume or job.is_restarted else -1, folder)
     plant.in_functions()
     plant.in_saving()
     difference = job.fault if job.fault in MISMATCHES and rank == job.victim and not resume else ""
@@ -68,7 +69,11 @@ def train(job: Job, rank: int, folder: Path, resume: bool) -> None:
         config = _DIFFERENCES[difference](config)
     plant.strike("model")
     run = _train_in_loop if job.loop == "loop" else _train_by_trainer
-    run(job, plant, _Record(folder, rank, resume), handle, model, optimizer, config)
+    record = _Record(folder, rank, resume, saves=not resume or job.is_restarted)
+    if resume and job.is_restarted:
+        last = last_checkpoint(job, folder)
+        record(0 if last is None else int((last / "latest").read_text().rpartition("step")[2]), None)
+    run(job, plant, record, handle, model, optimizer, config)
 
 
 def checkpoints(folder: Path) -> Path:
@@ -85,21 +90,27 @@ def last_checkpoint(job: Job, folder: Path) -> Path | None:
 
 
 class _Record:
-    """The losses of a rank, one line per step, in a file of their own."""
+    """The losses of a rank, one line per step, in a file of their own; and whether it goes on, and saves."""
 
-    def __init__(self, folder: Path, rank: int, resume: bool) -> None:
-        self.folder, self.resume = folder, resume
+    def __init__(self, folder: Path, rank: int, resume: bool, saves: bool) -> None:
+        self.folder, self.resume, self.saves = folder, resume, saves
         name = f"{'resumed' if resume else 'losses'}{rank}"
         self._file = (folder / name).open("a", buffering=1)  # open before the rank may lose its rights
 
-    def __call__(self, step: int, loss: float) -> None:
+    def __call__(self, step: int, loss: float | None) -> None:
         self._file.write(json.dumps([step, loss]) + "\n")
 
 
 def losses_by_step(folder: Path, rank: int, resumed: bool) -> dict[int, float]:
     """What a rank has written down."""
+    return {step: loss for step, loss in recorded_losses(folder, rank, resumed) if loss is not None}
+
+
+def recorded_losses(folder: Path, rank: int, resumed: bool) -> list[tuple[int, float | None]]:
+    """Step and loss, one after another; before each further start of torchrun the last saved step, without a loss."""
     path = folder / f"{'resumed' if resumed else 'losses'}{rank}"
-    return dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(step, loss) for step, loss in map(json.loads, lines)]
 
 
 class _Samples(Dataset[dict[str, Tensor]]):
@@ -132,7 +143,7 @@ def _train_in_loop(
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     folder = str(checkpoints(record.folder))
-    if record.resume:
+    if record.resume and last_checkpoint(job, record.folder) is not None:
         loaded, _ = engine.load_checkpoint(folder)
         assert loaded is not None
     samples = _Samples(plant, engine.global_steps * _BATCH)
@@ -156,12 +167,30 @@ def _train_in_loop(
         engine.step()
         record(plant.step, loss.item())
         plant.strike("between steps")
-        if plant.step in SAVED_AFTER and not record.resume:
+        if job.fault in FOREIGN and plant.step == FAULT_STEP and not record.resume:
+            _meet_never(job, plant)
+        if plant.step in SAVED_AFTER and record.saves:
             plant.before_saving()
             engine.save_checkpoint(folder)
         plant.step += 1
     if job.fault in LOCAL:
         engine.save_checkpoint(folder)
+
+
+def _meet_never(job: Job, plant: Plant) -> None:
+    """Half of the ranks call the first collective of the job's fault, half the second."""
+    ones, subgroup = torch.ones(4), dist.new_group(list(range(job.ranks)))
+    collectives = {
+        "all_reduce": lambda: dist.all_reduce(ones),
+        "all_gather": lambda: dist.all_gather([torch.ones(4) for _ in range(job.ranks)], ones),
+        "barrier": dist.barrier,
+        "broadcast": lambda: dist.broadcast(ones, 0),
+        "subgroup": lambda: dist.all_reduce(ones, group=subgroup),
+        "world": lambda: dist.all_reduce(ones),
+    }
+    if plant.is_due("between steps"):
+        plant.note()
+    collectives[job.fault.split(" and ")[dist.get_rank() % 2]]()
 
 
 def _train_by_trainer(
@@ -180,9 +209,12 @@ def _train_by_trainer(
             if job.fault == "stop of one rank" and plant.is_due("between steps"):
                 plant.note()
                 control.should_training_stop = True
+            elif job.fault == GENERATE and plant.is_due("between steps"):
+                plant.note()
+                model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
             else:
                 plant.strike("between steps")
-            if state.global_step in SAVED_AFTER and not record.resume:
+            if state.global_step in SAVED_AFTER and record.saves:
                 plant.before_saving()
                 control.should_save = True
 

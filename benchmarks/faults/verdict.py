@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isclose
 from pathlib import Path
 
 import ds_hetero.errors
-from benchmarks.faults.jobs import ENDLESS, LOCAL, MISMATCHES, PAUSE, Job
+from benchmarks.faults.jobs import ENDLESS, FOREIGN, LOCAL, MISMATCHES, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
-from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step
+from benchmarks.faults.training import STEPS, TIMEOUT_S, losses_by_step, recorded_losses
 from benchmarks.faults.world import RankEnd
-
-__all__ = ["Verdict", "judge", "judge_checkpoint", "last_word"]
 
 _ERROR = re.compile(r"^(?:[\w]+\.)*(\w*(?:Error|Exception|Planted|Interrupt|Exit|Warning))(?::|$)")
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and )\d+)*)")
@@ -38,7 +37,8 @@ class Verdict:
         seconds: from the fault to the end of the last rank, less what the fault itself takes; None if it hung
             or went on.
         named: "right", "wrong", "nobody", or "-" where there is nobody to name.
-        checkpoint: "loads", "none yet", "bad", or "-" where it was not tried.
+        checkpoint: "loads", "none yet", "bad", or "-" where it was not tried; "resumed" by a job that torchrun has
+            started again.
         problems: what is wrong, in sentences.
         last_words: of each rank.
     """
@@ -108,6 +108,44 @@ def judge_checkpoint(verdict: Verdict, folder: Path, ends: Sequence[RankEnd] | N
     verdict.checkpoint = "loads"
 
 
+def judge_restarts(job: Job, folder: Path, ends: Sequence[RankEnd], undisturbed: Path) -> Verdict:
+    """Judge a job that torchrun starts again: it goes on from the last checkpoint, with the losses of one undisturbed.
+
+    Args:
+        job: which one.
+        folder: of the job.
+        ends: of its ranks, in all of its starts.
+        undisturbed: folder of the same job without a fault.
+    """
+    verdict = Verdict(job, None, checkpoint="bad", last_words=[last_word(end.output) for end in ends])
+    if not (folder / FAULT_FILE).exists():
+        verdict.problems.append("the fault did not happen")
+        return verdict
+    survivors = {rank: word for rank, word in enumerate(verdict.last_words) if rank != job.victim and _is_ours(word)}
+    order = ("wrong", "nobody", "right", "-")  # mostly torchrun ends the survivors before they can say a word
+    verdict.named = min((_named(word, rank, job) for rank, word in survivors.items()), key=order.index, default="-")
+    if verdict.named in ("wrong", "nobody"):
+        verdict.problems.append(f"{verdict.named} named")
+    if any(end.exit_code is None for end in ends):
+        verdict.hung = list(range(job.ranks))
+        verdict.problems.append("hang")
+        return verdict
+    expected = losses_by_step(undisturbed, 0, resumed=False)
+    resumed = recorded_losses(folder, 0, resumed=True)
+    starts = [(saved, step) for (saved, loss), (step, next_loss) in pairwise(resumed) if loss is None is not next_loss]
+    if ends[0].exit_code or not starts or resumed[-1][0] != STEPS or any(step != saved + 1 for saved, step in starts):
+        verdict.problems.append(f"exit code {ends[0].exit_code}; saved step, and the first after it: {starts}")
+        return verdict
+    losses = [(step, loss) for step, loss in recorded_losses(folder, 0, resumed=False) + resumed if loss is not None]
+    if off := {
+        step: (expected[step], loss) for step, loss in losses if not isclose(expected[step], loss, rel_tol=_CLOSE)
+    }:
+        verdict.problems.append(f"other losses than those of an undisturbed run: {off}")
+        return verdict
+    verdict.checkpoint = "resumed"
+    return verdict
+
+
 def last_word(output: str) -> str:
     """The last error in a rank's output with its message, or its last line where there is none."""
     lines = [_PREFIX.sub("", line) for line in output.splitlines() if line.strip()]
@@ -166,7 +204,7 @@ def _is_raw(word: str) -> bool:
 def _named(word: str, rank: int, job: Job) -> str:
     """Whom a survivor's last word accuses; its own rank is whose word it is."""
     mentioned = {int(number) for numbers in _RANKS.findall(word) for number in re.findall(r"\d+", numbers)}
-    if job.fault in (*MISMATCHES, *LOCAL):  # what every rank has or did is listed
+    if job.fault in (*MISMATCHES, *LOCAL, *FOREIGN):  # what every rank has or did is listed
         return "right" if job.victim in mentioned else "nobody"
     accused = mentioned - ({rank} if rank != job.victim else set())
     if not accused:

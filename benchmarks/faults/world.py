@@ -27,8 +27,6 @@ from typing import Any
 from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 
-__all__ = ["RankEnd", "run_world"]
-
 _PAUSE_S = 2.0
 _STACKS_S = 0.7  # for the ranks to write their stacks
 _PR_SET_PDEATHSIG = 1
@@ -51,17 +49,18 @@ class RankEnd:
 
 
 def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> list[RankEnd]:
-    """Run the ranks of a job and watch them until all have ended.
+    """Run the ranks of a job and watch them until all have ended, or torchrun has that starts them again.
 
     Args:
         job: what they do.
         folder: of the job; made already.
-        limit_s: seconds after which the ranks that still run are killed, their stacks in their output.
+        limit_s: seconds after which the ranks that still run are killed, their stacks in their output; once per start.
         resume: see `benchmarks.faults.training.train`.
     """
     _server.set_forkserver_preload(["benchmarks.faults.preload"])
     store = _host_store(job.ranks) if job.store == "launcher" else None
     port = _free_port() if store is None else store.port
+    limit_s *= 1 + job.strikes * job.is_restarted
     env = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -74,9 +73,11 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
         "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed alone where it is told to use the CPU
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    processes = [
-        _server.Process(target=_main, args=(job, rank, folder, resume, env), daemon=True) for rank in range(job.ranks)
-    ]
+    if job.is_restarted:
+        processes = [_server.Process(target=_run_agent, args=(job, folder, env))]
+    else:
+        mains = [(job, rank, folder, resume, env) for rank in range(job.ranks)]
+        processes = [_server.Process(target=_main, args=args, daemon=True) for args in mains]
     try:
         for process in processes:
             process.start()
@@ -88,15 +89,16 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
     ends = []
     for rank in range(job.ranks):
         output = _output(folder, rank, resume).read_text(errors="replace")
-        hung = ended[rank] is None
-        ends.append(RankEnd(None if hung else codes[rank], ended[rank] or time.monotonic(), output))
+        number = 0 if job.is_restarted else rank
+        hung = ended[number] is None
+        ends.append(RankEnd(None if hung else codes[number], ended[number] or time.monotonic(), output))
     return ends
 
 
 def _watch(processes: Sequence[Any], job: Job, folder: Path, limit_s: float, resume: bool) -> dict[int, float | None]:
-    """When each rank ended; None for those that had not after ``limit_s``."""
+    """When each process ended; None for those that had not after ``limit_s``."""
     deadline = time.monotonic() + limit_s
-    ended: dict[int, float | None] = dict.fromkeys(range(job.ranks))
+    ended: dict[int, float | None] = dict.fromkeys(range(len(processes)))
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     stopped = {job.victim} if job.fault in ENDLESS and not resume else set()
     goes_on_at: float | None = None
@@ -143,14 +145,47 @@ def _output(folder: Path, rank: int, resume: bool) -> Path:
     return folder / f"{'check' if resume else 'output'}{rank}.txt"
 
 
-def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str]) -> None:
+def _run_agent(job: Job, folder: Path, env: Mapping[str, str]) -> None:
+    """What ``torchrun`` runs, but for the program: its ranks are forked here, and so need no imports."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _begin_process(folder / "torchrun.txt")
+    os.environ.update(env)
+    is_static = job.store.endswith("static")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.ranks,
+        run_id="faults",
+        rdzv_backend="static" if is_static else "c10d",
+        rdzv_endpoint=f"127.0.0.1:{env['MASTER_PORT'] if is_static else 0}",
+        rdzv_configs={"rank": 0} if is_static else {},
+        max_restarts=job.strikes,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, _run_restarted)(job, folder)
+
+
+def _run_restarted(job: Job, folder: Path) -> None:
+    """A rank that torchrun has started."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked, it has the agent's handler
+    _main(job, int(os.environ["RANK"]), folder, os.environ["TORCHELASTIC_RESTART_COUNT"] != "0", {})
+
+
+def _begin_process(output: Path) -> None:
+    """Make this process a session of its own that ends with its parent and writes into a file."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the watch, we with the server
-    output = os.open(_output(folder, rank, resume), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+
+
+def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str]) -> None:
+    _begin_process(_output(folder, rank, resume and not job.is_restarted))
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
     gc.freeze()  # a full collection over what the server has loaded would copy all of its pages
@@ -173,4 +208,6 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
             thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
+    if job.is_restarted and code == 0:
+        return  # torchrun waits for what its ranks return
     os._exit(code)  # the rest of the interpreter's way out takes seconds after DeepSpeed

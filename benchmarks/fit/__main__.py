@@ -81,8 +81,8 @@ def _rows(case: Case) -> list[dict[str, Any]]:
             "case": case.name,
             "rank": rank,
             "measured_bytes": peak,
-            "predicted_bytes": sum(float(part[rank]) for part in parts.values()),
-            "parts": {name: float(part[rank]) for name, part in parts.items()},
+            "predicted_bytes": float(parts.total[rank]),
+            "parts": asdict(parts.of_rank(rank)),
         }
         for rank, peak in enumerate(peaks)
     ]

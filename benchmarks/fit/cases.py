@@ -6,8 +6,6 @@ from typing import Any
 
 from benchmarks.fit.training import Case
 
-__all__ = ["CASES"]
-
 _DEEP = (("hidden_size", 256), ("intermediate_size", 704), ("num_hidden_layers", 10), ("num_key_value_heads", 2))
 _WIDE = (("hidden_size", 768), ("intermediate_size", 2048), ("num_hidden_layers", 3), ("num_key_value_heads", 8))
 

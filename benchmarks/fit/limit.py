@@ -19,10 +19,8 @@ from benchmarks.measure.ranks import LOOPBACK, run
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.common.units import GIB
 from ds_hetero.cost import make_cost_model
-from ds_hetero.planner.fit import Advice, advise, best_schedule
+from ds_hetero.planner.memory import Advice, advise, best_schedule
 from ds_hetero.schedule import Schedule
-
-__all__ = ["follow_advice"]
 
 STEPS = 2
 OWN_BYTES = 48 << 20  # of the ranks beside torch's tensors: stacks of gloo's threads, its buffers, the heap's gaps

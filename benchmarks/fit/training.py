@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.cost.workload import Buffers, Workload
-from ds_hetero.models import ModelSpec, model_from_config
-
-__all__ = ["Case", "measure"]
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import model_from_config
 
 STEPS = 4
 BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to

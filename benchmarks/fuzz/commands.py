@@ -24,8 +24,6 @@ from ds_hetero.cli import main
 from ds_hetero.errors import HeteroError
 from ds_hetero.plans import read_plan
 
-__all__ = ["COMMANDS", "CommandLine"]
-
 CPU_LIMIT_S = 20
 WALL_LIMIT_S = 120.0  # on a machine that does other things as well
 

@@ -15,17 +15,17 @@ from ds_hetero.cluster import cluster_from_dict, cluster_to_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
+from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts
+from ds_hetero.job.plan_files import given_plan
 from ds_hetero.job.resolve import needs_planner
-from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import model_from_config
 from ds_hetero.plans import Plan, read_plan
 from ds_hetero.profiler.cache import read_profile
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, fingerprint
-
-__all__ = ["KINDS", "Kind", "Nonsense", "check_plan", "expect"]
 
 WORLD_SIZE = 4
 SEQ_LEN = 4096
@@ -103,9 +103,9 @@ _SECTION = {
     },
 }
 _RANKS = [
-    RankFacts(node=f"n{i // 2}", host=f"n{i // 2}", device="CPU", memory_bytes=2**30, torch="2", dtype="float32",
-              attention="sdpa")
-    for i in range(WORLD_SIZE)
+    RankFacts(node=f"n{i // 2}", host=f"n{i // 2}", device="CPU", memory_bytes=device.memory_bytes, torch="2",
+              dtype="float32", attention="sdpa")
+    for i, device in enumerate(cluster_from_dict(_CLUSTER).devices)
 ]  # fmt: skip
 _CACHE = {
     **_CLUSTER,
@@ -139,7 +139,8 @@ def _read_section(data: Any) -> None:
     )
     if needs_planner(section) or section.cluster == "measure":
         return
-    decision = decide(facts, WORLD_SIZE, measured=None, on_host=False)
+    plan = given_plan(section, WORLD_SIZE)
+    decision = decide(facts, WORLD_SIZE, measured=None, on_host=False, plan=plan)
     check_plan(decision.plan)
     for replica in decision.forecasts:
         _expect_sound_times(replica.prediction)

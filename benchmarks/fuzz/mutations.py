@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from math import inf, nan
 from typing import Any
 
-__all__ = ["VALUES", "mutate", "places", "tear"]
-
 Place = tuple[str | int, ...]
 
 

@@ -19,8 +19,6 @@ from benchmarks.fuzz.mutations import mutate, places, tear
 from ds_hetero.common.reading import parse
 from ds_hetero.errors import ConfigError, HeteroError
 
-__all__ = ["LONGEST_MESSAGE", "Tally", "fuzz", "names_one_of"]
-
 CPU_LIMIT_S = 5.0
 LONGEST_MESSAGE = 3_000  # characters
 

@@ -14,8 +14,6 @@ from rich.console import Console
 from benchmarks.lab.tables import TABLES
 from benchmarks.measure.results import FOLDER, header, progress, write
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""

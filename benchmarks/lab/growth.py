@@ -22,8 +22,6 @@ from benchmarks.measure.traffic import Traffic
 from benchmarks.measure.turns import take_turns
 from ds_hetero.planner import strategy
 
-__all__ = ["CONTENDERS", "GrowthPlan", "grown", "measure", "summarize"]
-
 CONTENDERS = ("stock", "ring", "plan")
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 50e-6
 _CORES = 1.5  # of all ranks together

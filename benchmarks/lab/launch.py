@@ -44,8 +44,6 @@ from benchmarks.emulation.extension_locks import remove_abandoned_locks
 from benchmarks.emulation.mps import active_share, mps
 from benchmarks.emulation.throttle import METHODS
 
-__all__ = ["VARIABLE", "main"]
-
 VARIABLE = "DS_HETERO_LAB"
 """Environment variable that tells a rank what it is to become; see `benchmarks.emulation.inject`."""
 

@@ -33,8 +33,6 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.planner import strategy
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["CONTENDERS", "LAYER", "STEP", "UNIFORM", "MeshCase", "MeshPlan", "best_pairs", "measure", "summarize"]
-
 UNIFORM = ("stock", "torch-ring", "ring", "usp 2x2")
 CONTENDERS = (*UNIFORM, "proportional", "pairs", "plan")
 LAYER, STEP = "attention", "training step"

@@ -21,11 +21,10 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
-from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner.hetero_ring import ProfileTable
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import load_model
+from ds_hetero.planner.published.hetero_ring import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select
-
-__all__ = ["cost_model", "measure_table", "model_of", "profile_ranks", "scaled"]
 
 _MOST_CORES = 1.2  # of all ranks together while they are profiled
 _TABLE_S = 0.3  # of one entry of the table

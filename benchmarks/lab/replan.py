@@ -24,8 +24,6 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.turns import timed_run
 from ds_hetero.baselines import proportional, ring
 
-__all__ = ["RECOVERED", "SLOWED_TO", "ReplanPlan", "measure", "summarize"]
-
 SLOWED_TO = 0.4
 RECOVERED = 0.9
 _WARM_UPS = 3

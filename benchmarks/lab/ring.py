@@ -31,8 +31,6 @@ from benchmarks.measure.turns import take_turns
 from ds_hetero.planner import strategy
 from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores, select
 
-__all__ = ["PUBLISHED", "STRATEGIES", "RingCase", "RingPlan", "bound_action", "measure", "summarize"]
-
 STRATEGIES = ("even", "proportional", "lut", "formula", "plan")
 PREFILL, STEP = "prefill", "step"
 PUBLISHED = {

@@ -14,8 +14,6 @@ from benchmarks.lab.growth import GrowthPlan, grown, measure, summarize
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
 
-__all__ = ["GrowthTable"]
-
 
 class GrowthTable:
     """Two nodes of one to three ranks."""

@@ -17,8 +17,6 @@ from benchmarks.measure.models import FAMILIES, shape_of
 from benchmarks.measure.ranks import Report
 from benchmarks.measure.statistics import within_bound
 
-__all__ = ["MESH", "MeshTable"]
-
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 50e-6
 HYBRID = ("ring", "proportional", "plan")  # stock and torch's ring do not know layers that carry a state
 QUICK = ("stock", "ring", "usp 2x2", "proportional", "plan")

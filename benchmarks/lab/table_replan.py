@@ -15,8 +15,6 @@ from benchmarks.lab.replan import RECOVERED, SLOWED_TO, ReplanPlan, measure, sum
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
 
-__all__ = ["ReplanTable"]
-
 
 class ReplanTable:
     """Two ranks, one of which becomes slow."""

@@ -16,8 +16,6 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.ranks import Report
 from benchmarks.measure.statistics import within_bound
 
-__all__ = ["RingTable"]
-
 
 class RingTable:
     """Two ranks, the second slowed down."""

@@ -13,8 +13,6 @@ from benchmarks.lab.table_replan import ReplanTable
 from benchmarks.lab.table_ring import RingTable
 from benchmarks.measure.ranks import Report
 
-__all__ = ["TABLES", "LabTable"]
-
 
 class LabTable(Protocol):
     """One command of the lab."""

@@ -10,8 +10,6 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["held_by_runs", "marked_run", "peak_allocations"]
-
 _RUN = "one measured run"
 
 

@@ -13,8 +13,6 @@ from benchmarks.measure.ranks import Report
 from benchmarks.measure.traffic import Traffic
 from benchmarks.measure.turns import alternate
 
-__all__ = ["LAYER", "STEP", "Plan", "measure", "sent_by_device"]
-
 LAYER, STEP = "layer", "step"
 
 

@@ -40,19 +40,6 @@ from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Schedule
 
-__all__ = [
-    "CONTESTS",
-    "Contender",
-    "Layer",
-    "Shape",
-    "TorchRing",
-    "contiguous_positions",
-    "make_contender",
-    "make_engine",
-    "set_up_ringmaster",
-    "zigzag_positions",
-]
-
 CONTESTS = {
     "ulysses": ("stock", "ulysses"),
     "ring": ("torch-ring", "ring"),

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_s_of", "describe_machine", "machine_busy_s"]
-
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

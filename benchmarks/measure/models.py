@@ -8,8 +8,6 @@ import torch
 
 from benchmarks.measure.contenders import Shape
 
-__all__ = ["FAMILIES", "VOCABULARY", "config_of", "shape_of", "trained_model"]
-
 VOCABULARY = 512
 FAMILIES = ("llama", "qwen3-next", "bamba")
 """Full attention; three layers of the gated delta rule to one of attention; Mamba-2 with one layer of attention."""

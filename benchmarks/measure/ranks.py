@@ -20,8 +20,6 @@ from typing import Any
 
 from benchmarks.emulation.network import Node
 
-__all__ = ["LOOPBACK", "Report", "run"]
-
 LOOPBACK = Node(None, "127.0.0.1")
 Report = Callable[[float, str], None]
 """Called by rank 0: how much of its task is done, in units of the task's choice, and what it does now."""

@@ -15,8 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.ranks import Report
 
-__all__ = ["FOLDER", "header", "progress", "write"]
-
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median, quantiles
 
-__all__ = ["Comparison", "compare", "within_bound"]
-
 
 @dataclass(frozen=True)
 class Comparison:

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Traffic"]
-
 
 class Traffic(TorchDispatchMode):
     """Counts payload that this rank sends while the mode is active.

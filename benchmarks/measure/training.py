@@ -31,12 +31,10 @@ from benchmarks.measure.contenders import (
     zigzag_positions,
 )
 from benchmarks.measure.models import VOCABULARY, trained_model
-from ds_hetero.integrations.handle import Handle
+from ds_hetero.engine.handle import Handle
 from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION
 from ds_hetero.schedule import Schedule
-
-__all__ = ["Step", "alone_step", "make_loaded_step", "make_scheduled_step", "make_step"]
 
 Step = Callable[[int], float]
 """Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from benchmarks.measure.machine import cpu_s_of, machine_busy_s
 from benchmarks.measure.ranks import Report
 
-__all__ = ["Turns", "alternate", "number_of_pairs", "take_turns", "timed_run"]
-
 _WARM_UPS = 2  # pages, caches, connections; and the plans that ours keeps by batch layout
 _MAX_PAIRS = 101
 

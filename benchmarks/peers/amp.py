@@ -24,8 +24,6 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.plans import Plan
 
-__all__ = ["plans"]
-
 ITS_ELEMENT_BYTES = 4
 ITS_BACKWARD = 3  # forwards that a forward and a backward are
 

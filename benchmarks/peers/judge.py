@@ -9,16 +9,14 @@ from typing import Any
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stages.stage import Block, Pools, StageCosts
+from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
-from ds_hetero.planner.outer.blocks import ranks_of_blocks
-from ds_hetero.planner.outer.given import judge_plan
-from ds_hetero.planner.outer.planning import plan_pipelines, recomputing_or_not
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.planner.pipelines.blocks import ranks_of_blocks
+from ds_hetero.planner.pipelines.given import judge_plan
+from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
-
-__all__ = ["Case", "NoPlan", "PeerStage", "best_that_fits", "our_s", "plan_of", "row_text", "shared_evenly"]
 
 GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
 SIZES = (1, 2, 4)
@@ -80,7 +78,7 @@ def plan_of(case: Case, pipelines: Sequence[Sequence[PeerStage]], batches: Seque
     pools = Pools(case.cluster)
     kind_of = {pool.node: pool.kind for pool in pools.pools}
     blocks = [
-        [Block(kind_of[s.node], s.node, s.size, "one" if s.size == 1 else "tensor") for s in stages]
+        [DeviceBlock(kind_of[s.node], s.node, s.size, "one" if s.size == 1 else "tensor") for s in stages]
         for stages in pipelines
     ]
     ranks = ranks_of_blocks(pools, blocks)

@@ -27,10 +27,8 @@ from benchmarks.peers.judge import Case, NoPlan, PeerStage, plan_of
 from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
-from ds_hetero.planner.outer.blocks import sizes_up_to
+from ds_hetero.planner.pipelines.blocks import sizes_up_to
 from ds_hetero.plans import Plan
-
-__all__ = ["plans"]
 
 NAMES = ("A100", "V100", "P100", "T4")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -117,8 +115,9 @@ def _profile(costs: CalibratedStageCosts, kind: int, size: int, samples: int) ->
     count, table = model.num_layers, model.vocab_size * model.hidden_size
     parameters = [2 * table, *[2 * model.layer_parameters] * count, 2 * table]
     times = [1e-3, *[1e3 * option.layer_s] * count, 1e3 * option.last_s + 1e-3]
-    layer_bytes = option.layer_bytes + option.kept_bytes
-    memory = [option.first_bytes + option.fixed_bytes, *[layer_bytes] * count, option.last_bytes]
+    alone = [option.memory_bytes(1, *ends, 1) for ends in ((False, False), (True, False), (False, True))]
+    layer_bytes = option.memory_bytes(2, False, False, 1) - alone[0]
+    memory = [alone[1] - layer_bytes, *[layer_bytes] * count, alone[2] - alone[0]]
     return {
         "model": {
             "model_name": "GPT3",

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from benchmarks.peers.judge import NoPlan
 
-__all__ = ["printed_by"]
-
 
 def printed_by(
     command: Sequence[str], folder: Path, timeout_s: float, environment: Mapping[str, str] | None = None

@@ -24,10 +24,9 @@ from typing import Any
 from benchmarks.peers.judge import MOST_PLANS, Case, NoPlan, PeerStage, plan_of, shared_evenly
 from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.stages.memory import CalibratedStageMemory
 from ds_hetero.cost.workload import Workload
 from ds_hetero.plans import Plan
-
-__all__ = ["DEGREES", "EDGE_S", "HALF", "ZONE", "on_nodes", "plans", "sizes_of_layers"]
 
 LIBRARY = Path("sailor/Planner/sailor_planner/cpp_src")
 MEMORY_GIB = {"V100-16": 16, "A100-40": 40, "GH-96": 96}
@@ -131,7 +130,8 @@ def sizes_of_layers(costs: CalibratedStageCosts, degree: int) -> dict[str, Any]:
     """Parameters and kept activations of every layer on one of ``degree`` devices, in elements."""
     model = costs.model
     option = costs.stage(0, degree, "one" if degree == 1 else "tensor", 1, 1)
-    kept = 0 if option is None else int(option.kept_bytes / HALF)
+    assert option is None or isinstance(option.memory, CalibratedStageMemory)
+    kept = 0 if option is None else int(option.memory.kept_bytes / HALF)
     output = costs.seq_len * model.hidden_size
     table = model.vocab_size * model.hidden_size // degree
 

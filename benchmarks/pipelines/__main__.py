@@ -32,8 +32,6 @@ from benchmarks.pipelines.replan import measure_replan
 from benchmarks.pipelines.run import Contest, measure_equal, measure_plans
 from benchmarks.pipelines.tables import show, summarize, summarize_memory, summarize_replan
 
-__all__ = ["CASES", "main"]
-
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 100e-6
 
 

@@ -18,8 +18,6 @@ from benchmarks.measure.models import VOCABULARY, trained_model
 from benchmarks.pipelines.plans import Task
 from ds_hetero.plans import Plan
 
-__all__ = ["Step", "batch_of", "engine_of", "step_of", "step_with", "stock_step"]
-
 Step = Callable[[], float]
 """Runs one optimizer step and returns the loss of the global batch."""
 

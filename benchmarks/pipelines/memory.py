@@ -21,8 +21,6 @@ from benchmarks.measure.allocations import peak_allocations
 from benchmarks.pipelines.plans import Candidate, candidates
 from benchmarks.pipelines.run import Contest, cluster_of, of_rank_0
 
-__all__ = ["measure_memory"]
-
 _REPEATS = 3
 
 

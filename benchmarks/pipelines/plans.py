@@ -12,16 +12,14 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.outer.finish import finish, to_plan
-from ds_hetero.planner.outer.given import judge_plan
-from ds_hetero.planner.outer.hexiscale import plan_hexiscale
-from ds_hetero.planner.outer.planning import plan_pipelines
-from ds_hetero.planner.outer.rivals import best_sequence
-from ds_hetero.planner.outer.search.given_layers import judge_layers
-from ds_hetero.planner.outer.search.starts import uniform_grids
+from ds_hetero.planner.pipelines.finish import finish, to_plan
+from ds_hetero.planner.pipelines.given import judge_plan
+from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.planner.pipelines.rivals import best_sequence
+from ds_hetero.planner.pipelines.search.given_layers import judge_layers
+from ds_hetero.planner.pipelines.search.starts import uniform_grids
+from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.plans import Plan, Stage
-
-__all__ = ["EQUAL", "GRID", "HEXISCALE", "OURS", "SEQUENCE", "Candidate", "Task", "candidates", "equal_stages"]
 
 OURS, HEXISCALE, SEQUENCE, GRID, EQUAL = "ours", "hexiscale", "sequence", "grid", "equal stages"
 _GRIDS = 4  # best ones by prediction, of which the best by measurement counts

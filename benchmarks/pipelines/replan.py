@@ -14,8 +14,6 @@ from benchmarks.measure.turns import timed_run
 from benchmarks.pipelines.plans import equal_stages
 from benchmarks.pipelines.run import Contest, cluster_of, of_rank_0
 
-__all__ = ["SLOWED_TO", "measure_replan"]
-
 SLOWED_RANK, SLOWED_TO = 1, 0.4
 _BEFORE, _AFTER = 10, 30
 _JUDGED = 8  # steps at the end

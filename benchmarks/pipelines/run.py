@@ -16,8 +16,6 @@ from benchmarks.measure.turns import take_turns
 from benchmarks.pipelines.plans import Candidate, Task, candidates, equal_stages
 from ds_hetero.cluster import Cluster
 
-__all__ = ["STOCK", "Contest", "cluster_of", "measure_equal", "measure_plans", "of_rank_0"]
-
 STOCK = "deepspeed"
 _WARM_UPS = 2
 _WINDOW_S = 0.3  # of a timing of the profile: the scheduler gives a rank its share every 10 ms

@@ -13,8 +13,6 @@ from rich.table import Table
 from benchmarks.pipelines.plans import EQUAL, GRID, OURS
 from benchmarks.pipelines.run import STOCK
 
-__all__ = ["show", "summarize", "summarize_memory", "summarize_replan"]
-
 CLEAR = 1.1  # pairs of plans whose measured times differ by less are not ranked
 BUSY_CORES = 0.2  # of other processes, from which on a figure is marked
 

@@ -39,7 +39,8 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.common.paths import config_dir
 from ds_hetero.cost import CostModel, Workload, make_cost_model
-from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import load_model
 from ds_hetero.planner import PlannedSchedule, plan
 
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")

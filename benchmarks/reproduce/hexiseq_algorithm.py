@@ -21,9 +21,6 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
 
-__all__ = ["algorithm_1"]
-
-
 M1, M2, IMAX = 64, 16, 100
 PERTURBATION = 0.05
 MOVED_SHARE = 64  # the sequence over this is the tokens of one move

@@ -8,27 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "ASSUMPTIONS",
-    "CONTEXTS",
-    "DATASHEET",
-    "EQUAL_FLOPS",
-    "EQUAL_FLOPS_WITHIN",
-    "GAIN_BEST",
-    "GAIN_MEAN",
-    "GAIN_TARGET",
-    "GLOBAL_BATCH",
-    "MODELS",
-    "OF_BOUND_TARGET",
-    "OPEN_QUESTIONS",
-    "SCHEDULER_S",
-    "SIMULATIONS",
-    "TABLE_3",
-    "TIME_TARGETS",
-    "Assumptions",
-    "Row",
-]
-
 GAIN_MEAN, GAIN_BEST = 1.36, 1.72  # section 5.3: over the strongest baseline, six panels
 EQUAL_FLOPS_WITHIN = 0.005  # section 5.4: "about 0.5 %" of the best homogeneous baseline, Ulysses
 SCHEDULER_S = {128: 9.0, 1024: 444.0}  # figure 6

@@ -20,8 +20,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from benchmarks.reproduce import hexiseq_paper as paper
 from ds_hetero.models import load_model
 
-__all__ = ["draw"]
-
 # A baseline is drawn wider than the next one, so that lines on top of each other are all seen.
 BASELINES = {
     "ring": {"label": "Ring", "color": "#4c78a8", "marker": "o", "linewidth": 6, "markersize": 10},

@@ -12,8 +12,6 @@ from rich.table import Table
 
 from benchmarks.reproduce import hexiseq_paper as paper
 
-__all__ = ["show", "summary"]
-
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Mean, best and least gain, and closeness to the bound."""

@@ -38,11 +38,11 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.outer.planning import plan_pipelines
-from ds_hetero.planner.outer.rivals import best_grid
-from ds_hetero.planner.outer.tangram import plan_tangram
-from ds_hetero.planner.outer.tangram.composition import compose, compose_exactly, cycle_s
-from ds_hetero.planner.outer.tangram.pruning import Rules
+from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.planner.pipelines.rivals import best_grid
+from ds_hetero.planner.published.tangram import plan_tangram
+from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
+from ds_hetero.planner.published.tangram.pruning import Rules
 
 GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
 WORK = Workload(seq_len=4096, cut_vocabulary=True)

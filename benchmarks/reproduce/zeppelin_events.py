@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from benchmarks.reproduce.zeppelin_setting import BACKWARD_COMPUTE, BACKWARD_WIRE, Setting
 
-__all__ = ["block_s"]
-
 LAYERS = 8
 
 Pieces = Sequence[tuple[int, int]]

@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.reproduce import zeppelin_paper as paper
 
-__all__ = ["draw"]
-
 BARS = {"llama": "#b8b8b8", "hybrid": "#8da0cb", "with remap": "#f2a33a", "ours": "#4c78a8"}
 LABELS = {"llama": "Llama CP", "hybrid": "hybrid DP", "with remap": "Zeppelin", "ours": "ds_hetero"}
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from benchmarks.reproduce.zeppelin_paper import FITTED, MACHINES, MODELS
 from ds_hetero.cost.terms.flops import ATTENTION_FORWARD_FLOPS, matmul_flops
 
-__all__ = ["BACKWARD_COMPUTE", "BACKWARD_WIRE", "Setting"]
-
 GPUS_OF_NODE = 8
 BACKWARD_COMPUTE, BACKWARD_WIRE = 2.5, 2.0  # of attention, over the forward
 

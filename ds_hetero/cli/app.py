@@ -1,4 +1,4 @@
-"""The commands by name. A module of commands is imported when one of them is run, or when all are listed."""
+"""The commands by name. A command's module is imported when it is run, not when all are listed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 
 import click
 
-__all__ = ["MODULE_OF", "app"]
+from ds_hetero import __version__
+from ds_hetero.common.text import nearest
 
-MODULE_OF = {
-    "plan": "planning",
-    "fit": "planning",
-    "replicas": "planning",
-    "replan": "planning",
-    "simulate": "predicting",
-    "compare": "predicting",
-    "show": "predicting",
-    "report": "pages",
-    "trace": "pages",
-    "profile": "ranks",
-    "selftest": "ranks",
-    "weights": "training",
-    "doctor": "training",
+COMMANDS = {
+    "plan": "Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why.",
+    "fit": "Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not.",
+    "replicas": "Schedules and micro-batches for replicas that differ, so that all finish together.",
+    "replan": "Plan pipelines again after devices are lost or added, and say what must move.",
+    "simulate": "Predict time and memory of a given schedule or plan of pipelines.",
+    "compare": "All strategies, or all planners of pipelines, on one cluster, in one table.",
+    "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
+    "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran "
+    "it.",
+    "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
+    "profile": "Measure devices and links of the live ranks; run it under the launcher that will train.",
+    "selftest": "Test kernels, links, collectives and a training step on the live ranks; run it under the launcher.",
+    "weights": "Make a Hugging Face folder of a checkpoint of pipelines, without ranks.",
+    "doctor": "Say what is installed, which kernels work on this machine's devices, and what a section comes to.",
 }
-"""Every command, and its module in `ds_hetero.cli.commands`."""
-
+"""Every command, in the order in which a new user meets them; each is in the module of its name."""
 
 _ENDLESS = re.compile(r"(\S{60})\S{60,}")
 
@@ -44,22 +45,38 @@ class _Commands(click.Group):
         with _shortening():
             return super().invoke(ctx)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which one was probably meant."""
+        close = None if args[0] in COMMANDS else nearest(args[0], COMMANDS)
+        if close is not None:
+            ctx.fail(f"there is no command {args[0]!r}; did you mean {close!r}?")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names, in the order in which a new user meets them."""
-        return list(MODULE_OF)
+        """Return all names."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        width = formatter.width - 6 - max(map(len, COMMANDS))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, click.Command(name, help=text).get_short_help_str(width)) for name, text in COMMANDS.items()]
+            )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command; None where there is none of the name."""
-        if cmd_name not in MODULE_OF:
+        if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"ds_hetero.cli.commands.{MODULE_OF[cmd_name]}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(import_module(f"ds_hetero.cli.{cmd_name}"), cmd_name)
         return command
 
 
 @contextlib.contextmanager
 def _shortening() -> Iterator[None]:
-    """Have messages quote the beginning of what has no end."""
+    """Let messages quote the beginning of words without end."""
     try:
         yield
     except click.UsageError as error:
@@ -70,5 +87,6 @@ def _shortening() -> Iterator[None]:
 
 
 @click.command(cls=_Commands, context_settings={"show_default": True, "max_content_width": 120})
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
     """Train long sequences on GPUs that are not alike, inside DeepSpeed."""

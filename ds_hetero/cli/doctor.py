@@ -1,44 +1,56 @@
-"""``ds-hetero doctor``: would ds_hetero work here, and if not, why?"""
+"""``ds-hetero doctor``: would ds_hetero work here, and if not, why? What a section comes to is in `doctor_section`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+import click
 
-from ds_hetero.baselines import FROM_DEVICES
-from ds_hetero.cli.doctor_installation import HEAD_DIM, installed_packages, kernels_by_device
-from ds_hetero.cli.doctor_pipelines import examine_pipelines
-from ds_hetero.cluster import load_cluster
-from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.cli.inputs.options import AS_JSON, FILE, TOKENS
+from ds_hetero.cli.outputs.printing import print_table
+from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, require
 from ds_hetero.config import SECTION
-from ds_hetero.errors import ConfigError, HeteroError, ModelError
-from ds_hetero.integrations.deepspeed.batch_sizes import expect_batch_of_replicas
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
-from ds_hetero.integrations.deepspeed.keys import expect_supported_keys
-from ds_hetero.job.decide import decide
-from ds_hetero.job.facts import JobFacts, ModelFacts
-from ds_hetero.job.plan_files import plan_in_file
-from ds_hetero.job.report import forecast_text
-from ds_hetero.job.resolve import clusters_of_replicas, needs_planner, replica_size, sp_size_of
-from ds_hetero.job.start import check_facts, expect_kernel
+from ds_hetero.errors import ModelError
 from ds_hetero.models import load_model
-from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.schedule import Schedule
-from ds_hetero.zero.partition import check_weights, is_even
 
-__all__ = ["examine", "model_facts", "model_of", "show"]
+if TYPE_CHECKING:
+    from torch import nn
 
-_NO_MODEL = "no model was given."
+    from ds_hetero.job.facts import ModelFacts
+
+NO_MODEL = "no model was given."
+HEAD_DIM = 128  # of today's models
+
+
+@click.command
+@click.option("--config", type=FILE, help="A ds_config.json whose section is to be checked.")
+@click.option("--world-size", type=int, default=1, help="Processes of the job, to check a schedule against.")
+@click.option("--num-heads", type=int, default=32, help="Query heads of the model, where --model is left out.")
+@click.option("--num-kv-heads", type=int, default=8, help="KV heads of the model, where --model is left out.")
+@click.option("--model", help="Hugging Face config.json or its folder, or a preset: to plan and predict.")
+@click.option("--seq-len", type=TOKENS, help="Tokens to plan for, where the section has no seq_len.")
+@click.option("--checkpointing/--no-checkpointing", default=False, help="Activation checkpointing of every layer.")
+@AS_JSON
+def doctor(config: Path | None, world_size: int, model: str | None, as_json: bool, **facts_of_job: Any) -> None:
+    """Say what is installed, which kernels work on this machine's devices, and what a section comes to."""
+    require("torch", purpose="ds-hetero doctor")
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
+        module = model_of(model)
+        report = examine(config, model_facts(model, module, **facts_of_job), world_size, module)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+    if not report["healthy"]:
+        raise click.exceptions.Exit(1)
 
 
 def model_of(source: str | None) -> nn.Module | None:
@@ -66,7 +78,7 @@ def model_facts(
     seq_len: int | None,
     checkpointing: bool,
 ) -> ModelFacts:
-    """What the options of the command say of the model.
+    """Facts of the model from the options of the command.
 
     Args:
         source: config.json, folder or preset; None if not given.
@@ -79,11 +91,13 @@ def model_facts(
     Raises:
         ModelError: the source cannot be read; or neither a cost model nor transformers knows such models.
     """
+    from ds_hetero.job.facts import ModelFacts
+
     facts = ModelFacts(
         name="model",
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        no_spec_reason=_NO_MODEL,
+        no_spec_reason=NO_MODEL,
         max_seq_len=seq_len,
         checkpointing=checkpointing,
     )
@@ -107,7 +121,7 @@ def model_facts(
 
 
 def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> dict[str, Any]:
-    """Everything that `show` prints, as plain data; ``healthy`` says whether training would start.
+    """Everything that is printed, as plain data; ``healthy`` says whether training would start.
 
     Args:
         config: ds_config.json whose section is checked, if any.
@@ -115,157 +129,68 @@ def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.M
         world_size: processes of the job.
         model: from `model_of`.
     """
-    packages = installed_packages()
-    section = None if config is None else _section(config, facts, world_size, model)
-    healthy = all(p["problem"] is None or p["optional"] for p in packages) and (
-        section is None or not section["problem"]
+    from ds_hetero.cli.doctor_section import examine_section
+
+    packages = list(map(_package, installed_packages()))
+    section = None if config is None else examine_section(config, facts, world_size, model)
+    healthy = all(package["problem"] is None or package["optional"] for package in packages)
+    healthy = healthy and (section is None or not section["problem"])
+    return {"healthy": healthy, "packages": packages, "devices": _kernels_by_device(), "section": section}
+
+
+def _package(package: Package) -> dict[str, Any]:
+    problem = None if package.is_tested else "not installed" if package.release is None else f"needs {package.tested}"
+    optional = package.name in OPTIONAL
+    return {"name": package.name, "version": package.release, "optional": optional, "problem": problem}
+
+
+def _kernels_by_device() -> list[dict[str, Any]]:
+    """Every device with the kernels that work on it, by dtype; a reason for those that do not."""
+    import torch
+
+    from ds_hetero.runtime.attention.kernels import available
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    rows = []
+    for device in devices:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        kernels = {
+            str(dtype).removeprefix("torch."): available(device, dtype, HEAD_DIM)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        rows.append({"device": str(device), "name": name, "kernels": kernels})
+    return rows
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    packages = ((row["name"], row["version"] or "-", row["problem"] or "works") for row in report["packages"])
+    print_table(("package", "version", "verdict"), packages, "Packages")
+    kernels = (
+        (f"{row['device']} ({row['name']})", dtype, kernel, reason or "works")
+        for row in report["devices"]
+        for dtype, verdicts in row["kernels"].items()
+        for kernel, reason in verdicts.items()
     )
-    return {"healthy": healthy, "packages": packages, "devices": kernels_by_device(), "section": section}
-
-
-def _section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> dict[str, Any]:
-    report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
-    try:
-        if not is_whole(world_size, 1, MAX_RANKS):
-            raise ConfigError(f"--world-size must be {whole_rule(world_size, 1, MAX_RANKS)}, got {world_size}.")
-        ds_config = read_file(config, "DeepSpeed configuration", ConfigError)
-        if not isinstance(ds_config, Mapping):
-            raise ConfigError(f"{config}: a DeepSpeed configuration is a JSON object, got {shortened(ds_config)}.")
-        section, training = section_of(ds_config), read_training_facts(ds_config)
-        if section is None:
-            return {**report, "enabled": False}
-        expect_supported_keys(ds_config)
-        if section.report is not None:
-            expect_writable(section.report)
-        sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
-        pipelines = examine_pipelines(facts, ds_config, world_size, model)
-        if pipelines is not None:
-            return {**report, **pipelines}
-        if model is not None:
-            from ds_hetero.integrations.transformers.model_checks import check_model
-
-            check_model(model)
-        return {**report, **_decision(facts, ds_config, world_size, model)}
-    except HeteroError as error:
-        return {**report, "problem": str(error)}
-
-
-def _decision(
-    facts: JobFacts, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
-) -> dict[str, Any]:
-    """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
-    section = facts.section
-    _check_before_deciding(facts, ds_config, world_size, model)
-    if later := _decided_at_start(facts, world_size):
-        return {"decided": later}
-    if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
-        facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
-    decision = decide(facts, world_size, measured=None, on_host=False)
-    if decision.plan.batch_split is not None:
-        expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
-    if decision.zero_weights is not None:
-        _expect_partition(ds_config, decision.zero_weights, model)
-    report: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
-    if decision.forecasts:
-        report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
-        report["decided"] = forecast_text(decision.forecasts)
-    elif decision.no_forecast_reason is not None and facts.model.spec is not None:
-        report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
-    return report
-
-
-def _check_before_deciding(
-    facts: JobFacts, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
-) -> None:
-    """What the start of a job refuses whatever is measured or searched for.
-
-    Raises:
-        HeteroError: as the start of the job.
-    """
-    section = facts.section
-    if facts.model.no_spec_reason == _NO_MODEL:
-        expect_kernel(facts)
-    else:
-        check_facts(facts, world_size)
-    if isinstance(section.zero_partition, list):
-        check_weights(section.zero_partition, world_size, zero_stage=facts.training.zero_stage)
-        _expect_partition(ds_config, section.zero_partition, model)
-    if plan_in_file(section, world_size) is None:
-        size = replica_size(facts.sp_sizes, world_size)
-        if section.cluster != "measure":
-            clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
-
-
-def _expect_partition(ds_config: Mapping[str, Any], weights: Sequence[float], model: nn.Module | None) -> None:
-    """Refuse unequal ZeRO partitions that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
-
-    Raises:
-        ConfigError: as the start of the job.
-    """
-    if not is_even(weights) and find_spec("deepspeed") is not None:
-        from ds_hetero.integrations.deepspeed.zero.optimizers import expect_possible
-
-        expect_possible(ds_config, weights, model)
-
-
-def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
-    """Why the schedule is only decided when the job starts; None where it can be decided now."""
-    section, model = facts.section, facts.model
-    if (sp_size_of(facts.sp_sizes) or world_size) == 1:
-        return None
-    name = f'"schedule": {json.dumps(section.schedule)}'
-    if section.cluster == "measure" and (needs_planner(section) or section.schedule in FROM_DEVICES):
-        rule = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
-        return (
-            f"{name}: the ranks are measured at the start of the job, and {rule}. To see it now, profile them "
-            "(ds-hetero profile) and name the file as the cluster."
-        )
-    seq_len = section.seq_len or model.max_seq_len
-    if needs_planner(section) and (model.spec is None or seq_len is None):
-        options = (("--model", model.spec), ('--seq-len or "seq_len"', seq_len))
-        missing = " and ".join(text for text, value in options if value is None)
-        return f"{name}: searched for at the start of the job. To see it now, give {missing}."
-    return None
-
-
-def show(report: dict[str, Any], as_json: bool) -> None:
-    """Print the report on stdout."""
-    if as_json:
-        print(json.dumps(report))
-        return
-    console = Console()
-    packages = Table("package", "version", "verdict", title="Packages")
-    for row in report["packages"]:
-        packages.add_row(row["name"], row["version"] or "-", row["problem"] or "works")
-    console.print(packages)
-    kernels = Table("device", "dtype", "kernel", "verdict", title=f"Attention kernels, head size {HEAD_DIM}")
-    for row in report["devices"]:
-        for dtype, verdicts in row["kernels"].items():
-            for kernel, reason in verdicts.items():
-                kernels.add_row(f"{row['device']} ({row['name']})", dtype, kernel, reason or "works")
-    console.print(kernels)
+    print_table(("device", "dtype", "kernel", "verdict"), kernels, f"Attention kernels, head size {HEAD_DIM}")
     section = report["section"]
     if section is not None:
-        state = section["problem"] or (
-            "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
-        )
-        console.print(f'"{SECTION}": {state}', markup=False)
+        sound = "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
+        print(f'"{SECTION}": {section["problem"] or sound}')
         if section["decided"] is not None:
-            console.print(section["decided"], markup=False, highlight=False, soft_wrap=True)
-        for schedule in section["schedules"] if section["predicted"] is None else ():
-            console.print(_schedule_table(Schedule.from_dict(schedule)))
-    console.print("healthy" if report["healthy"] else "not healthy: see above")
+            print(section["decided"])
+        for data in section["schedules"] if section["predicted"] is None else ():
+            schedule = Schedule.from_dict(data)
+            columns = ("rank", "group", "tokens", "query heads")
+            print_table(columns, _ranks(schedule), f"Schedule, {schedule.layout}")
+    print("healthy" if report["healthy"] else "not healthy: see above")
 
 
-def _schedule_table(schedule: Schedule) -> Table:
+def _ranks(schedule: Schedule) -> Iterator[tuple[str, ...]]:
     """Ranks as rows: their group's place in the ring, their share of the tokens, their heads."""
-    table = Table("rank", "group", "tokens", "query heads", title=f"Schedule, {schedule.layout}")
     total_weight = sum(group.weight for group in schedule.groups)
     for rank in schedule.ranks:
         position = schedule.ring_position(rank)
         group = schedule.ring_groups[position]
         index = group.ranks.index(rank)
         share = f"{group.tokens[index] / total_weight:.1%}"
-        table.add_row(str(rank), str(position), share, f"{group.heads[index]} of {schedule.num_heads}")
-    return table
+        yield str(rank), str(position), share, f"{group.heads[index]} of {schedule.num_heads}"

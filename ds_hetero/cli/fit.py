@@ -2,106 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import click
 
 from ds_hetero.baselines import STRATEGIES
-from ds_hetero.cli.plan import ranks_text
-from ds_hetero.cli.printing import print_json
-from ds_hetero.cli.scenario import Scenario, read_schedule
+from ds_hetero.cli.inputs.options import AS_JSON
+from ds_hetero.cli.inputs.scenario import Scenario, read_schedule, scenario_options
+from ds_hetero.cli.outputs.printing import print_json, print_table, ranks_text
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
-from ds_hetero.planner.fit import Advice, Fitted, Stack, advise, best_schedule, longest_sequence, read_what_if, stacks
-from ds_hetero.planner.fit.stack import PARTS
+from ds_hetero.planner.memory import (
+    Advice,
+    Fitted,
+    Stack,
+    advise,
+    best_schedule,
+    longest_sequence,
+    read_what_if,
+    stacks,
+)
+from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
+from ds_hetero.planner.memory.stack import PARTS
 from ds_hetero.schedule import Schedule
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-__all__ = ["run"]
-
+_BUCKET_HELP = "Elements of DeepSpeed's buffer for gradients; left out, DeepSpeed's default."
 MAX_KINDS = 6  # of ranks, as columns
 
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """What one cluster comes to: today's, or one of those that are asked for.
+    """Outlook of one cluster: today's, or one of those that are asked for.
 
     Args:
         name: ``today``, or what is asked.
-        fitted: its schedule and prediction; None where nothing is near to fitting.
+        cluster: its devices.
         longest: sequence that fits.
-        why_not: the reason where there is no schedule.
+        changed: its schedule and prediction after the remedy; None where nothing is near to fitting.
+        remedy: changes that make it fit; none where it fits without, or where nothing makes it fit.
+        why_not: a sentence that says why it does not fit; None where it does.
     """
 
     name: str
-    fitted: Fitted | None
+    cluster: Cluster
     longest: int
+    changed: Changed | None
+    remedy: tuple[Change, ...] = ()
     why_not: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of a step over its time; None where there is no schedule."""
+        if self.changed is None:
+            return None
+        prediction = self.changed.fitted.prediction
+        return prediction.tokens_per_s * prediction.iteration_s / self.changed.iteration_s
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        prediction = self.fitted.prediction if self.fitted else None
         return {
             "what_if": self.name,
-            "devices": [device.name for device in self.fitted.cost.cluster.devices] if self.fitted else None,
-            "fits": prediction is not None and prediction.feasible,
+            "devices": [device.name for device in self.cluster.devices],
+            "fits": self.why_not is None,
+            "with": [change.name for change in self.remedy],
             "longest_sequence": self.longest,
-            "iteration_s": prediction.iteration_s if prediction else None,
-            "tokens_per_s": prediction.tokens_per_s if prediction else None,
-            "reason": prediction.reason if prediction else self.why_not,
+            "iteration_s": self.changed and self.changed.iteration_s,
+            "tokens_per_s": self.tokens_per_s,
+            "reason": self.why_not,
         }
 
 
-def run(scenario: Scenario, named: str, what_ifs: Sequence[str], as_json: bool) -> bool:
-    """Examine and print; whether it fits.
-
-    Args:
-        scenario: cluster, model and workload, under the calibrated cost model.
-        named: schedule file, or the name of the strategy that makes schedules.
-        what_ifs: changes of the cluster, see `ds_hetero.planner.fit.what_if`.
-        as_json: print JSON.
-
-    Raises:
-        ClusterError: a change that is none.
-        PlanError: no schedule is near to fitting.
-    """
-    source = named if named in STRATEGIES else read_schedule(named, scenario.cost)
-    others = [read_what_if(text, scenario.cluster) for text in what_ifs]
-    fitted = best_schedule(scenario.cost, source)
-    today = _Outlook("today", fitted, longest_sequence(scenario.cost, source))
-    advice = () if fitted.fits else advise(fitted, source)
-    outlooks = [_outlook(other.text, replace(scenario, cluster=other.cluster), source) for other in others]
+@click.command
+@scenario_options(tiled_loss=False, cost_model=False)
+@click.option("--schedule", default="plan", help="Schedule file, or a strategy's name.")
+@click.option(
+    "--what-if", multiple=True, help="add=3090, remove=1 or network=10: the same beside today's; may be repeated."
+)
+@click.option("--reduce-bucket-size", type=click.IntRange(min=0), default=500_000_000, help=_BUCKET_HELP)
+@AS_JSON
+def fit(scenario: Scenario, schedule: str, what_if: Sequence[str], reduce_bucket_size: int, as_json: bool) -> None:
+    """Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not."""
+    scenario = scenario.with_workload(buffers=Buffers(reduce_bucket=reduce_bucket_size))
+    source = schedule if schedule in STRATEGIES else read_schedule(schedule, scenario.cost)
+    others = [read_what_if(text, scenario.cluster) for text in what_if]
+    with _progress(["this cluster", "its longest sequence", "what would make it fit", *what_if]) as begin_next:
+        begin_next()
+        fitted = best_schedule(scenario.cost, source)
+        begin_next()
+        longest = longest_sequence(scenario.cost, source)
+        begin_next()
+        advice = () if fitted.fits else advise(fitted, source)
+        remedy = next((each for each in advice if each.fits), None)
+        outlooks = [_outlook("today", fitted, source, remedy, longest)]
+        for other in others:
+            begin_next()
+            outlooks.append(_other_outlook(other.text, replace(scenario, clusters=(other.cluster,)), source, remedy))
     every = stacks(fitted.cost, fitted.schedule)
     if as_json:
-        print_json(_report(fitted, every, today, advice, outlooks))
+        print_json(_report(fitted, every, longest, advice, outlooks))
     else:
-        _print(scenario, fitted, every, [today, *outlooks], advice)
-    return fitted.fits
+        _print(scenario, fitted, every, longest, outlooks, advice)
+    if not fitted.fits:
+        raise click.exceptions.Exit(1)
 
 
-def _outlook(name: str, scenario: Scenario, source: str | Schedule) -> _Outlook:
+@contextlib.contextmanager
+def _progress(steps: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """A bar on stderr where somebody watches; the function begins the next step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    console, names = Console(stderr=True), iter(steps)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(steps), completed=-1)
+        yield lambda: bar.update(task, advance=1, description=next(names))
+
+
+def _other_outlook(name: str, scenario: Scenario, source: str | Schedule, remedy: Advice | None) -> _Outlook:
     try:
         fitted = best_schedule(scenario.cost, source)
     except PlanError as error:
-        return _Outlook(name, None, 0, str(error))
-    return _Outlook(name, fitted, longest_sequence(scenario.cost, source))
+        return _Outlook(name, scenario.cluster, 0, None, (), str(error))
+    return _outlook(name, fitted, source, remedy)
+
+
+def _outlook(
+    name: str, fitted: Fitted, source: str | Schedule, remedy: Advice | None, longest: int | None = None
+) -> _Outlook:
+    """Outlook of a cluster: as it is if that fits, else after today's remedy, or one of its own where there is none.
+
+    Args:
+        name: ``today``, or what is asked.
+        fitted: the cluster's schedule, and whether it fits.
+        source: of the schedule.
+        remedy: of today's cluster.
+        longest: sequence that fits as it is, where that is known.
+    """
+    cluster = fitted.cost.cluster
+    if fitted.fits:
+        longest = longest_sequence(fitted.cost, source) if longest is None else longest
+        return _Outlook(name, cluster, longest, Changed(fitted))
+    tried = advise(fitted, source) if remedy is None else (Advice.of(fitted, source, remedy.changes),)
+    best = next((each for each in tried if each.fits), None)
+    if best is None or best.after is None:
+        reason = fitted.prediction.reason
+        if remedy is not None:
+            after = tried[0].after
+            reason = f"with {remedy.name}, {tried[0].why_not if after is None else after.fitted.prediction.reason}"
+        return _Outlook(name, cluster, 0, Changed(fitted), (), reason)
+    is_planned = any(change.name == PLANNED for change in best.changes)
+    longest = longest_sequence(best.after.fitted.cost, "plan" if is_planned else source)
+    return _Outlook(name, cluster, longest, best.after, best.changes)
 
 
 def _report(
-    fitted: Fitted, every: Sequence[Stack], today: _Outlook, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
+    fitted: Fitted, every: Sequence[Stack], longest: int, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
 ) -> dict[str, Any]:
     return {
         "fits": fitted.fits,
         "ranks": [stack.to_dict() for stack in every],
-        "longest_sequence": today.longest,
+        "longest_sequence": longest,
         "schedule": fitted.schedule.to_dict(),
         "predicted": fitted.prediction.to_dict(),
         "advice": [each.to_dict() for each in advice],
-        "today": today.to_dict(),
-        "what_if": [outlook.to_dict() for outlook in outlooks],
+        "today": outlooks[0].to_dict(),
+        "what_if": [outlook.to_dict() for outlook in outlooks[1:]],
     }
 
 
@@ -109,58 +181,57 @@ def _print(
     scenario: Scenario,
     fitted: Fitted,
     every: Sequence[Stack],
+    longest: int,
     outlooks: Sequence[_Outlook],
     advice: Sequence[Advice],
 ) -> None:
-    from rich.console import Console
-
-    console, prediction, work = Console(), fitted.prediction, scenario.workload
-    console.print(_stacks_table(fitted, every))
+    prediction, work = fitted.prediction, scenario.workload
+    _print_stacks(fitted, every)
     verdict = "fits" if fitted.fits else f"does not fit: {prediction.reason}"
     lines = [
         f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, ZeRO stage {work.zero_stage}: {verdict}",
         f"schedule:   {describe(fitted.schedule, scenario.cluster)}",
         f"predicted:  {time_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
         f"{'' if fitted.fits else ', if it fitted'}",
-        f"longest:    {_longest_text(outlooks[0].longest)}",
+        f"longest:    {_longest_text(longest)}",
     ]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print("\n".join(lines))
     if len(outlooks) > 1:
-        console.print(_outlook_table(outlooks))
+        columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
+        print_table(columns, map(_outlook_row, outlooks), "The same on other clusters")
+        print("\n".join(f"{each.name} does not fit: {each.why_not}" for each in outlooks if each.why_not))
     if advice:
-        console.print(_advice_table(advice))
+        heads = ("change", "fits", "per iteration", "remark")
+        print_table(heads, map(_advice_row, advice), "What would make it fit, cheapest first")
         best = next((each for each in advice if each.fits), None)
-        closing = (
-            "nothing that this engine can do is enough; use shorter sequences, more cards or larger ones"
-            if best is None
-            else "\n".join(f"to do:      {change.how}" for change in best.changes)
-        )
-        console.print(closing, markup=False, highlight=False, soft_wrap=True)
+        if best is None:
+            print("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")
+        else:
+            print("\n".join(f"to do:      {change.how}" for change in best.changes))
 
 
 def _longest_text(longest: int) -> str:
     return f"{longest:,} tokens fit" if longest else "no length fits"
 
 
-def _stacks_table(fitted: Fitted, every: Sequence[Stack]) -> Table:
+def _print_stacks(fitted: Fitted, every: Sequence[Stack]) -> None:
     """A column per kind of rank, a row per part."""
-    from rich.table import Table
-
     tokens = fitted.schedule.tokens(fitted.cost.workload.seq_len)
-    kinds: dict[tuple[str, ...], list[Stack]] = {}
+    kinds: dict[tuple[str, ...], list[int]] = {}
     for stack in every:
-        kinds.setdefault((stack.device, str(tokens[stack.rank]), *_cells(stack)), []).append(stack)
-    table = Table("", title="Memory of a rank at its peak, GiB")
-    for members in list(kinds.values())[:MAX_KINDS]:
-        table.add_column(ranks_text([stack.rank for stack in members]), justify="right")
+        kinds.setdefault((stack.device, str(tokens[stack.rank]), *_cells(stack)), []).append(stack.rank)
     labels = ("device", "tokens", *(part.replace("_", " ") for part in PARTS), "total", "card", "free")
-    for row, label in enumerate(labels):
-        table.add_row(
-            label, *(kind[row] for kind in list(kinds)[:MAX_KINDS]), end_section=label in ("tokens", PARTS[-1])
-        )
-    if len(kinds) > MAX_KINDS:
-        table.caption = f"{len(kinds) - MAX_KINDS} more kinds of ranks: see --json"
-    return table
+    rows: list[Sequence[str] | None] = list(zip(labels, *list(kinds)[:MAX_KINDS], strict=True))
+    rows[-3:-3] = [None]
+    rows[2:2] = [None]
+    more = len(kinds) - MAX_KINDS
+    print_table(
+        ("", *map(ranks_text, list(kinds.values())[:MAX_KINDS])),
+        rows,
+        "Memory of a rank at its peak, GiB",
+        caption=f"{more} more kinds of ranks: see --json" if more > 0 else None,
+        numbers=True,
+    )
 
 
 def _cells(stack: Stack) -> tuple[str, ...]:
@@ -168,29 +239,16 @@ def _cells(stack: Stack) -> tuple[str, ...]:
     return (*parts, bytes_text(stack.total), bytes_text(stack.card), bytes_text(stack.free))
 
 
-def _advice_table(advice: Sequence[Advice]) -> Table:
-    from rich.table import Table
-
-    table = Table("change", "fits", "per iteration", "remark", title="What would make it fit, cheapest first")
-    for each in advice:
-        if each.after is None:
-            table.add_row(each.name, "no", "-", each.why_not)
-            continue
-        lacks = "" if each.fits else f"{bytes_text(each.missing_bytes)} GiB too much"
-        table.add_row(each.name, "yes" if each.fits else "no", time_text(each.after.iteration_s), lacks)
-    return table
+def _advice_row(advice: Advice) -> tuple[str, ...]:
+    if advice.after is None:
+        return advice.name, "no", "-", str(advice.why_not)
+    lacks = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
+    return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), lacks
 
 
-def _outlook_table(outlooks: Sequence[_Outlook]) -> Table:
-    from rich.table import Table
-
-    table = Table("what if", "fits", "longest", "per iteration", "tokens/s", title="The same on other clusters")
-    for outlook in outlooks:
-        if outlook.fitted is None:
-            table.add_row(outlook.name, "no", "0", "-", "-")
-            continue
-        prediction = outlook.fitted.prediction
-        speed = (time_text(prediction.iteration_s), f"{prediction.tokens_per_s:,.0f}")
-        fits, shown = ("yes", speed) if outlook.fitted.fits else ("no", ("-", "-"))
-        table.add_row(outlook.name, fits, f"{outlook.longest:,}", *shown)
-    return table
+def _outlook_row(outlook: _Outlook) -> tuple[str, ...]:
+    if outlook.why_not is not None or outlook.changed is None:
+        return outlook.name, "no", "-", "-", "-"
+    fits = "yes" if not outlook.remedy else f"with {' and '.join(change.name for change in outlook.remedy)}"
+    speed = (time_text(outlook.changed.iteration_s), f"{outlook.tokens_per_s:,.0f}")
+    return outlook.name, fits, f"{outlook.longest:,}", *speed

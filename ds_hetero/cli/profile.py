@@ -13,35 +13,27 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+import click
 
-from ds_hetero.cli.printing import check_out
+from ds_hetero.cli.inputs.options import AS_JSON, FILE
+from ds_hetero.cli.outputs.printing import check_out
 from ds_hetero.cluster.writing import check_cluster_file, write_cluster
+from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ClusterError
-from ds_hetero.profiler.cache import cache_folder, forget
-from ds_hetero.profiler.kernel_probe import profile
-from ds_hetero.profiler.machine import busy_reason
 
-__all__ = ["run"]
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_json: bool) -> None:
-    """Measure on every rank; rank 0 writes and prints.
-
-    Args:
-        out: cluster file to write; None with ``again`` alone.
-        dtype: to measure in, by name; None for what is usual on the device.
-        window_s: seconds per timing.
-        again: first delete the profiles that jobs with ``"cluster": "measure"`` have kept.
-        as_json: print JSON.
-
-    Raises:
-        ClusterError: an option is wrong, a profile cannot be deleted, or a rank not be measured.
-        PlanError: the file cannot be written.
-    """
+@click.command
+@click.option("--out", type=FILE, help="Cluster file to write, .yaml or .json.")
+@click.option("--dtype", help="bfloat16, float16 or float32; left out, what is usual on the device.")
+@click.option("--window-s", type=float, default=0.15, help="Seconds per timing.")
+@click.option("--again", is_flag=True, help='Have the next job with "cluster": "measure" measure anew; works alone.')
+@AS_JSON
+def profile(out: Path | None, dtype: str | None, window_s: float, again: bool, as_json: bool) -> None:
+    """Measure devices and links of the live ranks; run it under the launcher that will train."""
+    require("torch", purpose="ds-hetero profile")
     if again:
         _forget()
         if out is None:
@@ -56,8 +48,13 @@ def run(out: Path | None, dtype: str | None, window_s: float, again: bool, as_js
     first = _is_first()
     if first:
         check_out(out)  # known before anything is measured
+    import torch
+
+    from ds_hetero.profiler.kernel_probe import profile as measure
+    from ds_hetero.profiler.machine import busy_reason
+
     begin_s = time.perf_counter()
-    content = profile(None if dtype is None else DTYPES[dtype], window_s=window_s, show_progress=not as_json)
+    content = measure(None if dtype is None else getattr(torch, dtype), window_s=window_s, show_progress=not as_json)
     if not first:
         return
     write_cluster(content, out)
@@ -79,6 +76,8 @@ def _is_first() -> bool:
 
 
 def _forget() -> None:
+    from ds_hetero.profiler.cache import cache_folder, forget
+
     if _is_first():
         folder = cache_folder()
         num_profiles = 0 if folder is None else forget(folder)

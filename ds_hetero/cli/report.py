@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from ds_hetero.cli.printing import check_out, print_json, write_out
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, FILE
+from ds_hetero.cli.outputs.printing import check_out, print_json, print_written, write_out
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.plan_page import describe_with_run, plan_page
 from ds_hetero.reporting.run_file import RunFile, read_run
 
-__all__ = ["read_both", "run"]
+
+def plan_and_run(out_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Take a plan, a run of it, the file to write and ``--json``."""
+    plan = click.argument("plan", type=FILE)
+    run = click.option("--run", type=FILE, help="run.json of a job that ran the plan.")
+    out = click.option("--out", type=FILE, required=True, help=out_help)
+    return lambda function: plan(out(run(AS_JSON(function))))
 
 
-def run(plan: Path, run_file: Path | None, out: Path, as_json: bool) -> None:
-    """Write the page."""
-    described, measured = read_both(plan, run_file, out)
-    page = plan_page(described, measured)
+@click.command
+@plan_and_run("Page to write, .html.")
+def report(plan: Path, out: Path, run: Path | None, as_json: bool) -> None:
+    """Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran it."""
+    page = plan_page(*read_both(plan, run, out, ".html"))
     write_out(out, page)
     if as_json:
         print_json({"out": str(out), "bytes": len(page.encode())})
     else:
-        print(f"written to {out}")
+        print_written(out)
 
 
-def read_both(plan: Path, run_file: Path | None, out: Path) -> tuple[DescribedPlan, RunFile | None]:
-    """Read a plan and a run of it, once it is known that ``out`` can be written.
+def read_both(plan: Path, run_file: Path | None, out: Path, ending: str) -> tuple[DescribedPlan, RunFile | None]:
+    """Read a plan and a run of it, once it is known that ``out`` can be written and has this ``ending``.
 
     Raises:
         PlanError: ``out`` cannot be written, or the run is of another plan; see also the readers of both files.
     """
-    check_out(out)
+    check_out(out, endings=(ending,))
     measured = None if run_file is None else read_run(run_file)
     return describe_with_run(read_described_plan(plan), measured), measured

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ds_hetero.cli.printing import check_out
+import click
+
+from ds_hetero.cli.inputs.options import FILE
+from ds_hetero.cli.outputs.printing import check_out
 from ds_hetero.common.extras import require
 from ds_hetero.errors import ConfigError
-
-__all__ = ["run"]
 
 _LAUNCH = (
     "This is one process alone. To test the ranks that will train, with their links, start it as they are started:\n"
@@ -26,22 +27,23 @@ _LAUNCH = (
 )
 
 
-def run(*, quick: bool, limit_s: float, out: Path | None, as_json: Path | None, host_names: bool) -> bool:
-    """Check the arguments and run the test; return whether everything works.
-
-    Raises:
-        ConfigError: an argument is wrong.
-        PlanError: a file cannot be written.
-        DependencyError: torch is not installed.
-    """
-    if not 1 <= limit_s <= 3600:
-        raise ConfigError(f"--timeout-s must be between 1 and 3600, got {limit_s:g}.")
-    for file in (out, as_json):
-        if file is not None and int(os.environ.get("RANK", "0")) == 0:
+@click.command
+@click.option("--quick", is_flag=True, help="One head size and one ZeRO stage.")
+@click.option("--timeout-s", type=float, default=60.0, help="Seconds that a call may take before the test ends.")
+@click.option("--out", type=FILE, help="Write the report here as text, to attach to an issue.")
+@click.option("--json", "as_json", type=FILE, help="Write the report here as JSON.")
+@click.option("--host-names", is_flag=True, help="Name hosts instead of numbering nodes.")
+def selftest(quick: bool, timeout_s: float, out: Path | None, as_json: Path | None, host_names: bool) -> None:
+    """Test kernels, links, collectives and a training step on the live ranks; run it under the launcher."""
+    if not 1 <= timeout_s <= 3600:
+        raise ConfigError(f"--timeout-s must be between 1 and 3600, got {timeout_s:g}.")
+    if int(os.environ.get("RANK", "0")) == 0:
+        for file in (out, as_json):
             check_out(file)
     require("torch", purpose="ds-hetero selftest")
     from ds_hetero.selftest.run import Options, run
 
     if "RANK" not in os.environ:
         print(_LAUNCH)
-    return run(Options(quick=quick, limit_s=limit_s, out=out, as_json=as_json, with_host_names=host_names))
+    if not run(Options(quick=quick, limit_s=timeout_s, out=out, as_json=as_json, with_host_names=host_names)):
+        raise click.exceptions.Exit(1)

@@ -1,195 +1,188 @@
-"""``ds-hetero show``: a schedule as a picture.
-
-Ranks are columns: their tokens, the heads they compute and their memory against its capacity, coloured by group. Below,
-the timeline of one block: what a rank of every kind computes and what it transfers meanwhile.
-"""
+"""``ds-hetero show``: draw a schedule or a plan of pipelines, or show where the documents of a batch lie."""
 
 from __future__ import annotations
 
-import html
-import io
-import textwrap
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+import click
 
-from ds_hetero.cli.printing import check_out, print_json, terms_text, write_out
-from ds_hetero.cli.scenario import Scenario, read_schedule
-from ds_hetero.common.reading import shortened
+from ds_hetero.cli.inputs.options import AS_JSON, FILE, PLAN_FILE, SEED
+from ds_hetero.cli.inputs.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
+from ds_hetero.cli.outputs.printing import (
+    PICTURES,
+    check_out,
+    print_json,
+    print_table,
+    print_written,
+    ranks_text,
+    write_out,
+)
 from ds_hetero.common.text import time_text
-from ds_hetero.common.units import GIB
-from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Prediction, Span
+from ds_hetero.common.units import GB
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.explain import describe
-from ds_hetero.schedule import Schedule
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from ds_hetero.planner.documents.report import DocumentsReport
 
-FORMATS = (".svg", ".png", ".html")
-MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
-MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
-MAX_SPANS = 200_000  # computed; larger timelines take longer than anybody waits
-KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
-GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
-GREY = "#666666"
+MAX_ROWS = 64  # of a table; more ranks or lanes are counted
 
 
-def run(scenario: Scenario, source: str, out: Path, as_json: bool) -> None:
-    """Draw and write the picture."""
-    if out.suffix not in FORMATS:
-        raise PlanError(f"--out must end in one of {', '.join(FORMATS)}, got {shortened(str(out))}.")
-    check_out(out)
+@click.command
+@scenario_options()
+@click.option(
+    "--out", type=FILE, help="Picture to write: .svg, .png or .html; may be left out with --documents and --sample."
+)
+@click.option("--schedule", default="plan", help="Schedule file, output of plan --json, or a strategy's name.")
+@PLAN_FILE
+@click.option(
+    "--documents", type=FILE, help="JSON file with the lengths of a row's documents: where they lie, and the load."
+)
+@click.option("--sample", help="The same for a row drawn from arxiv, github, prolong64k, or a file of lengths.")
+@SEED
+@AS_JSON
+def show(
+    scenario: Scenario,
+    out: Path | None,
+    schedule: str,
+    plan: Path | None,
+    documents: Path | None,
+    sample: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
+    if documents is not None or sample is not None:
+        _documents(scenario, schedule, documents, sample, seed, out, as_json)
+        return
+    if out is None:
+        raise click.UsageError("give --out, the picture to write.")
+    data = _schedule(scenario, schedule, out) if plan is None else _pipelines(scenario, plan, out)
+    if as_json:
+        print_json({"out": str(out), **data})
+    else:
+        print_written(out)
+
+
+def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
+    from ds_hetero.cli.outputs.schedule_picture import draw, page
+
+    check_out(out, endings=(*PICTURES, ".html"))
     cost = scenario.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)
-    figure = _draw(scenario, cost, schedule, prediction)
+    figure = draw(scenario, cost, schedule, prediction)
     if out.suffix == ".html":
-        write_out(out, _page(scenario, schedule, prediction, figure))
+        write_out(out, page(scenario, schedule, prediction, figure))
     else:
         figure.savefig(out, dpi=120)
-    if as_json:
-        print_json({"out": str(out), "schedule": schedule.to_dict(), "predicted": prediction.to_dict()})
-    else:
-        print(f"written to {out}")
+    return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
 
 
-def _draw(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
-    spans = _spans(cost, schedule)
-    ranks = _drawn_ranks(scenario, schedule) if spans else []
-    heights = [1.6, 1.6, 1.6] + ([0.9 + 0.4 * len(ranks)] if ranks else [])
-    width = min(max(9.0, 4.0 + 0.5 * schedule.sp_size), 24.0)
-    figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
-    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    colour_of = {
-        rank: GROUP_COLOURS[position % len(GROUP_COLOURS)]
-        for position, group in enumerate(schedule.ring_groups)
-        for rank in group.ranks
-    }
-    _draw_tokens(axes[0], scenario, schedule, colour_of)
-    _draw_heads(axes[1], schedule, colour_of)
-    _draw_memory(axes[2], cost, schedule, prediction, colour_of)
-    _label_devices(axes[2], scenario, schedule)
-    if ranks:
-        _draw_timeline(axes[3], scenario, [span for span in spans if span.rank in ranks], ranks)
-    for rank_axes in axes[:3]:
-        rank_axes.set_xlim(-0.6, schedule.sp_size - 0.4)
-    for any_axes in axes:
-        any_axes.spines[["top", "right"]].set_visible(False)
-    text = [describe(schedule, scenario.cluster), *_summary(scenario, prediction).split("; ")]
-    lines = [line for part in text for line in textwrap.wrap(part, int(width * 12))]
-    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left", linespacing=1.5)
-    return figure
+def _pipelines(scenario: Scenario, path: Path, out: Path) -> dict[str, Any]:
+    from ds_hetero.cli.outputs.pipelines_picture import draw
+
+    check_out(out, endings=PICTURES)
+    plan, costs, finished = judge_plan_file(scenario, path)
+    draw(costs, finished).savefig(out, dpi=120)
+    return {"step_s": finished.step_s, "plan": plan.to_dict()}
 
 
-def _draw_tokens(axes: Axes, scenario: Scenario, schedule: Schedule, colour_of: dict[int, Any]) -> None:
-    tokens = schedule.tokens(scenario.workload.seq_len)
-    bars = axes.bar(list(tokens), list(tokens.values()), color=[colour_of[rank] for rank in tokens])
-    if schedule.sp_size <= MAX_LABELLED_RANKS:
-        axes.bar_label(bars, labels=[f"{count:,}" for count in tokens.values()], fontsize=8, color=GREY)
-    axes.margins(y=0.15)
-    axes.set_yticks([])
-    axes.set_ylabel("tokens")
-    axes.set_xticks([])
-
-
-def _draw_heads(axes: Axes, schedule: Schedule, colour_of: dict[int, Any]) -> None:
-    """Every rank's range of heads; ranges of one group stack up to all heads."""
-    for group in schedule.ring_groups:
-        for rank in group.ranks:
-            start, stop = group.head_range(rank)
-            bars = axes.bar(rank, stop - start, bottom=start, color=colour_of[rank])
-            if stop > start and schedule.sp_size <= MAX_LABELLED_RANKS:
-                axes.bar_label(bars, labels=[str(stop - start)], label_type="center", fontsize=8, color="white")
-    axes.set_ylim(schedule.num_heads, 0)
-    axes.set_ylabel("query heads")
-    axes.set_xticks([])
-
-
-def _draw_memory(
-    axes: Axes, cost: CostModel, schedule: Schedule, prediction: Prediction, colour_of: dict[int, Any]
+def _documents(
+    scenario: Scenario,
+    source: str,
+    documents: Path | None,
+    sample: str | None,
+    seed: int,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
-    need = [prediction.memory_bytes[rank] / GIB for rank in schedule.ranks]
-    capacity = [cost.capacity_bytes_D[rank] / GIB for rank in schedule.ranks]
-    axes.bar(schedule.ranks, capacity, color="#eeeeee", edgecolor="#999999", linewidth=0.5)
-    full = [used > has for used, has in zip(need, capacity, strict=True)]
-    edges = ["red" if over else "none" for over in full]
-    axes.bar(schedule.ranks, need, color=[colour_of[rank] for rank in schedule.ranks], edgecolor=edges, width=0.6)
-    axes.set_ylabel("memory, GiB\n(grey: capacity)")
+    """Place one batch and print where its documents lie.
 
+    Args:
+        scenario: its length is that of the row.
+        source: schedule file or strategy; ``plan`` is the best schedule for this batch.
+        documents: file of the lengths.
+        sample: distribution to draw them from, instead.
+        seed: of the drawing.
+        out: picture to write.
+        as_json: print one JSON object instead of tables.
+    """
+    from ds_hetero.cli.inputs.lengths import draw_batches, read_distribution, read_lengths
+    from ds_hetero.planner.documents.for_lengths import plan_for_lengths
+    from ds_hetero.planner.documents.report import report_documents
 
-def _label_devices(axes: Axes, scenario: Scenario, schedule: Schedule) -> None:
-    """Rank numbers as ticks; below them, once for neighbours of one kind, the name of the device."""
-    if schedule.sp_size > MAX_LABELLED_RANKS:
-        axes.set_xlabel("rank")
+    if (documents is None) == (sample is None):
+        raise PlanError("give either --documents FILE or --sample DISTRIBUTION.")
+    check_out(out, endings=PICTURES)
+    cost = scenario.cost_of_documents
+    if sample is not None:
+        (lengths,) = draw_batches(read_distribution(sample), scenario.workload.seq_len, 1, seed)
+    else:
+        lengths = read_lengths(str(documents))
+    schedule = plan_for_lengths(cost, [lengths]).best.schedule if source == "plan" else read_schedule(source, cost)
+    report = report_documents(cost, schedule, lengths)
+    if out is not None:
+        from ds_hetero.cli.outputs.documents_picture import draw
+
+        draw(scenario, report).savefig(out, dpi=120)
+    if as_json:
+        print_json({**report.to_dict(), **({"out": str(out)} if out else {})})
         return
-    names = [scenario.cluster.devices[rank].name for rank in range(schedule.sp_size)]
-    axes.set_xticks(range(schedule.sp_size))
-    first = 0
-    for name, run in groupby(names):
-        count = len(list(run))
-        middle, below = first + (count - 1) / 2, axes.get_xaxis_transform()
-        text = f"{count} x {name}" if count > 1 else name
-        axes.text(middle, -0.24, text, transform=below, ha="center", va="top", fontsize=9, color=GREY)
-        first += count
-    axes.set_xlabel("rank", x=0, ha="right", labelpad=-9)
-
-
-def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: list[int]) -> None:
-    """Two rows per rank: the upper one computes, the lower one transfers."""
-    for span in spans:
-        row = ranks.index(span.rank) + (0.0 if span.stream == "compute" else 0.42)
-        bar = (span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3)
-        axes.broken_barh([bar], (row, 0.38), facecolors=KINDS[span.kind], edgecolor="white", linewidth=0.3)
-    axes.set_ylim(len(ranks), -0.15)
-    axes.set_yticks([i + 0.4 for i in range(len(ranks))])
-    axes.set_yticklabels([f"rank {rank}\n{scenario.cluster.devices[rank].name}" for rank in ranks], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("one block, ms: upper row computes, lower row transfers")
-    labels = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in KINDS.items()]
-    axes.legend(handles=labels, ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
-
-
-def _spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
-    return cost.timeline(schedule) if schedule.sp_size * schedule.ring_size * 6 <= MAX_SPANS else ()
-
-
-def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
-    """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
-    tokens = schedule.tokens(scenario.workload.seq_len)
-    first: dict[tuple[object, ...], int] = {}
-    for position, group in enumerate(schedule.ring_groups):
-        for rank, heads in zip(group.ranks, group.heads, strict=True):
-            first.setdefault((position, scenario.cluster.devices[rank].name, tokens[rank] // 16, heads), rank)
-    return sorted(first.values())[:MAX_TIMELINE_RANKS]
-
-
-def _summary(scenario: Scenario, prediction: Prediction) -> str:
-    return (
-        f"{scenario.model.name}, {scenario.workload.seq_len:,} tokens: {time_text(prediction.block_s)} per block, "
-        f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)}); bottleneck: {prediction.bottleneck.text}"
+    print_table(
+        ("zone", "ranks", "documents", "tokens", "tokens by unit"), _lanes(report), "Lanes, in the order of the forward"
     )
+    columns = ("ranks", "device", "tokens", "linear", "attention", "receives", "over ideal")
+    print_table(columns, _units(scenario, report), "Load of one block")
+    print("\n".join(_summary(report)))
+    print_written(out)
 
 
-def _page(scenario: Scenario, schedule: Schedule, prediction: Prediction, figure: Figure) -> str:
-    """One file: the picture as SVG, the prediction in words, the schedule as JSON to copy."""
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg")
-    picture = svg.getvalue()
-    title = html.escape(describe(schedule, scenario.cluster))
-    memory = html.escape(prediction.reason or "every rank fits into its memory")
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; max-width: 100em }} svg {{ max-width: 100%; height: auto }}
-pre {{ background: #f4f4f4; padding: 1em; overflow: auto }}</style>
-<h1>{title}</h1>
-<p>{html.escape(_summary(scenario, prediction))}; {memory}.</p>
-{picture[picture.index("<svg") :]}
-<h2>Schedule file</h2>
-<pre>{html.escape(schedule.to_json())}</pre>
-</html>
-"""
+def _lanes(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """One row per lane: its zone, its ranks, its documents by index, and the tokens of every unit."""
+    index = {document: str(j) for j, document in enumerate(report.documents)}
+    groups = report.placement.schedule.ring_groups
+    for lane in report.placement.lanes[:MAX_ROWS]:
+        names = [index.get(span, "padding") for span in lane.spans]
+        shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
+        tokens = [sum(column) for column in zip(*lane.tokens, strict=True)]
+        by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
+        ranks = ranks_text([rank for unit in lane.members for rank in groups[unit].ranks])
+        way = ", by heads" if lane.by_heads else ", proxies" if lane.proxies else ""
+        yield lane.zone(report.costs.node) + way, ranks, shown, f"{sum(tokens):,}", by_unit
+    if len(report.placement.lanes) > MAX_ROWS:
+        yield "...", f"{len(report.placement.lanes) - MAX_ROWS} more lanes", "", "", ""
+
+
+def _units(scenario: Scenario, report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """One row per unit: what it holds, how long it computes and receives, against the ideal."""
+    loads = report.loads
+    for unit, group in enumerate(report.placement.schedule.ring_groups[:MAX_ROWS]):
+        busy_s = loads.linear_s[unit] + loads.attention_s[unit]
+        times = (loads.linear_s[unit], loads.attention_s[unit], loads.received_s[unit])
+        device = scenario.cluster.devices[group.ranks[0]].name
+        over = f"{busy_s / report.ideal_s:.3f}"
+        yield ranks_text(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over
+    if report.placement.schedule.ring_size > MAX_ROWS:
+        yield f"{report.placement.schedule.ring_size - MAX_ROWS} more", *[""] * 6
+
+
+def _summary(report: DocumentsReport) -> list[str]:
+    """Lines for people: the time against the ideal and against other placements, tokens by zone, bytes by link."""
+    predicted_s, length = report.loads.predicted_s, report.placement.length
+    zones = ", ".join(f"{zone} {100 * count / length:.0f} %" for zone, count in report.zone_tokens.items())
+    others = [
+        f"{name} {time_text(seconds)} ({seconds / predicted_s:.2f} x)" if seconds else f"{name} not possible"
+        for name, seconds in report.others_s.items()
+    ]
+    sent = report.bytes_by_link
+    return [
+        f"{len(report.documents)} documents, {length:,} tokens",
+        f"predicted:  {time_text(predicted_s)} per block, ideal {time_text(report.ideal_s)}; slowest computes "
+        f"{report.balance:.3f} of the ideal",
+        f"others:     {', '.join(others)}",
+        f"tokens:     {zones}",
+        f"sent:       {sent['inside_nodes'] / GB:.2f} GB inside nodes, "
+        f"{sent['between_nodes'] / GB:.2f} GB between nodes, per block",
+    ]

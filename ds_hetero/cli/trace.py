@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds_hetero.cli.printing import print_json, write_out
-from ds_hetero.cli.report import read_both
+import click
+
+from ds_hetero.cli.outputs.printing import print_json, print_written, write_out
+from ds_hetero.cli.report import plan_and_run, read_both
 from ds_hetero.reporting.trace import trace_of
 
-__all__ = ["run"]
 
-
-def run(plan: Path, run_file: Path | None, out: Path, as_json: bool) -> None:
-    """Write the trace."""
-    described, measured = read_both(plan, run_file, out)
-    trace = trace_of(described, measured)
-    write_out(out, json.dumps(trace, allow_nan=False))
+@click.command
+@plan_and_run("Trace to write, .json.")
+def trace(plan: Path, out: Path, run: Path | None, as_json: bool) -> None:
+    """Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it."""
+    content = trace_of(*read_both(plan, run, out, ".json"))
+    write_out(out, json.dumps(content, allow_nan=False))
     if as_json:
-        print_json({"out": str(out), "events": len(trace["traceEvents"])})
+        print_json({"out": str(out), "events": len(content["traceEvents"])})
     else:
-        print(f"written to {out}; open it in Perfetto or chrome://tracing")
+        print_written(out, "; open it in Perfetto or chrome://tracing")

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hetero.cluster.catalogue_rows import ROWS, Row
+from ds_hetero.cluster.catalogue_rows import ROWS, CardRow
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.units import GB, GIB, TERA
-
-__all__ = ["CATALOGUE", "CatalogueEntry", "pcie_bytes_per_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def pcie_bytes_per_s(generation: int, lanes: int) -> float:
     return GB * lanes * 2.0 ** (generation - 3)
 
 
-def _entry(row: Row) -> CatalogueEntry:
+def _entry(row: CardRow) -> CatalogueEntry:
     device = DeviceSpec(
         name=row.name,
         peak_flops_per_s=row.tflops * TERA,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["DeviceSpec", "Efficiency"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:

@@ -12,24 +12,9 @@ from ds_hetero.common.text import nearest
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
 
-__all__ = [
-    "DEVICE_KEYS",
-    "DURATION_US",
-    "LINK_RATIO",
-    "OVERHEAD_S",
-    "POSITIVE",
-    "SHARE",
-    "SIZE",
-    "Bounds",
-    "did_you_mean",
-    "expect_keys",
-    "number",
-    "whole_number",
-]
-
 
 class Bounds(NamedTuple):
-    """What a number in a cluster file may be, both ends included."""
+    """Range of a number in a cluster file, both ends included."""
 
     least: float
     most: float

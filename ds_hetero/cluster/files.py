@@ -13,7 +13,7 @@ nodes:
     devices: [RTX-4090, RTX-4090, RTX-3090]             # instead of device and count
     link: {bandwidth_gb_per_s: 25, latency_us: 5, total_gb_per_s: 50}   # total: a switch that all pairs share
 network: {bandwidth_gb_per_s: 25, latency_us: 10}       # between any two nodes; needed when there are several
-links:   [{between: [h100, mixed], bandwidth_gb_per_s: 1.25, latency_us: 50}]     # optional overrides
+links:   [{between: [h100, mixed], bandwidth_gb_per_s: 1.25, latency_us: 50}]     # optional, for both directions
 devices:                                                # optional: new devices, or measured values of known ones
   my-gpu: {peak_tflops: 120, memory_gib: 24, memory_bandwidth_gb_per_s: 900}
   H100-SXM-80GB: {efficiency: {matmul: 0.68}}           # the rest stays as in the catalogue
@@ -57,8 +57,6 @@ from ds_hetero.common.reading import check_content, read_file, shortened
 from ds_hetero.common.text import listed
 from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
-
-__all__ = ["cluster_from_dict", "cluster_names", "load_cluster"]
 
 MAX_NAME = 200
 MAX_OVERRIDES = 1_000_000  # pairs of nodes
@@ -292,6 +290,7 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
         for name in {node.group, node.name}:
             indices.setdefault(name, []).append(i)
     table: dict[tuple[int, int], Link] = {}
+    entry_of: dict[tuple[int, int], int] = {}
     num_pairs = 0
     for i, entry in enumerate(data):
         where = f"links[{i}]"
@@ -309,9 +308,28 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
                 f"{where}.between names {between[0]!r} twice, which is one node. Its inner link is nodes[].link."
             )
         link = _link(where, f"{between[0]} - {between[1]}", {k: v for k, v in entry.items() if k != "between"})
-        for pair in pairs:
-            table[pair] = link
+        for pair in sorted(pairs & table.keys()):
+            if replace(link, name=table[pair].name) != table[pair]:
+                _refuse_second_link(where, nodes, pair, entry_of[pair], entry, data[entry_of[pair]])
+        for pair in pairs - table.keys():
+            table[pair], entry_of[pair] = link, i
     return tuple(sorted(table.items(), key=lambda item: item[0]))
+
+
+def _refuse_second_link(
+    where: str, nodes: Sequence[Node], pair: tuple[int, int], first: int, entry: Any, first_entry: Any
+) -> None:
+    keys = sorted(_LINK_KEYS & (entry.keys() | first_entry.keys()))
+    unlike = [
+        f"{key} {first_entry.get(key, 'unset')} and {entry.get(key, 'unset')}"
+        for key in keys
+        if entry.get(key) != first_entry.get(key)
+    ]
+    raise ClusterError(
+        f"{where} joins {shortened(nodes[pair[0]].name)} and {shortened(nodes[pair[1]].name)}, which links[{first}] "
+        f"joins already, with other values: {', '.join(unlike)}. A link has one value for both directions, and links "
+        "that differ by direction cannot be said. Name two nodes once, with the rate of the slower direction."
+    )
 
 
 def _nodes_named(where: str, name: Any, indices: Mapping[str, list[int]]) -> list[int]:

@@ -17,8 +17,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GIB
 from ds_hetero.errors import ClusterError
 
-__all__ = ["Named", "card_named", "catalogue_name"]
-
 MAX_TEXT = 100
 
 _MAKER = {"cuda": "nvidia", "rocm": "amd", "hpu": "intel", "xpu": "intel", "cpu": ""}

@@ -26,10 +26,9 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GB, TERA
 from ds_hetero.errors import ClusterError
 
-__all__ = ["NETWORK_LATENCY_US", "Notation", "device_remarks", "network_gb_per_s", "read_notation"]
-
 NETWORK_LATENCY_US = 10.0
 MAX_NOTATION = 20_000
+LIKELY_COUNT = 128  # of an unknown card; a larger number is part of its name, as in GTX 1080 and 7900XTX
 _COUNTED = (
     re.compile(r"(?P<count>\d{1,7})\s*[x*×]\s*(?P<name>.+)", re.IGNORECASE),  # noqa: RUF001 - people type the sign
     re.compile(r"(?P<name>.+?)\s*[x*×]\s*(?P<count>\d{1,7})", re.IGNORECASE),  # noqa: RUF001
@@ -45,7 +44,7 @@ _NOT_RUN = {
 
 
 class Notation(NamedTuple):
-    """What a line of cards means.
+    """Meaning of a line of cards.
 
     Args:
         content: of a cluster file.
@@ -160,7 +159,7 @@ def _cards(text: str) -> _Cards:
     body = body.strip()
     readings = [(1, body)]
     readings += [(int(match["count"]), match["name"]) for match in (p.fullmatch(body) for p in _COUNTED) if match]
-    counted = readings[1:] or readings
+    counted = [reading for reading in readings[1:] if reading[0] <= LIKELY_COUNT] or readings[:1]
     count, name = next((reading for reading in readings if _is_known(reading[1])), min(counted))
     card = card_named(name)
     if not count:
@@ -206,7 +205,7 @@ def _ranks(cards: _Cards) -> int:
 
 
 def _pcie(cards: _Cards) -> float:
-    """What a card of these gets of PCIe in its slot."""
+    """PCIe lanes that a card of these gets in its slot."""
     entry = CATALOGUE[cards.named.name]
     generation, lanes = cards.slot or (entry.pcie_generation, entry.pcie_lanes)
     return pcie_bytes_per_s(min(generation, entry.pcie_generation), min(lanes, entry.pcie_lanes))

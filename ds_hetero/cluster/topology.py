@@ -18,8 +18,6 @@ import numpy as np
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.arrays import Floats, Ints, distinct
 
-__all__ = ["Cluster", "Link", "Node"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
@@ -183,12 +181,12 @@ class Cluster:
 
     @cached_property
     def nic_bytes_per_s(self) -> Floats:
-        """What the ranks of every node share towards other nodes, infinite where each has a port, ``[nodes]``."""
+        """Bandwidth that the ranks of a node share towards other nodes, infinite where each has a port, ``[nodes]``."""
         return np.array([np.inf if node.nic_bytes_per_s is None else node.nic_bytes_per_s for node in self.nodes])
 
     @cached_property
     def switch_bytes_per_s(self) -> Floats:
-        """What the ranks of every node share inside it, infinite where pairs do not disturb each other, ``[nodes]``."""
+        """Bandwidth that the ranks of a node share inside it, infinite where pairs disturb no other, ``[nodes]``."""
         return np.array([np.inf if node.switch_bytes_per_s is None else node.switch_bytes_per_s for node in self.nodes])
 
     @cached_property

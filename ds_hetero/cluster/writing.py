@@ -15,8 +15,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GB, MICRO
 from ds_hetero.errors import ClusterError
 
-__all__ = ["check_cluster_file", "cluster_to_dict", "write_cluster"]
-
 
 def check_cluster_file(option: str, file: Path) -> None:
     """Refuse a name that does not say which format the file shall have.

@@ -1,1 +1,1 @@
-"""What every part of ds_hetero uses: array types, units, text for people, reading of files, what is installed."""
+"""Shared by every part of ds_hetero: array types, units, text for people, reading of files, what is installed."""

@@ -5,8 +5,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Floats", "Ints", "distinct"]
-
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 Bools = NDArray[np.bool_]

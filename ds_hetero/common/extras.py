@@ -1,14 +1,15 @@
-"""What the optional parts of ds_hetero need: planning takes the base installation, training the extra ``train``."""
+"""Requirements of optional parts: planning takes the base installation, training the extra ``train``."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from ds_hetero.errors import DependencyError
 
-__all__ = ["TRAINING", "require"]
-
 TRAINING = ("torch", "deepspeed", "transformers", "accelerate")
+OPTIONAL = ("triton", "flash-attn")
 
 
 def require(*packages: str, purpose: str) -> None:
@@ -27,6 +28,51 @@ def require(*packages: str, purpose: str) -> None:
             f"{purpose} needs {', '.join(packages)}; not installed: {', '.join(missing)}. "
             'Install them: pip install "ds-hetero[train]".'
         )
+
+
+class Package(NamedTuple):
+    """A package that ds_hetero needs or can use.
+
+    Args:
+        name: of its distribution.
+        release: that is installed; None where none is.
+        tested: releases that this one of ds_hetero was tested with, such as ``>=2.9,<2.14``.
+        is_tested: the installed release is one of them.
+    """
+
+    name: str
+    release: str | None
+    tested: str
+    is_tested: bool
+
+
+def installed_packages() -> list[Package]:
+    """Return what planning and training need and `OPTIONAL`; empty where ds_hetero runs without being installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = requires("ds-hetero") or ()
+    except PackageNotFoundError:
+        return []
+    packages: dict[str, Package] = {}
+    for needed in map(Requirement, lines):
+        if needed.marker is None or needed.name in (*TRAINING, *OPTIONAL):
+            try:
+                release: str | None = version(needed.name)
+            except PackageNotFoundError:
+                release = None
+            is_tested = release is not None and needed.specifier.contains(release, prereleases=True)
+            packages.setdefault(needed.name, Package(needed.name, release, str(needed.specifier), is_tested))
+    return list(packages.values())
+
+
+def untested_releases() -> dict[str, str]:
+    """Return installed releases of `TRAINING` outside the tested ranges: by package, its release and the range."""
+    return {
+        package.name: f"{package.release} (tested: {package.tested})"
+        for package in installed_packages()
+        if package.name in TRAINING and package.release is not None and not package.is_tested
+    }
 
 
 def _installed(name: str) -> bool:

@@ -7,19 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "MAX_BATCH",
-    "MAX_HEADS",
-    "MAX_LAYERS",
-    "MAX_RANKS",
-    "MAX_SEQ_LEN",
-    "MAX_STEPS",
-    "MAX_WEIGHT",
-    "is_weight",
-    "is_whole",
-    "whole_rule",
-]
-
 MAX_RANKS = 1_000_000
 MAX_HEADS = 4096  # they are searched over one by one
 MAX_LAYERS = 100_000
@@ -40,6 +27,6 @@ def is_weight(value: Any) -> bool:
 
 
 def whole_rule(value: Any, least: int, most: int) -> str:
-    """What `is_whole` asks for, as far as ``value`` breaks it: ``a whole number >= 1``."""
+    """The rule of `is_whole`, as far as ``value`` breaks it: ``a whole number >= 1``."""
     is_too_large = isinstance(value, int) and value > most
     return f"a whole number <= {most:,}" if is_too_large else f"a whole number >= {least}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["config_dir", "is_file", "is_folder", "is_pipe"]
-
 
 def config_dir() -> Path:
     """The folder of ready ds_config.json files, ``clusters/`` and ``models/``: ds_configs/ of the repository.

@@ -20,8 +20,6 @@ from typing import Any
 
 from ds_hetero.errors import HeteroError
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "check_content", "parse", "read_file", "shortened"]
-
 MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_VALUES = 2_000_000
@@ -183,6 +181,8 @@ def _parse_yaml(text: str, where: str, error: type[HeteroError]) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as cause:  # "!!bool x" is a KeyError
         if isinstance(cause, _DuplicateKey):
             raise error(f"{where}: the key {shortened(cause.key)} is given twice in one object.") from None
+        if "maximum nesting depth" in str(cause):  # libyaml's own limit, from 0.2.6 on, which comes before our count
+            raise error(_too_large(where)) from None
         raise error(f"{where} is not YAML: {_one_line(cause)}.") from None
 
 

@@ -8,8 +8,6 @@ from itertools import islice
 
 from ds_hetero.common.units import GIB
 
-__all__ = ["bytes_text", "listed", "nearest", "time_text"]
-
 
 def time_text(seconds: float) -> str:
     """``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""

@@ -4,8 +4,6 @@ Inside the program every number is in SI base units with the unit in its name. O
 uses these factors.
 """
 
-__all__ = ["GB", "GIB", "MICRO", "TERA"]
-
 GB = 1e9  # bytes, as in bandwidths
 GIB = 2**30  # bytes, as in sizes of memory
 TERA = 1e12  # as in TFLOPS

@@ -12,7 +12,7 @@ It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in this:
                  all-reduce after the backward and their gather after the step                  (`zero_time`)
     checkpoints  with activation checkpointing the backward begins with the layer's whole forward, its exchanges
                  included; attention's own recomputation is part of its 10 operations
-    memory       per layer, by what is kept and what one layer needs at its peak                (`memory`)
+    memory       per layer, by what is kept, moment by moment, with DeepSpeed's buffers         (`memory`)
     recurrence   layers that carry a state, beside those of attention                           (`recurrent`)
 
 A block is the time between two layers in a steady run: non-attention work and both exchanges of a group come before
@@ -37,21 +37,18 @@ from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.memory import memory_parts
-from ds_hetero.cost.terms.peak_memory import peak_parts
+from ds_hetero.cost.terms.memory import Moments, memory_moments
 from ds_hetero.cost.terms.ring_time import ring_finish_s
-from ds_hetero.cost.terms.zero_time import Collective
+from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.schedule import Schedule
-
-__all__ = ["CalibratedCostModel"]
 
 ROUNDING = 1e-12  # relative; by which sums in another order may differ
 
 
 class CalibratedCostModel(CostModel):
-    """What the runtime does, for one cluster, model and workload.
+    """Times and memory of the runtime, for one cluster, model and workload.
 
     Attributes:
         attention_edge_s_D: seconds per query token and head that every sequence, or document, adds to
@@ -70,7 +67,7 @@ class CalibratedCostModel(CostModel):
         if model.recurrent is not None:
             self._recurrent = RecurrentLayer(cluster, model, workload, self._block.rates)
             self._recurrent_share = model.recurrent.num_layers / model.num_layers
-        self._collective = Collective.over(workload.zero_cluster or cluster)
+        self._collective = RingCollective.over(workload.zero_cluster or cluster)
         layer, stage = model.layer_parameters, workload.zero_stage
         self._gather_s = self._collective(layer * workload.element_bytes) if stage == 3 else 0.0
         self._reduce_s = self._collective(layer * workload.gradient_bytes) if stage == 3 else 0.0
@@ -192,10 +189,9 @@ class CalibratedCostModel(CostModel):
             "optimizer_s": float((step_bytes_D * self._block.rates.memory_s_per_byte).max()),
         }
 
-    def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
-        """See `ds_hetero.cost.terms.memory`, and `peak_memory` beside it where DeepSpeed's buffers are counted."""
-        of_parts = memory_parts if self.workload.buffers is None else peak_parts
-        return of_parts(self.model, self.workload, grouping, tokens_D, heads_D)
+    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+        """See `ds_hetero.cost.terms.memory`."""
+        return memory_moments(self.model, self.workload, grouping, tokens_D, heads_D)
 
     def exchange_s_K(self, schedule: Schedule) -> Floats:
         """Both all-to-alls of every group in one block, forward and backward, by ring position."""

@@ -19,8 +19,6 @@ from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.heads import ring_edges
 from ds_hetero.cost.terms.ring_time import alone_s, ring_finish_s, ring_schedule
 
-__all__ = ["bottleneck", "busy_s", "mixed_timeline", "timeline"]
-
 
 def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
     """Compute of every rank in one block, ``[D]``."""

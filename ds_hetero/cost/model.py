@@ -17,12 +17,11 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
 from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.memory import MemoryParts, Moments, peak_bytes, peak_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.schedule import Schedule
-
-__all__ = ["CostModel"]
 
 
 class CostModel(ABC):
@@ -71,8 +70,18 @@ class CostModel(ABC):
         """The time of one block by part."""
 
     @abstractmethod
-    def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
-        """Peak memory by part, each ``[D]``; leading dimensions of the arguments are kept."""
+    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+        """Memory by moment and part, each ``[D]``; leading dimensions of the arguments are kept."""
+
+    def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> MemoryParts:
+        """The parts of every rank's peak, each ``[D]``."""
+        return peak_parts(self.memory_moments(grouping, tokens_D, heads_D))
+
+    @property
+    def attention_speeds(self) -> list[float]:
+        """Speed of attention of every rank, relative to the fastest."""
+        speeds: list[float] = (self.attention_s_D.min() / self.attention_s_D).tolist()
+        return speeds
 
     @property
     def least_block_s(self) -> float:
@@ -85,7 +94,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
-        """What decides the time of the block."""
+        """The largest term of the block's time."""
 
     @abstractmethod
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
@@ -105,7 +114,7 @@ class CostModel(ABC):
 
     def memory_bytes(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Peak memory of every rank, ``[D]``; leading dimensions of the arguments are kept."""
-        return np.asarray(sum(self.memory_parts(grouping, tokens_D, heads_D).values()))
+        return peak_bytes(self.memory_moments(grouping, tokens_D, heads_D))
 
     def arrays(self, schedule: Schedule) -> tuple[Grouping, Floats, Ints]:
         """A schedule as a grouping, whole tokens by rank and heads by rank.
@@ -148,7 +157,7 @@ class CostModel(ABC):
         per_iteration = outside.get("zero_s", 0.0) + outside.get("optimizer_s", 0.0)
         iteration_s = per_micro_batch * work.micro_batches + per_iteration
         parts = self.memory_parts(*flat)
-        memory_D = np.asarray(sum(parts.values()))
+        memory_D = parts.total
         reason = self._too_much(memory_D, parts)
         return Prediction(
             cost_model=self.name,
@@ -165,12 +174,13 @@ class CostModel(ABC):
             parts_s={"blocks_s": terms.block_s * self.model.num_layers * work.micro_batches, **outside},
         )
 
-    def _too_much(self, memory_D: Floats, parts: dict[str, Floats]) -> str | None:
+    def _too_much(self, memory_D: Floats, parts: MemoryParts) -> str | None:
         excess_D = memory_D - self.capacity_bytes_D
         if excess_D.max() <= 0:
             return None
         rank = int(excess_D.argmax())
-        shares = ", ".join(f"{name.replace('_', ' ')} {part[rank] / GIB:.1f}" for name, part in parts.items())
+        parts_of_rank = ((name.replace("_", " "), size) for name, size in parts.of_rank(rank).items() if size)
+        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts_of_rank)
         others = int((excess_D > 0).sum()) - 1
         need, has, excess = memory_D[rank] / GIB, self.capacity_bytes_D[rank] / GIB, excess_D[rank] / GIB
         text = f"{self.cluster.rank_name(rank)} needs {need:.1f} GiB of {has:.1f}: {excess:.1f} GiB too much ({shares})"

@@ -1,10 +1,10 @@
-"""What a plan is judged by: the time of an optimizer step, its money per token, or its energy per token.
+"""Objectives of a plan: the time of an optimizer step, its money per token, or its energy per token.
 
     time     seconds per step
     cost     step x sum of price over devices with work / tokens of the step
     energy   sum over devices with work of busy x watts + (step - busy) x idle watts, / tokens of the step
 
-Idle devices count nothing, so ``cost`` and ``energy`` may leave devices out.
+Idle devices count nothing, so ``cost`` and ``energy`` may leave devices out; `ds_hetero.cost.price` says what they add.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 
-__all__ = ["OBJECTIVES", "TOO_LONG", "Objective"]
-
 OBJECTIVES = ("time", "cost", "energy")
 IDLE_SHARE = 0.25  # of the power under load, where a device does not say
 SECONDS_PER_HOUR = 3600
@@ -26,7 +24,7 @@ TOO_LONG = 1e12  # value of a plan whose step takes longer than is acceptable
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the search makes small: linear in the step's time and in the time that devices compute.
+    """Objective that the search makes small: linear in the step's time and in the time that devices compute.
 
     Args:
         name: one of `OBJECTIVES`.
@@ -89,6 +87,7 @@ def _known(device: DeviceSpec, field: str, objective: str) -> float:
     if value is None:
         raise PlanError(
             f"--objective {objective} needs {field} of every device, and {device.name} has none. "
-            f"Add it to the cluster file: devices: {{{device.name}: {{{field}: ...}}}}."
+            f"Add it to the cluster file: devices: {{{device.name}: {{{field}: ...}}}}"
+            f"{f', or give --price {device.name}=...' if field == 'price_per_hour' else ''}."
         )
     return value

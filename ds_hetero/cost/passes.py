@@ -23,9 +23,7 @@ from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring_time import RingCoefficients
 from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
-
-__all__ = ["PLACEHOLDER_TOKENS", "AssignedWork", "BlockPasses", "Compute", "Pass", "Work"]
+from ds_hetero.model_shapes import ModelSpec
 
 PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
@@ -53,7 +51,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both passes need of tokens and heads to say how long each rank computes.
+    """Values of tokens and heads from which both passes compute the time of each rank.
 
     Args:
         grouping: the groups.
@@ -102,7 +100,7 @@ class AssignedWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What the groups compute, forward and backward (P).
+    """Computing time of the groups, forward and backward (P).
 
     Args:
         non_attention_PBK: time outside attention of the slowest rank.
@@ -208,7 +206,7 @@ class BlockPasses:
         )
 
     def compute(self, work: Work) -> Compute:
-        """What the groups compute in both passes."""
+        """Computing time of the groups in both passes."""
         grouping, whole = work.grouping, self.workload.seq_len
         slope_PBD, fixed_PBD, contiguous_causal = self.attention_s(work)
         slope_PBK = grouping.by_group(np.maximum, slope_PBD)

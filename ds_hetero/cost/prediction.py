@@ -1,4 +1,4 @@
-"""What comes out of a cost model: the time of a schedule by part, its memory, its bottleneck and its timeline."""
+"""Result of a cost model: the time of a schedule by part, its memory, its bottleneck and its timeline."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_hetero.cluster.topology import Cluster
-
-__all__ = ["Bottleneck", "Prediction", "Span", "Terms"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +24,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """What decides the block time: the largest term, and the rank or the link behind it.
+    """Bottleneck of the block time: the largest term, and the rank or the link behind it.
 
     Args:
         term: a field name of `Terms`.

@@ -25,13 +25,10 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.terms.grouping import GroupBy, Grouping
 from ds_hetero.cost.terms.heads import Edges, ring_edges
-from ds_hetero.cost.terms.memory import static_bytes
+from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.schedule import Schedule
-
-__all__ = ["PublishedCostModel"]
-
 
 NON_ATTENTION_FLOPS = 72  # Eq. 5, per token and H^2: 24 forward, 48 backward
 NON_ATTENTION_ELEMENTS = 40  # Eq. 4, per token and H: 20 forward, 20 backward
@@ -65,7 +62,7 @@ class PublishedCostModel(CostModel):
         self._a2a_bytes = A2A_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 8
         self._ring_bytes = RING_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 10
         self._s_per_byte = 1 / cluster.node_bytes_per_s
-        self._static_bytes_D = static_bytes(model, workload, cluster.num_ranks)
+        self._states = state_bytes(model, workload, cluster.num_ranks)
         self.capacity_bytes_D = cluster.memory_bytes
         work = NON_ATTENTION_FLOPS * batch * workload.seq_len * hidden**2
         work += ATTENTION_FLOPS * batch * workload.seq_len**2 * model.num_heads * model.head_dim
@@ -161,15 +158,16 @@ class PublishedCostModel(CostModel):
         ]
         return latencies, np.array(by_class).reshape(len(latencies), num_sets, grouping.num_groups)
 
-    def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> dict[str, Floats]:
-        """Eq. 3; not multiplied by layers, as in the paper."""
+    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+        """Eq. 3, whatever the moment; not multiplied by layers, as in the paper."""
         batch, element = self.workload.micro_batch, self.workload.element_bytes
         length_D = grouping.by_group(np.add, tokens_D)[..., grouping.group_of]
-        return {
-            "model_states": np.broadcast_to(self._static_bytes_D, tokens_D.shape),
-            "activations": batch * element * GAMMA_ACTIVATIONS * tokens_D * self.model.hidden_size,
-            "kv_buffers": batch * element * 2.0 * length_D * heads_D * self.model.head_dim,
-        }
+        parts = MemoryParts(
+            **self._states,
+            activations=batch * element * GAMMA_ACTIVATIONS * tokens_D * self.model.hidden_size,
+            ring_buffers=batch * element * 2.0 * length_D * heads_D * self.model.head_dim,
+        )
+        return {"always": parts}
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Eqs. 6 and 7 over c_d, ``[D]``."""

@@ -9,8 +9,6 @@ from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 
-__all__ = ["Buffers", "Workload"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffers:
@@ -34,7 +32,7 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is trained: one replica's batch and how DeepSpeed trains it.
+    """Workload of a training: one replica's batch and how DeepSpeed trains it.
 
     Args:
         seq_len: tokens of a sequence, over all ranks.
@@ -47,6 +45,7 @@ class Workload:
         offload_activations: what checkpointing keeps is in the host's memory; the copies are counted.
         tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
         tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
+        tile_tokens: tokens of a sequence in such tiles, as ``"tile_tokens"`` of the section; None for usual sizes.
         cut_vocabulary: ``"tensor"`` stages of pipelines cut embedding and head by vocabulary, as Megatron-LM does; this
             engine's hold them whole on every rank.
         element_bytes: bytes of a parameter or an activation (P).
@@ -54,7 +53,7 @@ class Workload:
         optimizer_bytes: bytes of optimizer state per parameter; 12 are a master weight and two Adam moments in fp32.
         offload_optimizer: the optimizer state is in the host's memory; time is counted as if it were not.
         offload_parameters: the parameters are in the host's memory; time is counted as if they were not.
-        buffers: DeepSpeed's, with which memory is that of its peak; None for what a schedule needs without them.
+        buffers: DeepSpeed's.
         data_parallel: replicas that share the ZeRO partition with this one.
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
@@ -71,6 +70,7 @@ class Workload:
     activation_checkpointing: bool = True
     tiled_logits: bool = True
     tiled_mlp: bool = False
+    tile_tokens: int | None = None
     cut_vocabulary: bool = False
     element_bytes: int = 2
     gradient_bytes: float = 2
@@ -78,7 +78,7 @@ class Workload:
     offload_activations: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    buffers: Buffers | None = None
+    buffers: Buffers = Buffers()
     data_parallel: int = 1
     zero_cluster: Cluster | None = None
 
@@ -93,8 +93,24 @@ class Workload:
             value = getattr(self, name)
             if not is_whole(value, 1, most):
                 raise PlanError(f"{name} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
+        if self.tile_tokens is not None and not is_whole(self.tile_tokens, 1, MAX_SEQ_LEN):
+            rule = whole_rule(self.tile_tokens, 1, MAX_SEQ_LEN)
+            raise PlanError(f"tile_tokens must be {rule}, got {shortened(self.tile_tokens)}.")
         if not is_whole(self.zero_stage, 0, 3):
             raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {shortened(self.zero_stage)}.")
         weights = self.zero_weights
         if weights is not None and not (all(map(is_weight, weights)) and any(weights)):
             raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")
+
+    @property
+    def memory_savers(self) -> tuple[str, ...]:
+        """Offloads, tiles and recomputation that it trains with, in words."""
+        words = {
+            "activation checkpointing": self.activation_checkpointing,
+            "activations in the host's memory": self.offload_activations,
+            "tiled loss": self.tiled_logits,
+            "tiled MLP": self.tiled_mlp,
+            "optimizer state in the host's memory": self.offload_optimizer,
+            "parameters in the host's memory": self.offload_parameters,
+        }
+        return tuple(word for word, has in words.items() if has)

@@ -11,8 +11,6 @@ from itertools import groupby
 
 from ds_hetero.gradient_sync.chunks import Chunk
 
-__all__ = ["Bucket", "fuse"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -32,7 +30,7 @@ class Bucket:
     chunks: tuple[Chunk, ...]
 
     def owned(self, rank: int) -> tuple[Chunk, ...]:
-        """What goes to, or comes from, ``rank`` as an owner; in the order in which it travels."""
+        """Chunks that go to, or come from, ``rank`` as an owner, in the order in which they travel."""
         return tuple(chunk for chunk in self.chunks if chunk.owner == rank)
 
     def owned_sizes(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the ranks of an asymmetric gradient synchronization check together, before anything depends on it."""
+"""Checks that the ranks of an asymmetric gradient synchronization make together, before anything depends on them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import Shard, local_tensor
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["agree", "replicas_of", "token_weights"]
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:

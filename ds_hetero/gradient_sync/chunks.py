@@ -22,14 +22,6 @@ from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.splits import Split, refine, share_in_units
 from ds_hetero.zero.partition import ALIGNMENT, alignment_of
 
-__all__ = [
-    "Box",
-    "Chunk",
-    "box_size",
-    "chunks_of",
-    "fit_owner_weights",
-]
-
 Box = tuple[tuple[int, int], ...]
 """``(start, stop)`` in every dimension of a parameter."""
 

@@ -15,13 +15,11 @@ from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["pipeline_layouts", "tensor_parallel_layouts"]
-
 
 def tensor_parallel_layouts(
     parameters: Mapping[str, nn.Parameter], replica: Sequence[int], group: ProcessGroup | None = None
 ) -> dict[str, ParameterLayout]:
-    """What every rank holds of every parameter that takes a gradient, where each replica has a mesh of its own.
+    """The shard of every parameter with a gradient on every rank, where each replica has a mesh of its own.
 
         parallelize_module(model, DeviceMesh("cuda", replica), plan)
         layouts = tensor_parallel_layouts(dict(model.named_parameters()), replica)
@@ -71,7 +69,7 @@ def pipeline_layouts(
     *,
     partial: Collection[str] = (),
 ) -> dict[str, ParameterLayout]:
-    """What every rank holds of every parameter that takes a gradient, where ranks are stages of pipelines.
+    """The shard of every parameter with a gradient on every rank, where ranks are stages of pipelines.
 
     Every stage that holds a parameter is a summand of its gradient: one stage of each pipeline, and for an embedding
     that is tied to the head, two. Copies in a ``"tensor"`` stage have equal gradients; in a ``"sequence"`` stage they
@@ -113,7 +111,7 @@ def pipeline_layouts(
 
 
 class _HeldPart(NamedTuple):
-    """What a rank holds of a parameter.
+    """Part of a parameter on one rank.
 
     Args:
         shape: of the whole parameter.

@@ -1,4 +1,4 @@
-"""What ranks own, from one layout to another: parameters and optimizer state travel from old owners to new ones.
+"""Moves from one layout to another: parameters and optimizer state travel from old owners to new ones.
 
 Which elements of a parameter a rank owns is a list of boxes; its values are a flat tensor, box after box. Old owners
 and new owners cut a parameter differently, and every element travels from the one to the other, or stays: no element is
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ds_hetero.gradient_sync.chunks import Box, box_size
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
-
-__all__ = ["Owned", "move_owned"]
 
 Owned = Sequence[Sequence[Box]]
 """Boxes of one parameter, by the rank that owns them."""
@@ -69,7 +67,7 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
 
 
 def _overlaps(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Box]:
-    """What two owners have in common; every part lies in one box of each."""
+    """Overlaps of two owners; every part lies in one box of each."""
     for own in old:
         for wanted in new:
             part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))

@@ -13,8 +13,6 @@ from math import prod
 from ds_hetero.errors import SyncError
 from ds_hetero.splits import Split
 
-__all__ = ["Cut", "ParameterLayout"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -72,7 +70,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """What every replica or stage, and every ZeRO owner, holds of one parameter.
+    """Shards of one parameter on every replica or stage, and on every ZeRO owner.
 
     Args:
         shape: of the whole parameter.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 
-__all__ = ["summed_gradient"]
-
 
 def summed_gradient(layout: ParameterLayout, gradients: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor:
     """Sum the gradients of one parameter over its replicas.

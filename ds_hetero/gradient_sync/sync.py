@@ -34,8 +34,6 @@ from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.zero.partition import ALIGNMENT
 
-__all__ = ["AsymmetricGradientSync"]
-
 _GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once
 
 

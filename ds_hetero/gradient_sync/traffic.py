@@ -1,4 +1,4 @@
-"""What the asymmetric gradient synchronization sends, in elements.
+"""Traffic of the asymmetric gradient synchronization, in elements.
 
 Plain integers; no torch.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ds_hetero.gradient_sync.chunks import Chunk
-
-__all__ = ["gathered_elements", "reduced_elements", "ring_reduce_scatter_elements"]
 
 
 def reduced_elements(chunks: Iterable[Chunk], rank: int) -> int:

@@ -24,8 +24,6 @@ from ds_hetero.gradient_sync.chunks import Box, Chunk, box_size
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
-__all__ = ["BucketDtypes", "BucketTransfer", "Shard", "local_tensor"]
-
 
 class BucketDtypes(NamedTuple):
     """Dtypes of the elements of a bucket.
@@ -41,7 +39,7 @@ class BucketDtypes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of a parameter: everything between ``start`` and ``stop`` along the dimension of its cut."""
+    """Part of a parameter on one rank: everything between ``start`` and ``stop`` along the dimension of its cut."""
 
     layout: ParameterLayout
     cut: Cut
@@ -81,7 +79,7 @@ class Shard:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient, be it a DTensor or not; without autograd."""
+    """This rank's shard of a parameter or gradient, be it a DTensor or not; without autograd."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 

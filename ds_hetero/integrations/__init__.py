@@ -1,1 +1,1 @@
-"""Where ds_hetero meets DeepSpeed, transformers and accelerate: one file for the private names of each."""
+"""Where ds_hetero meets DeepSpeed, transformers, accelerate and TRL; `PRIVATE_NAMES` lists what a file replaces."""

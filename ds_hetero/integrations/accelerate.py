@@ -31,28 +31,15 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from ds_hetero.engine.agreement import agree_on_configuration
+from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.loader import WholeLoader
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.sp_sizes import size_of_configuration
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
-from ds_hetero.integrations.deepspeed.facts import enabled, section_of
-from ds_hetero.integrations.default_parallelism import size_of_configuration
-from ds_hetero.integrations.loader import WholeLoader
-from ds_hetero.integrations.registry import Registry
-from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
+from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
-
-__all__ = [
-    "PRIVATE_NAMES",
-    "WORKS",
-    "asks_for_engine",
-    "gathered_from_replicas",
-    "gathering_over_replicas",
-    "install",
-    "loaders_over_replicas",
-    "one_process_per_replica",
-    "size_of_accelerate",
-    "skip_first_batches",
-]
 
 WORKS = ">=1.12,<2"
 PRIVATE_NAMES = (
@@ -73,7 +60,7 @@ _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks
 
 @dataclass(frozen=True)
 class _Sharding:
-    """What loaders prepared now are to yield.
+    """Kind of batches that loaders prepared now yield.
 
     Args:
         sp_size: ranks that share a batch.
@@ -103,11 +90,11 @@ def asks_for_engine(accelerator: Any) -> bool:
 
 @contextlib.contextmanager
 def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Iterator[None]:
-    """Have loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
+    """Let loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
 
     Args:
         sp_size: ranks that share a batch.
-        batches: of replicas that take different batches; see `ds_hetero.job.start.agree_on_replica_batches`.
+        batches: of replicas that take different batches; see `ds_hetero.job.request.Request.batches_of`.
     """
     token = _sharding.set(_Sharding(sp_size, batches))
     try:
@@ -118,7 +105,7 @@ def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Itera
 
 @contextlib.contextmanager
 def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
-    """Have an Accelerator gather and reduce one value of each replica inside, whose ranks hold the same."""
+    """Let an Accelerator gather and reduce one value of each replica inside, whose ranks hold the same."""
     token = _replica_size.set(accelerator.parallelism_config.sp_size)
     gather = gathered_from_replicas(accelerator.gather)
     accelerator.gather = gather
@@ -181,7 +168,7 @@ def _counting_all(stock: Any) -> Any:
 
 @contextlib.contextmanager
 def one_process_per_replica() -> Iterator[None]:
-    """Have accelerate see no sequence parallelism inside, and replicas as its processes."""
+    """Let accelerate see no sequence parallelism inside, and replicas as its processes."""
     state = AcceleratorState()
     parallelism, index = state.parallelism_config, state.process_index
     _set_state(parallelism_config=None, process_index=index // parallelism.sp_size)
@@ -266,12 +253,9 @@ def _preparing(registry: Registry, stock: Any) -> Any:
         parallelism = accelerator.parallelism_config
         sp_size = parallelism.sp_size if parallelism is not None else 1
         if sp_size == 1 and dist.get_world_size() > 1:
-            raise ConfigError(
-                'the "heterogeneity" section splits sequences over ranks, but accelerate does not split them. Give it '
-                'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
-            )
+            raise ConfigError(_why_not_split(accelerator.deepspeed_plugin.deepspeed_config, parallelism is not None))
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
-        batches = agree_on_replica_batches(World.current(), lambda: section_of(ds_config))
+        batches = registry.request_of(ds_config).batches_of(dist.get_rank())
         with (
             registry.using(ds_config),
             loaders_over_replicas(sp_size, batches),
@@ -285,6 +269,29 @@ def _preparing(registry: Registry, stock: Any) -> Any:
         return prepared
 
     return prepare
+
+
+def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
+    """Why nothing is split under a sequence-parallel size of 1, and what to do.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        has_parallelism: accelerate was given a ParallelismConfig, with that size.
+    """
+    sized_by = '"sequence_parallel_size"' if read_training_facts(ds_config).sp_size == 1 else None
+    if sized_by is None and has_parallelism:
+        sized_by = "sp_size of the ParallelismConfig"
+    if sized_by is None:
+        return (
+            'the "heterogeneity" section splits sequences over ranks, but accelerate does not split them. Give it '
+            'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
+        )
+    return (
+        f"{sized_by} is 1, which makes every rank a replica, and replicas of one rank do not train under accelerate "
+        "and the HF Trainer. Train them in a loop of your own (docs/loops.md, Give a fast rank more samples), or "
+        "let N > 1 ranks share a sequence: leave the size out, or give "
+        'ParallelismConfig(sp_backend="deepspeed", sp_size=N).'
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What every rank can: its device, the kernel that will run, data types that are native, builds of torch and NCCL."""
+"""Capabilities of every rank: device, kernel that will run, data types that are native, builds of torch and NCCL."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from ds_hetero.kernel_names import KernelName, KernelWish
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.devices import default_device, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
-
-__all__ = [
-    "USUAL_HEAD_DIM",
-    "capability_lines",
-    "device_name",
-    "expect_known_devices",
-    "own_capabilities",
-    "requested_kernel",
-]
 
 USUAL_HEAD_DIM = 128  # of a model that does not say
 
@@ -85,7 +76,7 @@ def _is_part_of(part: str, name: str) -> bool:
 
 
 def own_capabilities(facts: JobFacts, rank: int) -> str:
-    """What this rank can, in one line for people.
+    """This rank's capabilities, in one line for people.
 
     Args:
         facts: of the job, of which kernel, data type, head size and soft cap count.

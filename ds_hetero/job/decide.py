@@ -1,4 +1,4 @@
-"""What rank 0 decides at the start of a job, and ``ds-hetero doctor`` without one: the plan and its prediction.
+"""Decisions of rank 0 at the start of a job, and of ``ds-hetero doctor`` without one: the plan and its prediction.
 
 No collectives, no devices, no framework: the same facts give the same decision everywhere. Imports no torch.
 """
@@ -12,43 +12,67 @@ from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.config import HeterogeneitySection
 from ds_hetero.cost import Workload
 from ds_hetero.errors import ModelError, PlanError, ScheduleError
+from ds_hetero.job.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines, wants_search
 from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.forecast import Forecast, Searcher, forecast
+from ds_hetero.job.plan_files import is_of_pipelines
 from ds_hetero.job.resolve import clusters_of_replicas, needs_measuring, needs_planner, resolve, sp_size_of
 from ds_hetero.job.workload import workload_of
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.plans import Plan
 from ds_hetero.zero.memory import weights_by_memory
 
-__all__ = ["Decision", "decide", "depends_on_measuring"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What a job does.
+class JobStart:
+    """Start of a job.
 
     Args:
+        facts: that all ranks have read alike.
         plan: what every rank does.
         zero_weights: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
-        forecasts: one per replica; none where the devices are not known or no cost model describes the job.
-        no_forecast_reason: why there is no forecast although the devices are known.
+        forecasts: on rank 0, one per replica; none where the devices are not known or no cost model describes the job.
+        no_forecast_reason: on rank 0, why there is no forecast although the devices are known.
+        searched: on rank 0, what the search for pipelines has found; None where there was none.
     """
 
+    facts: JobFacts
     plan: Plan
     zero_weights: tuple[float, ...] | None = None
     forecasts: tuple[Forecast, ...] = ()
     no_forecast_reason: str | None = None
+    searched: SearchedPipelines | None = None
+
+    @property
+    def section(self) -> HeterogeneitySection:
+        """The "heterogeneity" section."""
+        return self.facts.section
+
+    @property
+    def is_of_pipelines(self) -> bool:
+        """Whether the model is cut into stages of pipelines."""
+        return is_of_pipelines(self.plan, self.section)
 
 
 def depends_on_measuring(facts: JobFacts, world_size: int) -> bool:
     """Whether the live ranks must be measured before `decide` is called."""
+    if wants_search(facts.section):
+        return facts.section.cluster == "measure"
     alone = sp_size_of(facts.sp_sizes) == 1 or world_size == 1
     return needs_measuring(facts.section) and (not alone or facts.section.zero_partition == "memory")
 
 
-def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_host: bool) -> Decision:
-    """Resolve the section to a plan and predict its speed.
+def decide(
+    facts: JobFacts,
+    world_size: int,
+    *,
+    measured: Cluster | None,
+    on_host: bool,
+    plan: Plan | None = None,
+    no_inners: Mapping[str, str] | None = None,
+) -> JobStart:
+    """Resolve the section to a plan and predict its speed, or search for pipelines.
 
     Reads the schedule and cluster files that the section names.
 
@@ -57,12 +81,23 @@ def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_hos
         world_size: ranks of the job.
         measured: the live ranks, where they have been measured for ``"cluster": "measure"``.
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
+        plan: in the section's file, where it has been read.
+        no_inners: see `PipelineFacts`; of pipelines that are searched for.
 
     Raises:
-        HeteroError: the section cannot be fulfilled, see `resolve`.
+        HeteroError: the section cannot be fulfilled, see `resolve` and `search_pipelines`.
     """
-    section = facts.section
-    job = _Job(facts, world_size, measured or _described_cluster(section), on_host)
+    if wants_search(facts.section):
+        pipelines = PipelineFacts(job=facts, no_inners=no_inners or {})
+        searched = search_pipelines(pipelines, world_size, measured=measured, on_host=on_host)
+        return JobStart(facts=facts, plan=searched.plan, searched=searched)
+    if plan is not None and is_of_pipelines(plan, facts.section):
+        return JobStart(facts=facts, plan=plan)
+    return _decide_replicas(_Job(facts, world_size, measured or _described_cluster(facts.section), on_host), plan)
+
+
+def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:
+    facts, section, world_size = job.facts, job.facts.section, job.world_size
     sp_size = sp_size_of(facts.sp_sizes) or world_size
     by_memory = section.zero_partition == "memory"
     searcher: Searcher | None = None
@@ -76,22 +111,23 @@ def decide(facts: JobFacts, world_size: int, *, measured: Cluster | None, on_hos
         sp_sizes=facts.sp_sizes,
         cluster=job.cluster,
         search=searcher,
+        plan=plan,
     )
     if job.cluster is None and not by_memory:
-        return Decision(plan=plan)
+        return JobStart(facts=facts, plan=plan)
     clusters = clusters_of_replicas(section, job.cluster, [schedule.sp_size for schedule in plan.schedules])
     weights: tuple[float, ...] | None = None
     if by_memory:
         equal = [job.workload(len(clusters))] * len(clusters)
         replicas = _forecasts(facts.model.expect_spec(by_memory=True), plan, clusters, equal)
-        weights = weights_by_memory([(replica.cost, replica.prediction) for replica in replicas])
+        weights = weights_by_memory([(replica.cost, replica.schedule) for replica in replicas])
     searched = {} if searcher is None else searcher.planned
     try:
         spec = facts.model.expect_spec()
         forecasts = _forecasts(spec, plan, clusters, job.workloads(plan, weights), searched)
     except (ModelError, PlanError, ScheduleError) as error:  # such a job is trained without a prediction
-        return Decision(plan=plan, zero_weights=weights, no_forecast_reason=str(error))
-    return Decision(plan=plan, zero_weights=weights, forecasts=forecasts)
+        return JobStart(facts=facts, plan=plan, zero_weights=weights, no_forecast_reason=str(error))
+    return JobStart(facts=facts, plan=plan, zero_weights=weights, forecasts=forecasts)
 
 
 def _described_cluster(section: HeterogeneitySection) -> Cluster | None:

@@ -1,12 +1,14 @@
-"""What rank 0 decides where ``"parallel": "full"`` asks for pipelines, and ``ds-hetero doctor`` without a job.
+"""Decisions of rank 0 where ``"parallel": "full"`` asks for pipelines, and ``ds-hetero doctor`` without a job.
 
 No collectives, no devices, no framework: the same facts give the same plan everywhere. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.config import SECTION, HeterogeneitySection
@@ -15,28 +17,18 @@ from ds_hetero.cost.stages.calibrated import INNERS
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.job.facts import JobFacts, TrainingFacts
 from ds_hetero.job.workload import FP32_BYTES, workload_of
-from ds_hetero.models import ModelSpec
-from ds_hetero.planner.outer.planned import PlannedPipelines
-from ds_hetero.planner.outer.planning import plan_pipelines
-from ds_hetero.plans import Plan
-
-__all__ = [
-    "PipelineFacts",
-    "SearchedPipelines",
-    "check_pipeline_section",
-    "check_pipelines_searchable",
-    "global_batch_of",
-    "pipelines_workload",
-    "search_pipelines",
-    "wants_search",
-]
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.planner.planned import PlannedPipelines
+from ds_hetero.plans import INNER, Plan
+from ds_hetero.plans.section_keys import SECTION_KEYS, SectionKey
 
 _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """What is read of a job whose pipelines are searched for.
+    """Facts of a job whose pipelines are searched for.
 
     Args:
         job: section, model and training.
@@ -49,8 +41,9 @@ class PipelineFacts:
     @property
     def left_out(self) -> Mapping[str, str]:
         """Ways in which no stage of the job may share its work, and why."""
-        fixed = {"tensor": '"replan" moves layers, and shards of tensor parallelism stay where they are'}
-        return {**(fixed if self.job.section.replan.enabled else {}), **self.no_inners}
+        asked = [(path, key) for path, _, key in _asked_keys(self.job.section)]
+        by_key = {inner: f'"{path}": {key.refused[inner]}' for path, key in asked for inner in key.refused}
+        return {**by_key, **self.no_inners}
 
     @property
     def inners(self) -> tuple[str, ...]:
@@ -60,7 +53,7 @@ class PipelineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedPipelines:
-    """What the search has found.
+    """Result of the search.
 
     Args:
         plan: what every rank does.
@@ -78,47 +71,80 @@ def wants_search(section: HeterogeneitySection) -> bool:
     return section.parallel == "full" and section.schedule == "plan"
 
 
-def check_pipeline_section(section: HeterogeneitySection) -> None:
-    """Refuse keys of the section that pipelines do not follow.
+def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str]) -> None:
+    """Refuse keys of the section that stages of pipelines do not follow.
+
+    Args:
+        section: from `read_section`.
+        inners: kinds of the plan's stages; where one is searched for, those that are always possible.
 
     Raises:
         ConfigError: names the key, its value and what to do.
     """
-    instead = {
-        "layout": "the schedules of the plan's stages have theirs",
-        "loss": "pipelines compute the loss of the model themselves",
-        "zero_partition": 'optimizer state follows "zero.owner_weights" of the plan file',
-        "placement": "batches are cut by length",
-        "report": "the phases of their steps go to the monitor alone",
-    }
-    for key, reason in instead.items():
-        value = getattr(section, key)
-        if value != type(section).model_fields[key].default:
-            shown = getattr(value, "mode", value)
-            raise ConfigError(f'"{SECTION}.{key}": {shown!r} cannot be used with pipelines: {reason}. Leave it out.')
-    if section.replan.report_only:
-        raise ConfigError(
-            f'"{SECTION}.replan.report_only" is not possible with pipelines: ranks are not judged by their phases. '
-            "Leave it out, or train a schedule of sequence parallelism."
-        )
+    for path, value, key in _asked_keys(section):
+        if kind := next((inner for inner in inners if inner in key.refused), None):
+            where = "pipelines" if set(key.refused) == set(INNER) else f'stages that are "inner": "{kind}"'
+            raise ConfigError(
+                f'"{SECTION}.{path}": {json.dumps(value)} cannot be used with {where}: {key.refused[kind]}. '
+                "Leave it out."
+            )
 
 
-def global_batch_of(training: TrainingFacts) -> int:
+def idle_keys(section: HeterogeneitySection, plan: Plan) -> list[str]:
+    """A sentence for every key of the section that has nothing to say in some stages of a plan."""
+    return [
+        f'"{SECTION}.{path}" has nothing to say in stages that are "inner": "{inner}": {key.idle[inner]}'
+        for path, _, key in _asked_keys(section)
+        for inner in inners_of(plan)
+        if inner in key.idle
+    ]
+
+
+def inners_of(plan: Plan) -> tuple[str, ...]:
+    """The kinds of a plan's stages, in the order of `INNER`."""
+    present = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    return tuple(inner for inner in INNER if inner in present)
+
+
+def _asked_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, SectionKey]]:
+    """Path, value and row of every key that the user wrote and that asks for something."""
+    for path, key in SECTION_KEYS.items():
+        name, _, inside = path.partition(".")
+        value = getattr(section, name)
+        if name in section.model_fields_set and (value := getattr(value, inside) if inside else value) not in key.off:
+            yield path, value, key
+
+
+def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
     """Return the sequences of an optimizer step over all pipelines.
 
+    Args:
+        training: from ds_config.json.
+        plan: that ds_config.json may not contradict; None where it is searched for, and ds_config.json must say.
+
     Raises:
-        ConfigError: ds_config.json does not say, or says two numbers.
+        ConfigError: ds_config.json does not say, says two numbers, or another one than the plan.
     """
     if training.accumulation_steps not in (None, 1):
         raise ConfigError(
-            f'"gradient_accumulation_steps" is {training.accumulation_steps}; with "parallel": "full" it is 1, since '
-            "the engine is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
+            f'"gradient_accumulation_steps" is {training.accumulation_steps}; with pipelines it is 1, since the engine '
+            "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
         )
     given = {
         "train_batch_size": training.train_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
     }
     known = {key: value for key, value in given.items() if value is not None}
+    if plan is not None:
+        assert plan.batch_split is not None
+        samples = plan.batch_split.samples
+        for key, value in known.items():
+            if value != samples:
+                raise ConfigError(
+                    f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. '
+                    f"Every rank is given the global batch: set it to {samples}, or leave it out."
+                )
+        return samples
     if not known:
         raise ConfigError(
             '"parallel": "full" shares the sequences of an optimizer step among pipelines, and ds_config.json does not '
@@ -140,7 +166,7 @@ def check_pipelines_searchable(facts: JobFacts) -> None:
         ConfigError: see `check_pipeline_section` and `global_batch_of`.
         ModelError: no cost model describes the model.
     """
-    check_pipeline_section(facts.section)
+    check_pipeline_section(facts.section, ("one",))
     global_batch_of(facts.training)
     _spec_of(facts)
 
@@ -175,7 +201,7 @@ def search_pipelines(
         global_batch_of(job.training),
         inners=facts.inners,
     )
-    return SearchedPipelines(plan=replace(planned.plan.with_layers(), zero=None), planned=planned, facts=facts)
+    return SearchedPipelines(plan=planned.plan.with_layers(), planned=planned, facts=facts)
 
 
 def _spec_of(facts: JobFacts) -> ModelSpec:

@@ -14,15 +14,7 @@ import torch
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.devices import default_device
-
-__all__ = [
-    "COMPARED",
-    "COMPARED_PREFIXES",
-    "MAY_DIFFER",
-    "differing_lines",
-    "expect_same_environment",
-    "own_environment",
-]
+from ds_hetero.runtime.peers.calls import ranks_by_value
 
 COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "DS_HETERO_")
 """Variables that begin so are compared, except those in `MAY_DIFFER`."""
@@ -67,7 +59,7 @@ _PACKAGES = ("ds-hetero", "deepspeed", "transformers")
 
 
 def own_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What must be equal on all ranks, as texts by a name for people; what is not set is left out.
+    """Settings that must be equal on all ranks, as texts by a name for people; what is not set is left out.
 
     Builds of one torch for different CUDA releases count as equal where their NCCL is the same: NCCL is what they talk
     with.
@@ -127,10 +119,8 @@ def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str
 
 def _by_rank(values: Sequence[str]) -> str:
     """``1.0 on rank 0, 2; missing on rank 1``: every value with its ranks."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(f"{_short(value)} on rank {', '.join(held_by)}" for value, held_by in ranks.items())
+    by_value = ranks_by_value(enumerate(values))
+    return "; ".join(f"{_short(value)} on rank {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
 
 
 def _short(value: str) -> str:

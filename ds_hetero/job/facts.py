@@ -1,4 +1,4 @@
-"""What the start of a job needs to know of the outside world, as values.
+"""Facts of the outside world for the start of a job, as values.
 
 Each framework's folder in `ds_hetero.integrations` reads them once; nothing in this package sees a configuration of
 DeepSpeed's or a model of transformers'. Imports no torch.
@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import ModelError
-from ds_hetero.models import ModelSpec
-
-__all__ = ["JobFacts", "ModelFacts", "TrainingFacts"]
+from ds_hetero.model_shapes import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What the start of a job needs to know of a model.
+    """Facts of a model for the start of a job.
 
     Args:
         name: the model's class, or its preset.
@@ -33,7 +32,7 @@ class ModelFacts:
         causal: whether its attention is causal.
         checkpointing: whether the activations of every layer are checkpointed.
         offloads_checkpoints: whether what is checkpointed is kept in the host's memory.
-        head_dim: width of a head; None where the model does not say.
+        head_dim: width of a head, of the widest where layers differ; None where the model does not say.
         softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
         is_split: whether it is switched to our attention; False for a module that every rank runs whole.
     """
@@ -78,7 +77,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """What the configuration says of the training. A value that is left out or still ``"auto"`` has its default.
+    """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default.
 
     Args:
         zero_stage: 0 to 3.
@@ -91,6 +90,7 @@ class TrainingFacts:
         offloads_parameters: parameters are kept off the device.
         sp_size: sequence-parallel size as it is written; `ds_hetero.job.resolve.sp_size_of` checks it.
         optimizer: name of the optimizer, empty if the script makes it.
+        buffers: DeepSpeed's.
     """
 
     zero_stage: int = 0
@@ -103,6 +103,7 @@ class TrainingFacts:
     offloads_parameters: bool = False
     sp_size: int | None = None
     optimizer: str = ""
+    buffers: Buffers = field(default_factory=Buffers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,10 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.config import SECTION
 from ds_hetero.cost import CostModel, Prediction, Workload, make_cost_model
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule, planning, strategy
 from ds_hetero.schedule import Schedule
 from ds_hetero.zero.memory import weights_by_memory
-
-__all__ = ["COST_MODEL", "Forecast", "Searcher", "forecast"]
 
 COST_MODEL = "calibrated"
 
@@ -76,7 +74,7 @@ class Searcher:
             return
         cost = self._cost(cluster)
         with contextlib.suppress(PlanError):
-            yield weights_by_memory([(cost, cost.predict(strategy("proportional", cost)))])
+            yield weights_by_memory([(cost, strategy("proportional", cost))])
         yield tuple(cost.capacity_bytes_D.tolist())
 
     def _plan(self, cluster: Cluster, workload: Workload) -> PlannedSchedule:
@@ -88,7 +86,7 @@ class Searcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the cost model says of one replica.
+    """Forecast of the cost model for one replica.
 
     Args:
         schedule: in global ranks.

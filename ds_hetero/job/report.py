@@ -1,29 +1,32 @@
-"""What a job says of itself on rank 0: one line that the engine is on, and the table of the prediction."""
+"""Report of a job on rank 0: that the engine is on, and what is predicted of its schedules or pipelines."""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_hetero.cluster import Cluster
-from ds_hetero.common.text import time_text
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.config import HeterogeneitySection
 from ds_hetero.cost import Workload
+from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.job.decide_pipelines import SearchedPipelines
 from ds_hetero.job.forecast import Forecast
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.explain import describe
-from ds_hetero.plans import Plan
+from ds_hetero.planner.pipelines.explain import reasons_of
+from ds_hetero.planner.pipelines.finish import Finished
+from ds_hetero.plans import Pipeline, Plan, Stage
 from ds_hetero.schedule import Schedule
-
-__all__ = ["announce", "forecast_text", "plan_text"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_GROUPS = 8  # of a schedule, and replicas of a job, that one line names
+_SHOWN = 8  # groups of a schedule, replicas or pipelines of a job, and ranks of a stage, that are named
 
 
 def announce(text: str) -> None:
@@ -55,16 +58,16 @@ def _shapes_text(shapes: dict[Schedule, list[int]]) -> str:
     if len(shapes) == 1:
         return _shape_text(next(iter(shapes)))
     parts = [f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}" for shape, numbers in shapes.items()]
-    more = [f"{len(parts) - _SHOWN_GROUPS} more"] if len(parts) > _SHOWN_GROUPS else []
-    return "; ".join([*parts[:_SHOWN_GROUPS], *more])
+    more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
+    return "; ".join([*parts[:_SHOWN], *more])
 
 
 def _shape_text(schedule: Schedule) -> str:
     """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
-    groups = schedule.ring_groups[:_SHOWN_GROUPS]
+    groups = schedule.ring_groups[:_SHOWN]
     heads = ["+".join(map(str, group.heads)) for group in groups]
     tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in groups]
-    more = [f"{len(schedule.groups) - _SHOWN_GROUPS} more"] if len(schedule.groups) > _SHOWN_GROUPS else []
+    more = [f"{len(schedule.groups) - _SHOWN} more"] if len(schedule.groups) > _SHOWN else []
     return f"groups {len(schedule.groups)}, heads {' | '.join([*heads, *more])}, tokens {' | '.join([*tokens, *more])}"
 
 
@@ -155,3 +158,72 @@ def _against_baselines(planned: PlannedSchedule) -> str:
             gain = planned.prediction.tokens_per_s / prediction.tokens_per_s
             parts.append(f"{gain:.2f} x {planned.baseline_names[kind]}")
     return ", ".join(parts)
+
+
+def pipelines_text(plan: Plan) -> str:
+    """A line that counts, and a line per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 3``.
+
+    Args:
+        plan: of pipelines with layers.
+    """
+    count = len(plan.pipelines)
+    lines = [f"{len(plan.ranks)} ranks in {count} pipeline{'s' if count > 1 else ''}"]
+    lines += [f"  {_pipeline_text(pipeline)}" for pipeline in plan.pipelines[:_SHOWN]]
+    if count > _SHOWN:
+        lines.append(f"  and {count - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def searched_text(searched: SearchedPipelines) -> str:
+    """The prediction of the plan, the reasons for it, and the rivals that it has beaten.
+
+    Args:
+        searched: from `ds_hetero.job.decide_pipelines.search_pipelines`.
+    """
+    planned, predicted = searched.planned, searched.plan.predicted or {}
+    recomputed = "with" if searched.plan.activation_checkpointing else "without"
+    lines = [
+        f"predicted:  {time_text(planned.step_s)} per step of {planned.global_batch} sequences of "
+        f"{planned.costs.seq_len:,} tokens, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} recomputation",
+        f"memory:     {_memory_text(predicted)}",
+    ]
+    if planned.idle_ranks:
+        lines.append(f"idle:       rank {', '.join(map(str, planned.idle_ranks))}: the step would not be shorter")
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(planned.reasons)]
+    against = [
+        f"{rival.value / planned.value:.2f} x {rival.name}" if rival.value is not None else f"no {rival.name}"
+        for rival in planned.rivals.values()
+    ]
+    lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.left_out.items()]
+    lines.append(f"searched:   {time_text(planned.search_s)}; {', '.join(against)}")
+    return "\n".join(lines)
+
+
+def judged_text(costs: StageCosts, finished: Finished) -> str:
+    """The prediction of a given plan, and what decides it.
+
+    Args:
+        costs: the cost model.
+        finished: from `ds_hetero.planner.pipelines.given.judge_given`.
+    """
+    lines = [f"predicted:  {time_text(finished.step_s)} per step"]
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(reasons_of(costs, finished))]
+    return "\n".join(lines)
+
+
+def _pipeline_text(pipeline: Pipeline) -> str:
+    stages = ", ".join(map(_stage_text, pipeline.stages))
+    return f"{pipeline.micro_batches} x {pipeline.micro_batch_size} samples: {stages}"
+
+
+def _stage_text(stage: Stage) -> str:
+    shown = ", ".join(map(str, stage.ranks[:_SHOWN])) + (", ..." if len(stage.ranks) > _SHOWN else "")
+    start, stop = stage.layers or (0, 0)
+    ranks = f"rank {shown}" if len(stage.ranks) == 1 else f"ranks {shown} ({stage.inner})"
+    return f"{ranks} layer{f's {start}-{stop - 1}' if stop - start > 1 else f' {start}'}"
+
+
+def _memory_text(predicted: Mapping[str, Any]) -> str:
+    by_rank = {int(rank): need for rank, need in predicted.get("memory_bytes", {}).items()}
+    most = max(by_rank, key=lambda rank: by_rank[rank])
+    return f"at most {bytes_text(by_rank[most])} GiB on a rank (rank {most})"

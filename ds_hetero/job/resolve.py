@@ -1,4 +1,4 @@
-"""What the "heterogeneity" section stands for: the plan of a job of this model and this size.
+"""Resolves the "heterogeneity" section: the plan of a job of this model and this size.
 
     plan = resolve(section, num_heads=32, num_kv_heads=8, world_size=8, sp_sizes={"sequence_parallel_size": 4})
 
@@ -16,20 +16,8 @@ from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.config import SECTION, HeterogeneitySection
 from ds_hetero.errors import ConfigError, ScheduleError
-from ds_hetero.job.plan_files import plan_in_file
 from ds_hetero.plans import Plan
 from ds_hetero.schedule import Schedule, schedules_for_world
-
-__all__ = [
-    "Search",
-    "check_plan_fits",
-    "clusters_of_replicas",
-    "needs_measuring",
-    "needs_planner",
-    "replica_size",
-    "resolve",
-    "sp_size_of",
-]
 
 Search = Callable[[str, Cluster], Schedule]
 """From the name of a searching strategy and the cluster of one replica to a schedule of ranks that begin at 0."""
@@ -93,10 +81,9 @@ def resolve(
     sp_sizes: Mapping[str, int | None],
     cluster: Cluster | None = None,
     search: Search | None = None,
+    plan: Plan | None = None,
 ) -> Plan:
     """Return the plan that the section stands for.
-
-    Reads the schedule file that the section names.
 
     Args:
         section: from `read_section`.
@@ -106,13 +93,13 @@ def resolve(
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
         cluster: of the job or of one replica; None where it is not known.
         search: for the strategies that are searched for, see `needs_planner`.
+        plan: in the section's file, or inline in it, see `given_plan`; None where it names a strategy.
 
     Raises:
         ConfigError: sizes that disagree, a strategy that is not available.
         ScheduleError: the schedule does not fit the model or the world.
         PlanError: the plan needs what cannot be run yet, or the search found nothing.
     """
-    plan = plan_in_file(section, world_size)
     if plan is None:
         sp_size = replica_size(sp_sizes, world_size)
         if section.schedule in UNIFORM:

@@ -1,7 +1,8 @@
 """The start of a job: all ranks agree on what they have read, and rank 0 decides for all of them.
 
+    request = agree_on_request(world, read_section)            # `ds_hetero.job.request`: the section and its plan
     facts = agree_on_facts(world, read)                        # every rank reads, all compare
-    start = start_job(world, facts, clusters)                  # the plan, the same on every rank
+    start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
 A rank that finds a fault lets all others know before anybody acts, so that every rank stops with the same message.
 Only rank 0 reads the schedule and cluster files, searches and predicts. Nothing here knows a framework or keeps state
@@ -10,8 +11,13 @@ of its own: a job that goes on with other ranks is started again, with another `
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,14 +36,14 @@ from ds_hetero.job.capabilities import (
     own_capabilities,
     requested_kernel,
 )
-from ds_hetero.job.decide import Decision, decide, depends_on_measuring
+from ds_hetero.job.decide import JobStart, decide, depends_on_measuring
+from ds_hetero.job.decide_pipelines import idle_keys
 from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.forecast import Forecast
-from ds_hetero.job.plan_files import replicas_in_file
-from ds_hetero.job.report import announce, forecast_text, plan_text
+from ds_hetero.job.plan_files import is_of_pipelines
+from ds_hetero.job.report import announce, forecast_text, pipelines_text, plan_text, searched_text
 from ds_hetero.job.resolve import check_plan_fits, needs_planner, replica_size, sp_size_of
-from ds_hetero.plans import BatchSplit, Plan
-from ds_hetero.profiler.cache import describe_age
+from ds_hetero.plans import Plan
+from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import select
@@ -46,19 +52,7 @@ from ds_hetero.runtime.devices import default_device, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
-__all__ = [
-    "JobStart",
-    "MeasuredClusters",
-    "ReplicaBatches",
-    "World",
-    "agree_on_facts",
-    "agree_on_replica_batches",
-    "announce_start",
-    "check_facts",
-    "expect_kernel",
-    "expect_same_sections",
-    "start_job",
-]
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MISSING = "missing"
@@ -84,30 +78,6 @@ class World:
     def on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
         """See `ds_hetero.runtime.collectives.on_all_ranks`."""
         return on_all_ranks(compute)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobStart:
-    """What the ranks have agreed on for one model.
-
-    Args:
-        facts: that all ranks have read alike.
-        plan: what every rank does.
-        zero_weights: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
-        forecasts: on rank 0, one per replica; none where the devices are not known or no cost model describes the job.
-        no_forecast_reason: on rank 0, why there is no forecast although the devices are known.
-    """
-
-    facts: JobFacts
-    plan: Plan
-    zero_weights: tuple[float, ...] | None = None
-    forecasts: tuple[Forecast, ...] = ()
-    no_forecast_reason: str | None = None
-
-    @property
-    def section(self) -> HeterogeneitySection:
-        """The "heterogeneity" section."""
-        return self.facts.section
 
 
 class MeasuredClusters:
@@ -138,12 +108,13 @@ class MeasuredClusters:
         return self._clusters[key]
 
 
-def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
+def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bool = True) -> JobFacts:
     """Read the facts of the job on every rank and compare them.
 
     Args:
         world: the ranks of the job.
         read: returns this rank's facts; what it raises on any rank is raised on all.
+        has_kernel: whether an attention kernel of ours will run, which must work on every rank.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
@@ -157,13 +128,14 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts]) -> JobFacts:
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
             expect_writable(facts.section.report)
-        slow = check_facts(facts, world.size, world.rank)
+        slow = check_facts(facts, world.size, world.rank) if has_kernel else None
         return facts, slow, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
 
     examined = world.on_all_ranks(examine)
     of_ranks, slow_types, devices, capabilities = zip(*examined, strict=True)
-    _expect_equal_facts(of_ranks)
-    expect_known_devices(of_ranks[0].section.attention, devices)
+    _expect_equal([_view(facts) for facts in of_ranks])
+    if has_kernel:
+        expect_known_devices(of_ranks[0].section.attention, devices)
     if world.rank == 0 and any(slow is not None for slow in slow_types):
         announce(_by_device(slow_types))
     for line in capability_lines(capabilities) if world.rank == 0 else ():
@@ -218,11 +190,8 @@ def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
 
 def _by_device(slow_types: Sequence[str | None]) -> str:
     """``rank 2, 3: Tesla T4 does not ...``, and what to do."""
-    ranks: dict[str, list[str]] = {}
-    for rank, slow in enumerate(slow_types):
-        if slow is not None:
-            ranks.setdefault(slow, []).append(str(rank))
-    listed = "; ".join(f"rank {', '.join(held_by)}: {slow}" for slow, held_by in ranks.items())
+    by_type = ranks_by_value((rank, slow) for rank, slow in enumerate(slow_types) if slow is not None)
+    listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {slow}" for slow, ranks in by_type.items())
     return f'{listed}: attention is several times slower there. "fp16" in place of "bf16" is fast on such devices.'
 
 
@@ -235,27 +204,23 @@ def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> Non
     Raises:
         ConfigError: names key, ranks and values.
     """
-    _expect_equal([{} if section is None else _view(section) for section in sections])
+    _expect_equal(
+        [
+            {} if section is None else dict(_leaves(section.model_dump(exclude_unset=True), SECTION))
+            for section in sections
+        ]
+    )
 
 
-def _expect_equal_facts(facts_by_rank: Sequence[JobFacts]) -> None:
-    """Refuse facts that differ between ranks where they must not."""
-    views = [
-        _view(facts.section)
-        | {
-            "model": facts.model.name,
-            "num_heads": facts.model.num_heads,
-            "num_kv_heads": facts.model.num_kv_heads,
-            "dtype": facts.computed_dtype,
-            "sequence-parallel size": dict(facts.sp_sizes),
-        }
-        for facts in facts_by_rank
-    ]
-    _expect_equal(views)
-
-
-def _view(section: HeterogeneitySection) -> dict[str, Any]:
-    return dict(_leaves(section.model_dump(exclude_unset=True), SECTION))
+def _view(facts: JobFacts) -> dict[str, Any]:
+    """Facts that must not differ between ranks, beside the section."""
+    return {
+        "model": facts.model.name,
+        "num_heads": facts.model.num_heads,
+        "num_kv_heads": facts.model.num_kv_heads,
+        "dtype": facts.computed_dtype,
+        "sequence-parallel size": dict(facts.sp_sizes),
+    }
 
 
 def _expect_equal(views: Sequence[Mapping[str, Any]]) -> None:
@@ -279,8 +244,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before: JobStart | None = None) -> JobStart:
-    """Have rank 0 decide on the plan, and hand it to all ranks.
+def start_job(
+    world: World,
+    facts: JobFacts,
+    clusters: MeasuredClusters,
+    before: JobStart | None = None,
+    *,
+    plan: Plan | None = None,
+    read_no_inners: Callable[[], Mapping[str, str]] = dict,
+) -> JobStart:
+    """Decide on the plan on rank 0, and hand it to all ranks.
 
     Args:
         world: the ranks of the job.
@@ -288,6 +261,8 @@ def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before:
         clusters: measured so far; used where the section says ``"cluster": "measure"``, and added to.
         before: an earlier start with the same model. If the section has not changed, its plan stays, whatever has
             become known of the training since: loaders may rely on it already.
+        plan: in the section's file, see `ds_hetero.job.request.Request`.
+        read_no_inners: returns why ranks cannot share the work of a stage, see `PipelineFacts`; called on rank 0.
 
     Caller: every rank of the world, once or twice per model.
     Collectives: one `on_all_ranks`; before it, where the live ranks are to be measured, those of `MeasuredClusters.of`.
@@ -301,33 +276,42 @@ def start_job(world: World, facts: JobFacts, clusters: MeasuredClusters, before:
         heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
         check_plan_fits(before.plan, **heads, sp_sizes=facts.sp_sizes)
         return replace(before, facts=facts)
+    of_pipelines = plan is not None and is_of_pipelines(plan, facts.section)
     measured: Cluster | None = None
-    if depends_on_measuring(facts, world.size):
+    if not of_pipelines and depends_on_measuring(facts, world.size):
         measured = clusters.of(world, facts)
-    decision: Decision | None = None
+    start: JobStart | None = None
     on_host = default_device().type == "cpu"
 
     def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None] | None:
-        nonlocal decision
+        nonlocal start
         if world.rank > 0:
             return None
-        decision = decide(facts, world.size, measured=measured, on_host=on_host)
-        return decision.plan, decision.zero_weights
+        no_inners = read_no_inners()
+        start = decide(facts, world.size, measured=measured, on_host=on_host, plan=plan, no_inners=no_inners)
+        return start.plan, start.zero_weights
 
     decided = world.on_all_ranks(decide_on_rank_0)[0]
     assert decided is not None
-    start = JobStart(facts=facts, plan=decided[0], zero_weights=decided[1])
-    if decision is None:
-        return start
-    return replace(start, forecasts=decision.forecasts, no_forecast_reason=decision.no_forecast_reason)
+    return JobStart(facts=facts, plan=decided[0], zero_weights=decided[1]) if start is None else start
 
 
 def announce_start(start: JobStart) -> None:
     """Say that the engine is on, and what is predicted of the plan; for rank 0.
 
+    Pipelines that were searched for are kept as a file, whose path is announced: a later job may name it as its
+    schedule.
+
     Args:
         start: of the job.
     """
+    if start.is_of_pipelines:
+        lines = [f"on, {pipelines_text(start.plan)}"]
+        if start.searched is not None:
+            lines += [searched_text(start.searched), _kept_text(_keep_plan(start.plan))]
+        for text in ("\n".join(lines), *idle_keys(start.section, start.plan)):
+            announce(text)
+        return
     announce(f"on, {plan_text(start.plan, start.section)}")
     if start.forecasts:
         announce(f"the schedule\n{forecast_text(start.forecasts)}")
@@ -340,44 +324,24 @@ def announce_start(start: JobStart) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ReplicaBatches:
-    """The batches of one replica among replicas that take different ones.
-
-    Args:
-        split: the batches of all replicas.
-        replica_id: index of this rank's replica.
-    """
-
-    split: BatchSplit
-    replica_id: int
-
-
-def agree_on_replica_batches(world: World, read: Callable[[], HeterogeneitySection | None]) -> ReplicaBatches | None:
-    """Return this rank's batches where the replicas of the section's plan take different ones.
-
-    They are needed before there is a model.
-
-    Args:
-        world: the ranks of the job.
-        read: returns the section; what it raises on any rank is raised on all.
-
-    Caller: every rank of the world.
-    Collectives: one `on_all_ranks`.
-
-    Raises:
-        HeteroError: as `start_job`.
-    """
-
-    def plan_of_rank_0() -> Plan | None:
-        section = read()
-        if section is None or world.rank > 0 or section.parallel == "full":
-            return None
-        return replicas_in_file(section, world.size)
-
-    plan = world.on_all_ranks(plan_of_rank_0)[0]
-    if plan is None or plan.batch_split is None:
+def _keep_plan(plan: Plan) -> Path | None:
+    """Write a plan into the user's cache folder, completely or not at all; None where that cannot be done."""
+    folder = cache_folder()
+    if folder is None:
         return None
-    place = plan.place_of(world.rank)
-    assert place is not None
-    return ReplicaBatches(plan.batch_split, place[0])
+    path = folder / "plans" / f"{plan.fingerprint:016x}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump(plan.to_dict(), file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("cannot keep the plan in %s: %s", path, error)
+        return None
+    return path
+
+
+def _kept_text(path: Path | None) -> str:
+    if path is None:
+        return "kept:       nowhere; handle.plan.to_dict() is the content of its file"
+    return f'kept:       in {path}; beside "parallel": "full", "schedule": "{path}" runs it again without a search'

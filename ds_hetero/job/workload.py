@@ -1,13 +1,13 @@
-"""What one replica trains, as cost models see it. Imports no torch."""
+"""Workload of one replica, as cost models see it. Imports no torch."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ds_hetero.config import SECTION
 from ds_hetero.cost import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.job.facts import JobFacts, TrainingFacts
-
-__all__ = ["workload_of"]
 
 FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2
 
@@ -40,12 +40,14 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         activation_checkpointing=model.checkpointing,
         tiled_logits=facts.section.tile_tokens is not None,  # else models return the logits of all tokens of a shard
         tiled_mlp=facts.section.tile_tokens is not None,
+        tile_tokens=facts.section.tile_tokens,
         element_bytes=element_bytes,
         gradient_bytes=(FP32_BYTES if training.accumulates_in_fp32 else element_bytes) * trained,
         optimizer_bytes=(master_bytes + 2 * FP32_BYTES) * trained,
         offload_activations=model.checkpointing and model.offloads_checkpoints and not on_host,
         offload_optimizer=stage > 0 and not on_host and training.offloads_optimizer,
         offload_parameters=stage == 3 and not on_host and training.offloads_parameters,
+        buffers=replace(training.buffers, optimizer_bytes=2 * FP32_BYTES if on_host else 0),  # fused on GPUs alone
         data_parallel=num_replicas,
     )
 

@@ -1,4 +1,4 @@
-"""What would be faster than the best schedule of all devices: fewer of them, or another ZeRO stage.
+"""Advice that goes beyond the best schedule of all devices: fewer devices, or another ZeRO stage.
 
 A schedule may leave ranks idle, but they stay in the job: ZeRO's gathers and reductions go over every rank, whatever
 the schedule, so that a device behind a slow link can cost more than it adds. Only a job without it ends that.
@@ -17,13 +17,11 @@ from ds_hetero.common.arrays import distinct
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planned_schedule import PlannedSchedule
+from ds_hetero.planner.planned import PlannedSchedule
 from ds_hetero.planner.planning import plan
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import first_look
-
-__all__ = ["FewerRanks", "OtherStage", "faster_with_fewer_ranks", "faster_zero_stage"]
 
 _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
@@ -133,7 +131,7 @@ def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -
 
 
 def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[int]]:
-    yield planned.idle
+    yield planned.idle_ranks
     nodes = range(len(cluster.nodes)) if 1 < len(cluster.nodes) <= _MOST_NODES else []
     for node in nodes:
         yield np.flatnonzero(cluster.node_of_rank == node).tolist()

@@ -1,4 +1,4 @@
-"""What the planner chooses among: the best schedules of the search and every baseline, all under one cost model."""
+"""Candidates of the planner: the best schedules of the search and every baseline, all under one cost model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Baselines", "Candidate", "fastest"]
-
 SIMPLER = 1e-6  # a baseline whose time is this close to the best of the search is preferred
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScheduleCandidate:
     """A schedule and its prediction.
 
     Args:
@@ -44,7 +42,7 @@ class Baselines:
         missing: the reason for each of `COMPARED` that does not exist.
     """
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ScheduleCandidate, ...]
     missing: dict[str, str]
 
     @classmethod
@@ -54,14 +52,16 @@ class Baselines:
         if seq_len < num_ranks:
             return cls((), dict.fromkeys(COMPARED, f"{num_ranks} ranks cannot share {seq_len} tokens"))
         schedules, missing = all_baselines(num_ranks, cost.model.num_heads, cost.model.num_kv_heads)
-        candidates = tuple(Candidate(name, schedule, cost.predict(schedule)) for name, schedule in schedules.items())
+        candidates = tuple(
+            ScheduleCandidate(name, schedule, cost.predict(schedule)) for name, schedule in schedules.items()
+        )
         return cls(candidates, missing)
 
-    def of_kind(self, kind: str) -> tuple[Candidate, ...]:
+    def of_kind(self, kind: str) -> tuple[ScheduleCandidate, ...]:
         """All candidates of one of `COMPARED`."""
         return tuple(candidate for candidate in self.candidates if candidate.kind == kind)
 
-    def best(self, kind: str) -> Candidate | None:
+    def best(self, kind: str) -> ScheduleCandidate | None:
         """The fastest one of a kind that fits into memory; None if there is none."""
         feasible = [candidate for candidate in self.of_kind(kind) if candidate.prediction.feasible]
         return min(feasible, key=lambda candidate: candidate.prediction.iteration_s, default=None)
@@ -74,7 +74,7 @@ class Baselines:
         return str(min(predictions, key=lambda prediction: max(prediction.memory_bytes)).reason)
 
 
-def fastest(searched: Sequence[Candidate], baselines: Sequence[Candidate]) -> Candidate | None:
+def fastest(searched: Sequence[ScheduleCandidate], baselines: Sequence[ScheduleCandidate]) -> ScheduleCandidate | None:
     """The fastest candidate that fits into memory; a baseline if it is as fast as any; None if nothing fits."""
     candidates = [*searched, *baselines]
     feasible = [(i, candidate) for i, candidate in enumerate(candidates) if candidate.prediction.feasible]

@@ -22,9 +22,6 @@ from ds_hetero.errors import PlanError
 from ds_hetero.planner.search.partitions import distinct_partitions
 from ds_hetero.planner.search.problem import Assignment, Problem
 
-__all__ = ["MAX_RANKS", "Exact", "compositions", "solve_exact"]
-
-
 MAX_RANKS = 8
 MAX_SPLITS = 2_000_000  # of the tokens, and of the heads of one partition
 TABLE = 4_000_000  # bounds computed at a time

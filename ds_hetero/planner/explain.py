@@ -9,11 +9,11 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
-from ds_hetero.planner.planned_schedule import Rejected
-from ds_hetero.planner.search.memory_fit import longest_sequence
+from ds_hetero.planner.planned import Rejected
+from ds_hetero.planner.search.memory_fit import longest_of_assignment
 from ds_hetero.schedule import Schedule
 
-__all__ = ["compared", "describe", "does_not_fit", "idle_ranks"]
+AS_FAST = 1.0005  # times this close are the same in a table
 
 
 def idle_ranks(schedule: Schedule) -> tuple[int, ...]:
@@ -40,14 +40,20 @@ def describe(schedule: Schedule, cluster: Cluster) -> str:
     return f"{shape}: {listed}" + (f"; {len(idle)} idle" if idle else "")
 
 
-def compared(name: str, schedule: Schedule, prediction: Prediction, best: Prediction) -> Rejected:
+def compared(name: str, prediction: Prediction, best: Prediction) -> Rejected:
     """The candidate ``name`` with the reason why the one of prediction ``best`` is preferred."""
     if not prediction.feasible:
         reason = f"does not fit: {prediction.reason}"
     else:
-        slower = prediction.iteration_s / best.iteration_s - 1
-        reason = f"{100 * slower:.1f} % slower; {prediction.bottleneck.text}"
-    return Rejected(name=name, schedule=schedule, prediction=prediction, reason=reason)
+        reason = f"{slower_text(prediction.iteration_s / best.iteration_s)}; {prediction.bottleneck.text}"
+    return Rejected(name=name, prediction=prediction, reason=reason)
+
+
+def slower_text(times: float) -> str:
+    """How a candidate that takes ``times`` the time of the best one compares with it."""
+    if times < AS_FAST:
+        return "as fast"
+    return f"{100 * (times - 1):.1f} % slower" if times < 2 else f"takes {times:.1f} times as long"
 
 
 def does_not_fit(cost: CostModel, predictions: Sequence[Prediction]) -> str:
@@ -58,7 +64,7 @@ def does_not_fit(cost: CostModel, predictions: Sequence[Prediction]) -> str:
         return float((np.array(prediction.memory_bytes) - cost.capacity_bytes_D).max())
 
     nearest = min(predictions, key=excess)
-    longest = longest_sequence(cost)
+    longest = longest_of_assignment(cost)
     remedies = [f"sequences of up to about {longest} tokens"] if longest else []
     if work.zero_stage < 3:
         remedies.append("zero_stage=3")

@@ -16,16 +16,15 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
-from ds_hetero.planner.candidates import Baselines, Candidate, fastest
-from ds_hetero.planner.explain import compared, describe, does_not_fit, idle_ranks
-from ds_hetero.planner.planned_schedule import PlannedSchedule, Rejected
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
+from ds_hetero.planner.explain import AS_FAST, compared, describe, does_not_fit, idle_ranks
+from ds_hetero.planner.planned import PlannedSchedule, Rejected
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
+from ds_hetero.plans import Plan
 from ds_hetero.schedule import LAYOUTS
-
-__all__ = ["check_workload", "plan", "searched_candidates"]
 
 MAX_REJECTED = 4  # alternatives of the search that are explained
 
@@ -49,6 +48,9 @@ def plan(
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
         token_unit: tokens are handed out in multiples of this.
 
+    Returns:
+        The schedule with its prediction and its reasons, and as ``plan`` the `Plan` that a job runs.
+
     Raises:
         PlanError: nothing fits into memory, and the message says by how many GiB on which rank and what would fit; or
             there are fewer tokens than ranks; or an argument is out of range.
@@ -65,15 +67,17 @@ def plan(
         raise PlanError(does_not_fit(cost, [c.prediction for c in (*searched, *baselines.candidates)]))
     best_of = {kind: baselines.best(kind) for kind in COMPARED}
     return PlannedSchedule(
-        schedule=best.schedule,
+        plan=Plan.of_replicas((best.schedule,)),
         prediction=best.prediction,
         name=describe(best.schedule, cluster),
         search_s=time.perf_counter() - started,
+        step_s=best.prediction.iteration_s,
+        tokens=workload.seq_len * workload.micro_batch * workload.micro_batches,
         baselines={kind: candidate.prediction if candidate else None for kind, candidate in best_of.items()},
         baseline_names={kind: candidate.name for kind, candidate in best_of.items() if candidate},
         baseline_reasons={kind: baselines.why_not(kind) for kind, candidate in best_of.items() if not candidate},
-        rejected=tuple(_rejected(best, searched, baselines)),
-        idle=idle_ranks(best.schedule),
+        rejected=tuple(_rejected(best, describe(best.schedule, cluster), searched, baselines)),
+        idle_ranks=idle_ranks(best.schedule),
     )
 
 
@@ -103,7 +107,7 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
 
 def searched_candidates(
     cost: CostModel, layout: str | None = None, token_unit: int = 1, budget: EvaluationBudget | None = None
-) -> list[Candidate]:
+) -> list[ScheduleCandidate]:
     """The best schedules that the search finds, best first; none if nothing fits into memory.
 
     Args:
@@ -115,15 +119,25 @@ def searched_candidates(
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
     found = search(problem, budget)[: 1 + MAX_REJECTED]
     schedules = [schedule_of(problem, assignment, rank_of) for assignment in found]
-    return [Candidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules]
+    return [
+        ScheduleCandidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules
+    ]
 
 
-def _rejected(best: Candidate, searched: Sequence[Candidate], baselines: Baselines) -> Iterator[Rejected]:
+def _rejected(
+    best: ScheduleCandidate, chosen: str, searched: Sequence[ScheduleCandidate], baselines: Baselines
+) -> Iterator[Rejected]:
+    """The candidates that were not chosen, once each; ``chosen`` is the description of the best."""
     for candidate in baselines.candidates:
         if candidate.schedule != best.schedule:
-            yield compared(candidate.name, candidate.schedule, candidate.prediction, best.prediction)
+            yield compared(candidate.name, candidate.prediction, best.prediction)
     for name, reason in baselines.missing.items():
-        yield Rejected(name=name, schedule=None, prediction=None, reason=reason)
+        yield Rejected(name=name, prediction=None, reason=reason)
+    shown: set[tuple[str, str]] = set()
     for candidate in searched:
-        if candidate.schedule != best.schedule:
-            yield compared(candidate.name, candidate.schedule, candidate.prediction, best.prediction)
+        if candidate.name == chosen and candidate.prediction.iteration_s < AS_FAST * best.prediction.iteration_s:
+            continue
+        other = compared(candidate.name, candidate.prediction, best.prediction)
+        if (other.name, other.reason) not in shown:
+            shown.add((other.name, other.reason))
+            yield other

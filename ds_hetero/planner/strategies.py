@@ -1,4 +1,4 @@
-"""Every strategy by name: the planner's choice, the baselines, and the four splits of the hetero-ring paper."""
+"""Every strategy by name: the planner's choice, the baselines, and published planners of schedules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from ds_hetero.planner.planning import plan
 from ds_hetero.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ds_hetero.planner.hetero_ring import ProfileTable
-
-__all__ = ["strategy"]
+    from ds_hetero.planner.published.hetero_ring import ProfileTable
 
 
 def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
@@ -42,15 +40,11 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
         return min(candidates, key=lambda each: (not each.prediction.feasible, each.prediction.iteration_s)).schedule
     if name == "even":
         return even(cost.cluster.num_ranks, *heads)
-    speeds = (cost.attention_s_D.min() / cost.attention_s_D).tolist()
     if name == "proportional":
-        return proportional(speeds, *heads)
-    from ds_hetero.planner.hetero_ring import fit_formula, lut_tokens, profile_table
+        return proportional(cost.attention_speeds, *heads)
+    from ds_hetero.planner.published.registry import PLANNERS
 
-    table = table or profile_table(cost)
-    if name == "lut":
-        return proportional(lut_tokens(table, speeds, cost.workload.seq_len), *heads)
-    if name == "formula":
-        formula = fit_formula(table)
-        return proportional([formula.performance(cost.workload.seq_len, speed) for speed in speeds], *heads)
+    for planner in PLANNERS:
+        if planner.name == name and planner.schedule is not None:
+            return planner.schedule(cost, table)
     raise PlanError(f"strategy {shortened(name)} is unknown; it is one of {', '.join(STRATEGIES)}.")

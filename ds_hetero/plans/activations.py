@@ -18,8 +18,6 @@ from typing import NamedTuple
 from ds_hetero.placement import Range, stream_placement
 from ds_hetero.plans.values import Stage
 
-__all__ = ["TokenPart", "Transfer", "held_intervals", "token_parts", "transfers"]
-
 
 class TokenPart(NamedTuple):
     """Tokens of a sequence that the same ranks of a stage hold.
@@ -33,7 +31,7 @@ class TokenPart(NamedTuple):
     intervals: tuple[Range, ...]
 
 
-class Transfer(NamedTuple):
+class ActivationTransfer(NamedTuple):
     """One message of a hop.
 
     Args:
@@ -70,7 +68,7 @@ def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
 
 
 @lru_cache(maxsize=1024)
-def transfers(source: Stage, target: Stage, length: int) -> tuple[Transfer, ...]:
+def transfers(source: Stage, target: Stage, length: int) -> tuple[ActivationTransfer, ...]:
     """Return the messages that bring the activations of one stage to another.
 
     Args:
@@ -87,7 +85,7 @@ def transfers(source: Stage, target: Stage, length: int) -> tuple[Transfer, ...]
     held = token_parts(source, length)
     receivers = [(rank, part) for part in token_parts(target, length) for rank in part.ranks]
     return tuple(
-        Transfer(part.ranks[turn % len(part.ranks)], receiver, common)
+        ActivationTransfer(part.ranks[turn % len(part.ranks)], receiver, common)
         for turn, (receiver, wanted) in enumerate(receivers)
         for part in held
         if (common := tuple(_overlap(wanted.intervals, part.intervals)))

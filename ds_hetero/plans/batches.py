@@ -14,8 +14,6 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ScheduleError
 from ds_hetero.splits import Split, share
 
-__all__ = ["BatchSplit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:

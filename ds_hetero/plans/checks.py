@@ -1,4 +1,4 @@
-"""What a plan must fulfil to be one: every layer once per pipeline, every rank in one place at most, heads that fit."""
+"""Rules that a plan must fulfil: every layer once per pipeline, every rank in one place at most, heads that fit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:
     from ds_hetero.plans.values import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
-
-__all__ = ["INNER", "check_plan"]
 
 INNER = ("one", "tensor", "sequence")
 """How the ranks of a stage share its work: a single rank; tensor parallelism; a schedule of sequence parallelism."""

@@ -13,8 +13,6 @@ from ds_hetero.plans.batches import BatchSplit
 from ds_hetero.plans.values import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.schedule import Schedule, schedules_for_world
 
-__all__ = ["SCENARIO", "read_plan"]
-
 SCENARIO = "scenario"
 """The key of a plan file that says what the plan was made for, see `ds_hetero.reporting.described_plan`."""
 

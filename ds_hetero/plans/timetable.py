@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BACKWARD", "FORWARD", "Action", "default_in_flight", "one_f_one_b"]
-
 FORWARD, BACKWARD = "F", "B"
 
 

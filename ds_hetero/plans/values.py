@@ -1,4 +1,4 @@
-"""What the whole job does, as one value: pipelines with their batches, stages with their ranks and layers.
+"""The whole job as one value: pipelines with their batches, stages with their ranks and layers.
 
     {"version": 2, "model": {"num_layers": 40, "num_heads": 40, "num_kv_heads": 40}, "seq_len": 4096,
      "pipelines": [
@@ -30,10 +30,8 @@ from typing import Any
 
 from ds_hetero.errors import PlanError
 from ds_hetero.plans.batches import BatchSplit
-from ds_hetero.plans.checks import INNER, check_plan
+from ds_hetero.plans.checks import check_plan
 from ds_hetero.schedule import Schedule
-
-__all__ = ["INNER", "Pipeline", "Plan", "PlannedModel", "Stage", "ZeroOwners"]
 
 VERSION = 2
 
@@ -121,7 +119,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every rank of the job does.
+    """The work of every rank of the job.
 
     Args:
         pipelines: with their stages and batches.

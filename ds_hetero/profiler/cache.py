@@ -13,16 +13,20 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import read_file
+from ds_hetero.common.text import bytes_text
 from ds_hetero.errors import ClusterError
-from ds_hetero.profiler.cluster_file import VERSION, RankFacts, fingerprint
+from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
 from ds_hetero.profiler.machine import busy_reason
 from ds_hetero.profiler.measure import WINDOW_S, measure
@@ -30,8 +34,7 @@ from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-__all__ = ["cache_folder", "describe_age", "forget", "measure_cached", "read_profile"]
-
+SAME = 0.01  # relative difference of numbers that are the same
 MAX_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ def measure_cached(
 
 
 def describe_age(content: Mapping[str, Any], is_new: bool) -> str:
-    """Say when ``content`` was measured, whether that can be trusted, and how to measure anew.
+    """Say on rank 0 when ``content`` was measured, whether that can be trusted, and how to measure anew.
 
     Args:
         content: from `measure_cached`.
@@ -112,7 +115,16 @@ def describe_age(content: Mapping[str, Any], is_new: bool) -> str:
             "anew; start it on an idle machine"
         )
     folder = cache_folder()
-    return f"measured now; profiles are {'not kept' if folder is None else f'kept in {folder}'}"
+    if folder is None or not _is_kept(folder / f"{profile['fingerprint']}.json", profile["measured_at"]):
+        return "measured now; the profile could not be kept, so the next job measures anew"
+    return f"measured now; profiles are kept in {folder}"
+
+
+def _is_kept(path: Path, measured_at: str) -> bool:
+    try:
+        return measured_at in path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def _ago(age: timedelta) -> str:
@@ -158,13 +170,43 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | Non
         if datetime.fromisoformat(profile["measured_at"]).tzinfo is None:
             raise ValueError("its date has no time zone")
         busy_reason(profile)
-        if cluster_from_dict(content).num_ranks != len(ranks):
+        cluster = cluster_from_dict(content)
+        if cluster.num_ranks != len(ranks):
             raise ValueError("it has another number of ranks")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _expect_own_numbers(cluster, ranks, profile.get("samples"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         logger.warning("ignoring the damaged profile %s (%s: %s) and measuring anew", path, type(error).__name__, error)
         return None
     logger.info("using the profile %s, measured before on the same ranks", path)
     return content
+
+
+def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: Any) -> None:
+    """Refuse numbers that are not those of the ranks: a file that was changed by hand plans for devices that are not.
+
+    Args:
+        cluster: of the profile.
+        ranks: that live.
+        samples: what was timed, by rank; empty in a profile that has no timings.
+
+    Raises:
+        ValueError: memory that is not the rank's, or a rate that the timings do not give.
+    """
+    for rank, (device, facts) in enumerate(zip(cluster.devices, ranks, strict=True)):
+        if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=SAME):
+            raise ValueError(
+                f"it gives rank {rank} a memory of {bytes_text(device.memory_bytes)} GiB, and the rank has "
+                f"{bytes_text(facts.memory_bytes)}"
+            )
+    if not samples:
+        return
+    fitted = cluster_from_dict(cluster_content(ranks, samples))
+    for name in ("peak_flops_per_s", "memory_bytes_per_s", "node_bytes_per_s"):
+        if not np.allclose(getattr(cluster, name), getattr(fitted, name), rtol=SAME):
+            raise ValueError(f"its {name} is not what its own timings give")
+    kept, own = ([astuple(device.efficiency) for device in one.devices] for one in (cluster, fitted))
+    if not np.allclose(np.array(kept), np.array(own), rtol=SAME):
+        raise ValueError("its efficiencies are not what its own timings give")
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -30,8 +30,6 @@ from ds_hetero.profiler.fit import (
 )
 from ds_hetero.profiler.link_rounds import rounds_between
 
-__all__ = ["CIRCUMSTANCES", "VERSION", "RankFacts", "calibrate", "cluster_content", "fingerprint", "nodes_of"]
-
 VERSION = 1
 CIRCUMSTANCES = ("measured_at", "machine")  # of a measurement: ISO 8601 in UTC, `ds_hetero.profiler.machine.Quietness`
 SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
@@ -43,7 +41,7 @@ Samples = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """What a rank is, before anything is timed.
+    """Description of a rank, before anything is timed.
 
     Args:
         node: the same for ranks that share a machine and its network.
@@ -186,7 +184,7 @@ def _with_peaks_reached(
 
 
 def _best_rate(sample: Mapping[str, Any]) -> float:
-    """What a device that no catalogue knows has been seen to do."""
+    """The best rate that was measured on a device that no catalogue knows."""
     return max([float(sample["peak_flops_per_s"]), *(float(layer[1] / layer[3]) for layer in sample["layers"])])
 
 
@@ -263,7 +261,7 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dic
 
 
 def _shared_nic(members: Sequence[int], samples: Samples) -> float | None:
-    """What the ranks of a node get together towards another node, if it is less than each got alone."""
+    """Bandwidth of all ranks of a node together towards another node, if it is less than each got alone."""
     crowd = [samples[rank]["links"].get("between, all at once") for rank in members]
     pairs = [of_rank for of_rank in crowd if of_rank]
     alone = [samples[rank]["links"].get("between 0") for rank in members]

@@ -1,4 +1,4 @@
-"""What one rank can time on its own device: layers, attention blocks, memory.
+"""Timings of one rank on its own device: layers, attention blocks, memory.
 
 All ranks run the same probes at the same moment, as they will in training: devices that share a host, a power budget or
 a memory bus are measured with their neighbours at work.
@@ -17,17 +17,6 @@ from torch import Tensor
 
 from ds_hetero.profiler.fit import AttentionSample, LayerSample
 from ds_hetero.runtime.devices import default_device
-
-__all__ = [
-    "AttentionProbe",
-    "SdpaProbe",
-    "Timer",
-    "attention_probes",
-    "head_dim_on",
-    "layer_probes",
-    "matmul_probe",
-    "memory_probe",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,6 @@ import numpy as np
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.common.arrays import Floats
 
-__all__ = [
-    "AttentionSample",
-    "FitError",
-    "LayerSample",
-    "TransferFit",
-    "TransferSample",
-    "fit_efficiency",
-    "fit_transfer",
-]
-
 
 class LayerSample(NamedTuple):
     """Time of one layer without attention."""

@@ -13,8 +13,6 @@ from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForward, Scores, select
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-__all__ = ["KernelProbe", "kernel_probe", "profile", "profile_cached"]
-
 
 def profile(
     dtype: torch.dtype | None = None, *, window_s: float = WINDOW_S, show_progress: bool = True

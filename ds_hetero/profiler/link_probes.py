@@ -1,4 +1,4 @@
-"""What ranks can time together: transfers, alone and all at once, all-to-alls, and the host's own time for exchanges.
+"""Timings of ranks together: transfers, alone and all at once, all-to-alls, and the host's own time for exchanges.
 
 Every rank takes part in every round of `ds_hetero.profiler.link_rounds`, if only to wait for its end.
 """
@@ -23,8 +23,6 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_output,
     scatter_sequence,
 )
-
-__all__ = ["all_to_all_round", "message_overhead_s", "pair_round"]
 
 SIZES = (2**12, 2**18, 2**22, 2**24)
 REPEATS = (30, 20, 8, 4)
@@ -125,7 +123,7 @@ def message_overhead_s(device: torch.device) -> float:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """What disturbs a host now and then must not look like the latency of its links."""
+    """Lower quartile, for disturbances of a host must not look like the latency of its links."""
     return sorted(seconds)[len(seconds) // 4]
 
 

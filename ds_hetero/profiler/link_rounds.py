@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Pairs", "rounds_between", "rounds_inside"]
-
 MOST_ROUNDS = 8  # of pairs of nodes; what is not measured is taken to be like the median
 
 Pairs = tuple[tuple[int, int], ...]

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_OTHERS", "MAX_SPREAD", "CpuUse", "Quietness", "Watch", "busy_reason", "quietness_of"]
-
 MAX_OTHERS = 0.25  # of a host's cores, kept busy by other processes
 MAX_SPREAD = 0.25  # by which the slowest of the equal timings may exceed the fastest
 
 
 class CpuUse(NamedTuple):
-    """What kept the cores of this rank's host busy while it was measured.
+    """Load on the cores of this rank's host while it was measured.
 
     Args:
         host: its name.
@@ -47,7 +45,7 @@ class Quietness:
     spread: float
 
 
-class Watch:
+class CpuWatch:
     """Measures the use of the cores from when it is made.
 
     Args:

@@ -32,12 +32,10 @@ from ds_hetero.profiler.device_probes import (
 )
 from ds_hetero.profiler.link_probes import all_to_all_round, message_overhead_s, pair_round
 from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
-from ds_hetero.profiler.machine import Watch, quietness_of
+from ds_hetero.profiler.machine import CpuWatch, quietness_of
 from ds_hetero.profiler.ranks import describe_ranks, own_rank, process_group
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
-
-__all__ = ["WINDOW_S", "measure"]
 
 WINDOW_S = 0.15  # per timing; the measurement as a whole takes about half a minute
 
@@ -73,7 +71,7 @@ def measure(
     attention = SdpaProbe() if attention is None else attention
     with process_group(device), _progress(show_progress and own_rank() == 0) as advance:
         ranks = describe_ranks(device, dtype, attention)
-        measured_at, watch = datetime.now(timezone.utc), Watch(ranks[own_rank()].host)
+        measured_at, watch = datetime.now(timezone.utc), CpuWatch(ranks[own_rank()].host)
         samples = _time_devices(len(ranks), Timer(device, window_s), dtype, attention, advance)
         links = _time_links(ranks, device, advance) if len(ranks) > 1 else {}
         host_s = message_overhead_s(device) if len(ranks) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What the live ranks are, before anything is timed, and the process group over which they find that out."""
+"""Description of the live ranks, before anything is timed, and the process group over which they exchange it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.profiler.cluster_file import RankFacts
 from ds_hetero.profiler.device_probes import AttentionProbe
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["describe_ranks", "own_rank", "process_group"]
 
 
 @contextmanager

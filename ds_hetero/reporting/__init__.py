@@ -1,1 +1,1 @@
-"""What people look at: a plan that says what it was made for, what a run measured, the page and the trace of both."""
+"""For people to look at: a plan with its scenario, the record of a run, the page and the trace of both."""

@@ -23,12 +23,11 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import model_from_config
 from ds_hetero.plans import Plan, read_plan
 from ds_hetero.plans.reading import SCENARIO
 from ds_hetero.schedule import Schedule
-
-__all__ = ["DescribedPlan", "PlanScenario", "read_described_plan", "read_scenario"]
 
 _WORKLOAD = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
 _KEYS = ("cost_model", "model", "workload", "clusters", "lengths")
@@ -39,7 +38,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanScenario:
-    """What a plan was made for.
+    """Scenario that a plan was made for.
 
     Args:
         cost_model: name of the cost model that judges it.
@@ -64,7 +63,7 @@ class PlanScenario:
             "workload": {
                 **workload,
                 "zero_weights": _list_or_none(self.workload.zero_weights),
-                "buffers": None if self.workload.buffers is None else asdict(self.workload.buffers),
+                "buffers": asdict(self.workload.buffers),
             },
             "clusters": [cluster_to_dict(cluster) for cluster in self.clusters],
             "lengths": _list_or_none(self.lengths),
@@ -185,7 +184,13 @@ def read_scenario(data: Any) -> PlanScenario:
 def _read_workload(data: Any) -> Workload:
     if isinstance(data, Mapping):
         # Files of before do not have these.
-        data = {"tiled_mlp": False, "offload_activations": False, "cut_vocabulary": False, **data}
+        data = {
+            "tiled_mlp": False,
+            "offload_activations": False,
+            "cut_vocabulary": False,
+            "tile_tokens": None,
+            **data,
+        }
     _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     usual = asdict(Workload(seq_len=1))
     for name in _WORKLOAD:
@@ -194,6 +199,8 @@ def _read_workload(data: Any) -> Workload:
             is_right = isinstance(value, bool)
         elif name == "zero_weights":
             is_right = value is None or _is_list(value)
+        elif name == "tile_tokens":
+            is_right = value is None or _is_number(value)
         elif name == "buffers":
             is_right = value is None or (isinstance(value, Mapping) and all(map(_is_number, value.values())))
         else:
@@ -205,7 +212,7 @@ def _read_workload(data: Any) -> Workload:
         _expect_keys(f"{SCENARIO}.workload.buffers", buffers, tuple(field.name for field in fields(Buffers)))
     parts = {
         "zero_weights": None if weights is None else tuple(weights),
-        "buffers": None if buffers is None else Buffers(**buffers),
+        "buffers": Buffers() if buffers is None else Buffers(**buffers),  # files of earlier versions have none
     }
     return Workload(**{**data, **parts})
 

@@ -1,4 +1,4 @@
-"""What the sliders of the page show: predictions at points of a grid, computed when the page is made.
+"""Values behind the sliders of the page: predictions at points of a grid, computed when the page is made.
 
 A point is a length, a factor on the speed of links, and a card that is taken away. At each one there are up to two
 answers: this plan, as it is, and a plan made anew.
@@ -17,10 +17,8 @@ from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.rank_rows import heads_of
+from ds_hetero.reporting.sections.rank_rows import heads_of
 from ds_hetero.schedule import Schedule
-
-__all__ = ["GridPoint", "Removal", "grid_of", "points_of", "removals_of", "scaled_links"]
 
 LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ECHARTS", "Markup", "Page", "definitions", "details", "heading", "paragraph", "preformatted", "table"]
-
 ECHARTS = "echarts-6.1.0.min.js"
 """The chart library: Apache ECharts 6.1.0, only the parts that the page uses; ``assets/echarts/README.md`` says how."""
 

@@ -12,19 +12,17 @@ from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
 from ds_hetero.plans import Plan, read_plan
-from ds_hetero.reporting.baselines_section import baselines
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.documents_section import add_documents
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
-from ds_hetero.reporting.links_picture import links_picture, links_table
-from ds_hetero.reporting.pipelines_section import add_pipelines
 from ds_hetero.reporting.run_file import RunFile, plan_digest
-from ds_hetero.reporting.run_section import add_run
-from ds_hetero.reporting.shares_section import shares
-from ds_hetero.reporting.time_sections import MeasuredReplica, block, step
-
-__all__ = ["describe_with_run", "plan_page"]
+from ds_hetero.reporting.sections.baselines_section import baselines
+from ds_hetero.reporting.sections.documents_section import add_documents
+from ds_hetero.reporting.sections.links_picture import links_picture, links_table
+from ds_hetero.reporting.sections.pipelines_section import add_pipelines
+from ds_hetero.reporting.sections.run_section import add_run, measured_text
+from ds_hetero.reporting.sections.shares_section import shares
+from ds_hetero.reporting.sections.time_sections import MeasuredReplica, block, step
 
 
 def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> DescribedPlan:
@@ -37,6 +35,8 @@ def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> Descri
     if run is not None:
         if bare.is_replicas and len(bare.pipelines) == 1 and len(run.plan.pipelines) > 1:
             bare = read_plan(bare.schedules[0].to_dict(), len(run.plan.ranks))  # as the job repeated it
+        if plan_digest(bare) != plan_digest(run.plan) == plan_digest(bare.with_layers()):
+            bare = run.plan  # as a job of pipelines wrote it out
         if plan_digest(bare) != plan_digest(run.plan):
             raise PlanError(
                 f"the run file is of another plan: its digest is {plan_digest(run.plan)}, that of the plan "
@@ -71,7 +71,7 @@ def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
     if described.num_replicas:
         _add_replicas(page, described, run)
     else:
-        add_pipelines(page, described)
+        add_pipelines(page, described, run)
     if run is not None:
         add_run(page, run)
     text = json.dumps(described.to_dict())
@@ -137,16 +137,15 @@ def _add_summary(
         "Memory": "does not fit" if too_much else "every rank fits",
     }
     if run is not None:
-        cards["Measured step"] = f"{time_text(run.step_s)} (prediction {step_s / run.step_s - 1:+.1%})"
+        cards["Measured step"] = measured_text(step_s, run)
     replicas = f"{len(costs)} replicas, each " if len(costs) > 1 else ""
     batches = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''}"
     attention = "causal" if work.causal else "full"
-    recomputing = ", activation checkpointing" if work.activation_checkpointing else ""
     page.section(
         "In short",
         definitions(cards),
         f"{replicas}{batches} of {work.micro_batch} x {work.seq_len:,} tokens per step, ZeRO-{work.zero_stage}, "
-        f"{attention} attention{recomputing}.",
+        f"{', '.join((f'{attention} attention', *work.memory_savers))}.",
         f"What decides: {slowest.bottleneck.text}.",
         *([f"Memory: {too_much}."] if too_much else []),
     )

@@ -23,8 +23,6 @@ from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.plans import Plan, read_plan
 from ds_hetero.reporting.described_plan import PlanScenario, read_scenario
 
-__all__ = ["MeasuredRank", "RunFile", "TracedRange", "expect_writable", "plan_digest", "read_run", "write_run"]
-
 FORMAT, VERSION = "ds_hetero run", 1
 MAX_TRACED = 20_000  # ranges of one rank
 
@@ -49,6 +47,9 @@ class MeasuredRank:
         own_min_s: shortest computing time of the latest steps.
         own_median_s: median of it.
         own_max_s: longest of it.
+        hop_s: of a step, in sending to neighbouring stages of a pipeline, and in what was on its way from them.
+        bubble_s: of it, waiting for stages that still computed.
+        sync_s: of it, bringing gradients of pipelines to their owners and values back.
     """
 
     device: str
@@ -63,12 +64,15 @@ class MeasuredRank:
     own_min_s: float
     own_median_s: float
     own_max_s: float
+    hop_s: float = 0.0
+    bubble_s: float = 0.0
+    sync_s: float = 0.0
 
     @property
     def rest_s(self) -> float:
         """The optimizer, the loader, the host: what the other parts leave of a step."""
         parts = self.attention_s + self.model_s + self.all_to_all_s + self.ring_wait_s + self.idle_s
-        return self.step_s - parts
+        return self.step_s - parts - self.hop_s - self.bubble_s - self.sync_s
 
 
 TracedRange = tuple[str, float, float]
@@ -77,7 +81,7 @@ TracedRange = tuple[str, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """What a job measured.
+    """Measurements of a job.
 
     Args:
         plan: that the job began with.
@@ -89,7 +93,8 @@ class RunFile:
         steps: that were observed.
         ranks: a mean step of every rank.
         observations: ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance`` of each, oldest first.
-        changes: of the schedule: ``step``, ``replica``, ``schedule`` and ``gain``.
+        changes: of a replica's schedule: ``step``, ``replica``, ``schedule`` and ``gain``; of the layers of stages:
+            ``step``, ``layers`` by pipeline and stage, and ``gain``.
         traced_step: number of the step whose ranges follow; None without.
         trace: ranges of every rank in that step.
     """
@@ -132,7 +137,7 @@ class RunFile:
 
 
 def plan_digest(plan: Plan) -> str:
-    """What names a plan in a run file: 16 hexadecimal digits."""
+    """Name of a plan in a run file: 16 hexadecimal digits."""
     return f"{plan.fingerprint:016x}"
 
 
@@ -220,6 +225,7 @@ def _read(data: Mapping[str, Any]) -> RunFile:
 
 def _read_rank(data: Mapping[str, Any]) -> MeasuredRank:
     names = [field.name for field in fields(MeasuredRank) if field.name != "device"]
+    data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of before do not have these
     return MeasuredRank(device=_text(data["device"], "device"), **{name: _number(data[name], name) for name in names})
 
 

@@ -11,18 +11,6 @@ from ds_hetero.cost import CostModel, Prediction, Span
 from ds_hetero.reporting.run_file import TracedRange
 from ds_hetero.schedule import Schedule
 
-__all__ = [
-    "KINDS",
-    "MAX_SPANS",
-    "Bar",
-    "block_spans",
-    "measured_block",
-    "measured_step",
-    "phase_shares",
-    "predicted_block",
-    "predicted_step",
-]
-
 Bar = tuple[str, float, float]
 
 KINDS = ("attention", "model", "all-to-all", "wait", "forward", "backward", "loss", "step")

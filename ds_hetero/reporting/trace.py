@@ -17,12 +17,10 @@ from typing import Any
 
 from ds_hetero.cost import CostModel
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.pipelines_section import judged, pipeline_bars
 from ds_hetero.reporting.run_file import RunFile, TracedRange
+from ds_hetero.reporting.sections.pipelines_section import judged, pipeline_bars
 from ds_hetero.reporting.timelines import PREFIX, Bar, block_spans, phase_shares, predicted_block
 from ds_hetero.schedule import Schedule
-
-__all__ = ["MAX_EVENTS", "trace_of"]
 
 MAX_EVENTS = 400_000  # of longer steps, blocks after the first of a pass are one span each
 COMPUTE, NETWORK = 0, 1

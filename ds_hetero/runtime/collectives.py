@@ -25,17 +25,6 @@ from ds_hetero.runtime.peers.calls import REMEDY, own_calls, ranks_by_value, ran
 from ds_hetero.runtime.peers.waiting import current_phase, waiting_for_peers
 from ds_hetero.runtime.peers.watch import start_watch
 
-__all__ = [
-    "all_gather_bytes",
-    "encode_failure",
-    "message_device",
-    "messages_group",
-    "on_all_ranks",
-    "pairs_by_order",
-    "raise_failures",
-    "timeout_of_job",
-]
-
 T = TypeVar("T")
 
 _WIDTH = 16  # integers in every all_gather of this module, so that ranks in different phases find out

@@ -8,8 +8,6 @@ import torch
 
 from ds_hetero.errors import ConfigError
 
-__all__ = ["default_device", "default_dtype", "has_native_bf16"]
-
 
 def default_device() -> torch.device:
     """This rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` has DeepSpeed use it.

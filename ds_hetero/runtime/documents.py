@@ -7,8 +7,9 @@ a search for positions that restart. Everything reads tensors; no loop goes over
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +17,12 @@ from torch import Tensor
 from ds_hetero.errors import BatchError
 from ds_hetero.placement import Range, Rows
 
-__all__ = [
-    "BOUNDARIES",
-    "MASK",
-    "POSITIONS",
-    "Documents",
-    "PositionRuns",
-    "documents_from_cu_seqlens",
-    "documents_from_mask",
-    "documents_from_positions",
-    "position_moments",
-    "position_runs",
-    "rows_of",
-]
-
 Documents = tuple[Range, ...]
 # Position ids of every batch row: from which index on they count up from which value.
 PositionRuns = tuple[tuple[tuple[int, int], ...], ...]
 
 BOUNDARIES, MASK, POSITIONS = "cu_seq_lens_q", "attention_mask", "position_ids"  # where documents are read from
+_BOUNDARIES_OF_KEYS = "cu_seq_lens_k"
 
 
 def documents_from_positions(positions: Tensor) -> list[Documents]:
@@ -114,6 +102,26 @@ def documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_size
             f"with batch size {batch_size}."
         )
     return [tuple((a, b) for a, b in pairwise(boundaries) if a < b)]
+
+
+def expect_one_set_of_boundaries(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch whose queries and keys are of unlike documents, or whose documents are not told to every model.
+
+    Raises:
+        BatchError: ``cu_seq_lens_k`` is not ``cu_seq_lens_q``, one is no tensor, or there is ``seq_idx`` alone.
+    """
+    of_queries, of_keys = batch.get(BOUNDARIES), batch.get(_BOUNDARIES_OF_KEYS)
+    for name, boundaries in ((BOUNDARIES, of_queries), (_BOUNDARIES_OF_KEYS, of_keys)):
+        if not isinstance(boundaries, Tensor | None):
+            raise BatchError(f"{name} must be a tensor of boundaries, got {type(boundaries).__name__}.")
+    if of_queries is not None and of_keys is not None and of_queries.tolist() != of_keys.tolist():
+        raise BatchError(
+            f"{_BOUNDARIES_OF_KEYS} must be {BOUNDARIES}, since tokens see those of their own document, got "
+            f"{of_keys.tolist()[:8]} and {of_queries.tolist()[:8]}. Keys beside those of the batch, as in generation "
+            "with a cache, are for whole batches."
+        )
+    if batch.get("seq_idx") is not None and of_queries is None and batch.get(POSITIONS) is None:
+        raise BatchError(f"seq_idx tells documents to some layers alone; give {BOUNDARIES} or {POSITIONS} beside it.")
 
 
 def rows_of(documents: Sequence[Documents]) -> tuple[Rows, ...]:

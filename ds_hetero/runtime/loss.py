@@ -42,18 +42,6 @@ from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.replica import Replica
 
-__all__ = [
-    "CONVENTIONS",
-    "count_items",
-    "expect_same_scalar",
-    "has_unscaled_term",
-    "is_scaled",
-    "mean_over_replica",
-    "measure_tokens",
-    "rescaled_loss",
-    "sequence_parallel_loss",
-]
-
 _NODES_SEARCHED = 32  # of the graph above a loss, for what users add to it
 
 CONVENTIONS = ("replica_mean", "local_mean", "local_sum", "local_share")
@@ -65,6 +53,7 @@ def sequence_parallel_loss(
     replica: Replica,
     num_items: Tensor | float | None = None,
     divisor: int = 1,
+    num_labels: Tensor | float | None = None,
 ) -> Tensor:
     """The replica's loss as a scalar to call backward on; table above.
 
@@ -76,6 +65,7 @@ def sequence_parallel_loss(
         num_items: valid tokens of the optimizer step over all ranks, see `count_items`; left out, each micro-batch of
             each replica weighs the same.
         divisor: with ``num_items``: what the engine will divide by, to be undone.
+        num_labels: without ``num_items``: what to divide by in place of n_R.
 
     Returns:
         A scalar of ``loss_sum``'s dtype; 0 where no rank of the replica has a valid token.
@@ -90,8 +80,9 @@ def sequence_parallel_loss(
     dist.all_reduce(replica_total, group=replica.sp_group)
     replica_sum, replica_tokens = replica_total.unbind()
     if num_items is None:
-        value = replica_sum / replica_tokens.clamp(min=1)
-        factor = world_size / (replica.num_replicas * replica_tokens.clamp(min=1))
+        count = replica_tokens if num_labels is None else torch.as_tensor(num_labels, device=device).double()
+        value = replica_sum / count.clamp(min=1)
+        factor = world_size / (replica.num_replicas * count.clamp(min=1))
     else:
         factor = world_size * divisor / torch.as_tensor(num_items, device=device).double().clamp(min=1)
         value = replica_sum * factor / replica.sp_size

@@ -14,8 +14,6 @@ from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.collectives import on_all_ranks, pairs_by_order, timeout_of_job
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["ProcessGroups", "Replica", "make_replica", "part_of_replica"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replica:

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["load_balancing_loss"]
-
 
 def load_balancing_loss(gates: Sequence[Tensor], top_k: int, real: Tensor, replica: Replica) -> Tensor:
     """Return the loss of the whole batch, equal on all ranks of the replica.

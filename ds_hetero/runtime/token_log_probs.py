@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 
-__all__ = ["cross_entropy_sum", "token_log_probs"]
-
 
 def token_log_probs(logits: Tensor, labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
     """The log-probability of the label of each token.

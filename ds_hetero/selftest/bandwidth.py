@@ -12,13 +12,11 @@ from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
 from ds_hetero.profiler.link_probes import pair_round
 from ds_hetero.profiler.link_rounds import rounds_between, rounds_inside
 from ds_hetero.runtime.devices import default_dtype
-from ds_hetero.selftest.lines import RankLine
-from ds_hetero.selftest.session import Session
-
-__all__ = ["check_bandwidth"]
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.watch import Session
 
 
-def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[RankLine]:
+def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[Line]:
     """One line per part, with what this rank measured.
 
     Args:
@@ -32,13 +30,13 @@ def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[
     with session.watch.call("products"):
         flops_per_s = matmul_probe(timer, dtype)
     text = f"{flops_per_s / TERA:.2g} TFLOPS in {str(dtype).removeprefix('torch.')}"
-    yield RankLine(
+    yield Line(
         "products", "info", text + _of(flops_per_s, None if entry is None else entry.device.peak_flops_per_s, TERA)
     )
     with session.watch.call("copies in memory"):
         bytes_per_s = memory_probe(timer)
     peak = None if entry is None else entry.device.memory_bytes_per_s
-    yield RankLine("copies in memory", "info", f"{bytes_per_s / GB:.2g} GB/s" + _of(bytes_per_s, peak, GB))
+    yield Line("copies in memory", "info", f"{bytes_per_s / GB:.2g} GB/s" + _of(bytes_per_s, peak, GB))
     nodes: Sequence[Sequence[int]] = session.nodes
     for where, pairs in (rounds_inside(nodes) | rounds_between(nodes)).items():
         with session.watch.call(f"links {where}"):
@@ -47,7 +45,7 @@ def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[
             largest = samples[-1]
             rate = largest.num_bytes / largest.seconds
             link = entry.link_bytes_per_s if entry is not None and where.startswith("inside") else None
-            yield RankLine(f"links {where}", "info", f"{rate / GB:.2g} GB/s each way" + _of(rate, link, GB))
+            yield Line(f"links {where}", "info", f"{rate / GB:.2g} GB/s each way" + _of(rate, link, GB))
 
 
 def _of(measured: float, catalogued: float | None, unit: float) -> str:

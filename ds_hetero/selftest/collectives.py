@@ -10,20 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.runtime.collectives import all_gather_bytes
-from ds_hetero.selftest.lines import RankLine
-from ds_hetero.selftest.session import Session
-
-__all__ = ["check_collectives"]
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.watch import Session
 
 
-def check_collectives(session: Session) -> Iterator[RankLine]:
+def check_collectives(session: Session) -> Iterator[Line]:
     """One line per collective."""
     for name, collective in _COLLECTIVES.items():
         with session.watch.call(name):
             got, wanted = collective(session)
             same = len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
             dist.barrier()  # gloo tells a message of the wrong size in the call after it: let that be this one
-        yield RankLine(name, "pass" if same else "fail", "" if same else "other values than were sent")
+        yield Line(name, "pass" if same else "fail", "" if same else "other values than were sent")
 
 
 def _part_sizes(size: int) -> list[int]:
@@ -32,7 +30,7 @@ def _part_sizes(size: int) -> list[int]:
 
 
 def _part(rank: int, session: Session) -> Tensor:
-    """What rank ``rank`` has."""
+    """The part of rank ``rank``."""
     return torch.arange(_part_sizes(session.size)[rank], device=session.device, dtype=torch.float32) + 100 * rank
 
 

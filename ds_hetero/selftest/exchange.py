@@ -10,20 +10,18 @@ from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.attention import AttentionSpec
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import ProcessGroups, make_replica
-from ds_hetero.selftest.lines import RankLine
+from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.parity import TOLERANCE, Case, largest_error
 from ds_hetero.selftest.schedules import length_for, uneven_schedules
-from ds_hetero.selftest.session import Session
-
-__all__ = ["check_exchange"]
+from ds_hetero.selftest.watch import Session
 
 _HEAD_DIM = 64
 
 
-def check_exchange(session: Session) -> Iterator[RankLine]:
+def check_exchange(session: Session) -> Iterator[Line]:
     """One line per schedule. Each makes the process groups that training makes."""
     if session.size == 1:
-        yield RankLine("ragged exchange, ring", "skip", "one process has nobody to exchange with")
+        yield Line("ragged exchange, ring", "skip", "one process has nobody to exchange with")
         return
     kernel = select(session.device, torch.float32, _HEAD_DIM, None, None)
     case, length = Case(AttentionSpec(kernel), torch.float32, _HEAD_DIM), length_for(session.size)
@@ -35,11 +33,11 @@ def check_exchange(session: Session) -> Iterator[RankLine]:
             error = largest_error(case, replica, length, session.device)
         tolerance = TOLERANCE[torch.float32]
         if error <= tolerance:
-            yield RankLine(
+            yield Line(
                 name, "pass", f"forward and backward, tokens {_tokens(schedule.tokens(length_for(session.size)))}"
             )
         else:
-            yield RankLine(name, "fail", f"off by {error:.1e} of the largest value, allowed {tolerance:.0e}")
+            yield Line(name, "fail", f"off by {error:.1e} of the largest value, allowed {tolerance:.0e}")
 
 
 def _tokens(tokens: dict[int, int]) -> str:

@@ -14,30 +14,28 @@ from ds_hetero.runtime.attention.kernels.choice import KernelEntry
 from ds_hetero.runtime.devices import has_native_bf16
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.schedule import Group, Schedule
-from ds_hetero.selftest.lines import RankLine
+from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.parity import TOLERANCE, Case, largest_error
-from ds_hetero.selftest.session import Session
-
-__all__ = ["check_kernels"]
+from ds_hetero.selftest.watch import Session
 
 _LENGTH = 203
 _DOCUMENTS = ((0, 60), (60, 61), (61, 203))
 _TIMES = 5.0  # the limit of a call: a kernel may be compiled first
 
 
-def check_kernels(session: Session) -> Iterator[RankLine]:
+def check_kernels(session: Session) -> Iterator[Line]:
     """One line per kernel: grouped heads, windows, sinks, soft caps and documents in every native type."""
     for entry in KERNELS:
         name = f"kernel {entry.name}"
         if session.device.type == "cpu" and entry.name == "triton":
-            yield RankLine(name, "skip", "Triton runs on GPUs")
+            yield Line(name, "skip", "Triton runs on GPUs")
             continue
         with session.watch.call(name, times=_TIMES):
             line = _check(entry, session)
         yield line
 
 
-def _check(entry: KernelEntry, session: Session) -> RankLine:
+def _check(entry: KernelEntry, session: Session) -> Line:
     name, worst, reasons, num_cases = f"kernel {entry.name}", 0.0, set(), 0
     for feature, case, num_kv_heads in _cases(entry, session):
         block = (session.device, case.dtype, case.head_dim, case.spec.softcap)
@@ -48,15 +46,15 @@ def _check(entry: KernelEntry, session: Session) -> RankLine:
         try:
             error = largest_error(case, replica, _LENGTH, session.device)
         except Exception as failure:  # a kernel of another package may raise anything
-            return RankLine(name, "fail", f"{_text(feature, case)}: {type(failure).__name__}: {failure}")
+            return Line(name, "fail", f"{_text(feature, case)}: {type(failure).__name__}: {failure}")
         num_cases += 1
         if not error <= TOLERANCE[case.dtype]:
-            return RankLine(name, "fail", f"{_text(feature, case)}: off by {error:.1e} of the largest value")
+            return Line(name, "fail", f"{_text(feature, case)}: off by {error:.1e} of the largest value")
         worst = max(worst, error / TOLERANCE[case.dtype])
     if not num_cases:
-        return RankLine(name, "skip", "; ".join(sorted(reasons)))
+        return Line(name, "skip", "; ".join(sorted(reasons)))
     left_out = f"; not: {'; '.join(sorted(reasons))}" if reasons else ""
-    return RankLine(name, "pass", f"{num_cases} cases, {100 * worst:.0f} % of the tolerance{left_out}")
+    return Line(name, "pass", f"{num_cases} cases, {100 * worst:.0f} % of the tolerance{left_out}")
 
 
 def _cases(entry: KernelEntry, session: Session) -> Iterator[tuple[str, Case, int]]:

@@ -17,9 +17,9 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ds_hetero.engine.restarts import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import PeerError
-
-__all__ = ["Failure", "Meeting", "meet"]
+from ds_hetero.runtime.peers.calls import ranks_by_value
 
 _REPORT_S = 10.0  # for another rank to write the report of a failure
 _ANSWER_S = 3.0  # for a rank to say where it is
@@ -95,11 +95,8 @@ class Meeting:
         """Where every rank is, seen from call ``number``: one line for the ranks that are at the same place."""
         with contextlib.suppress(RuntimeError):  # who does not answer in time is told below
             self.store.wait([f"site/{rank}" for rank in range(self.size)], timedelta(seconds=_ANSWER_S))
-        ranks: dict[str, list[str]] = {}
-        for rank in range(self.size):
-            place = f"{self._place(rank, number)}; {self._site(rank)}"
-            ranks.setdefault(place, []).append(str(rank))
-        return [f"rank {', '.join(of_ranks)}: {place}" for place, of_ranks in ranks.items()]
+        places = ((rank, f"{self._place(rank, number)}; {self._site(rank)}") for rank in range(self.size))
+        return [f"rank {', '.join(map(str, ranks))}: {place}" for place, ranks in ranks_by_value(places).items()]
 
     def _place(self, rank: int, number: int) -> str:
         key = f"at/{rank}"
@@ -161,7 +158,7 @@ def meet(limit_s: float) -> tuple[Meeting, Meeting]:
         Two connections: one may wait in a call while the other is asked.
 
     Raises:
-        PeerError: nobody keeps a store at MASTER_ADDR and MASTER_PORT.
+        PeerError: nobody keeps a store at MASTER_ADDR and MASTER_PORT, or a rank does not come to it.
     """
     if "RANK" not in os.environ:
         own = HashStore()
@@ -169,8 +166,8 @@ def meet(limit_s: float) -> tuple[Meeting, Meeting]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    prefix = f"ds_hetero/selftest/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    meetings = []
+    meetings: list[Meeting] = []
+    name = ""
     for is_master in (keeps, False):
         try:
             store = TCPStore(
@@ -187,5 +184,7 @@ def meet(limit_s: float) -> tuple[Meeting, Meeting]:
                 f"rank {rank} reaches no store at MASTER_ADDR and MASTER_PORT within {limit_s:.0f} s: {whose} does not "
                 "keep one there. Is rank 0 started, is the port free, and does the address lead to its host?"
             ) from error
-        meetings.append(Meeting(PrefixStore(prefix, store), rank, size))
+        if not meetings and is_kept_by_launcher(address, port):
+            name = name_of_start(store, rank, size)
+        meetings.append(Meeting(PrefixStore(f"ds_hetero/selftest/{name}", store), rank, size))
     return meetings[0], meetings[1]

@@ -14,15 +14,13 @@ from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.documents import Documents, rows_of
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["TOLERANCE", "Case", "largest_error"]
-
 # Of the largest entry. Sums in another order, and for 16-bit types a few roundings of inputs, outputs and gradients.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What attention is asked for.
+    """Case of attention.
 
     Args:
         spec: of the layer, without sinks.

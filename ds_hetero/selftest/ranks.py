@@ -1,4 +1,4 @@
-"""What a rank is: device, driver, builds, native types and the kernels that work on it."""
+"""Description of a rank: device, driver, builds, native types and the kernels that work on it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job.environment import expect_same_environment, own_environment
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
-
-__all__ = ["check_ranks", "describe_rank", "nodes_of"]
+from ds_hetero.runtime.peers.calls import ranks_by_value
 
 _HEAD_DIM = 128
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -112,9 +111,7 @@ def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
     expect_same_environment([described["environment"] for described in ranks])
 
 
-def nodes_of(ranks: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
+def nodes_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
     """Ranks by node, in the order of their first ranks."""
-    nodes: dict[str, list[int]] = {}
-    for rank, described in enumerate(ranks):
-        nodes.setdefault(described["host"], []).append(rank)
+    nodes: dict[str, list[int]] = ranks_by_value((rank, described["host"]) for rank, described in enumerate(ranks))
     return tuple(map(tuple, nodes.values()))

@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from rich.table import Table
 
 from ds_hetero.selftest.lines import Line
 
-__all__ = ["Report", "redacted"]
-
 _WIDTH = 120
 _PRIVATE = ("host", "environment", "type")  # of a rank's description
 _STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow", "info": "dim"}
@@ -25,7 +23,7 @@ _STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow", "info": "dim"}
 
 @dataclass
 class Report:
-    """What is known so far.
+    """Results so far.
 
     Args:
         ranks: descriptions by rank, from `ds_hetero.selftest.ranks`.
@@ -53,7 +51,7 @@ class Report:
             "seconds": round(self.seconds, 1),
             "nodes": [list(ranks) for ranks in self.nodes],
             "ranks": ranks,
-            "lines": [{**line.to_dict(), "detail": redacted(line.detail)} for line in self.lines],
+            "lines": [{**asdict(line), "detail": redacted(line.detail)} for line in self.lines],
         }
 
     def text(self) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,12 @@ from ds_hetero.selftest.bandwidth import check_bandwidth
 from ds_hetero.selftest.collectives import check_collectives
 from ds_hetero.selftest.exchange import check_exchange
 from ds_hetero.selftest.kernels import check_kernels
-from ds_hetero.selftest.lines import Line, RankLine, merge
+from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.meeting import Failure, Meeting, meet
-from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of
+from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
 from ds_hetero.selftest.report import Report
-from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.training import check_training
-from ds_hetero.selftest.watch import Watch
-
-__all__ = ["Options", "run"]
+from ds_hetero.selftest.watch import CallWatch, Session
 
 _WIDTH = 150  # of tables that do not go to a terminal
 _SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
@@ -38,7 +35,7 @@ _SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """Options of the user.
 
     Args:
         quick: leave out what repeats.
@@ -72,7 +69,7 @@ def run(options: Options) -> bool:
     except ConfigError as error:
         report.lines.append(Line("ranks", "fail", str(error)))
     else:
-        report.nodes = nodes_of(report.ranks)
+        report.nodes = nodes_of_ranks(report.ranks)
         report.lines.append(Line("ranks", "pass", "devices of one kind, versions and variables alike"))
         _run_checks(_Run(meeting, aside, report, options, begin_s))
     if meeting.rank == 0:
@@ -99,12 +96,12 @@ class _Run:
     report: Report
     options: Options
     begin_s: float
-    own_lines: list[RankLine] = field(default_factory=list)
+    own_lines: list[Line] = field(default_factory=list)
 
     def report_failure(self, failure: Failure, standing: Sequence[str]) -> None:
-        """Print and write the report of a run that ends here; see `Watch`."""
+        """Print and write the report of a run that ends here; see `CallWatch`."""
         own = (self.meeting.rank,) if self.meeting.size > 1 else ()
-        self.report.lines += [Line(line.name, line.status, line.detail, own) for line in self.own_lines]
+        self.report.lines += [replace(line, ranks=own) for line in self.own_lines]
         where = "\n".join(standing)
         detail = f"{failure.cause} (seen by rank {failure.rank})\n{where}"
         self.report.lines.append(Line(failure.call, "fail", detail))
@@ -116,7 +113,7 @@ def _run_checks(state: _Run) -> None:
     """Make the process group and run every check; the lines of all ranks go into the report of each."""
     meeting, limit_s = state.meeting, state.options.limit_s
     device = default_device()
-    watch = Watch(state.aside, device, limit_s, state.report_failure)
+    watch = CallWatch(state.aside, device, limit_s, state.report_failure)
     with watch.call("making the process group"):
         _make_process_group(meeting, device, limit_s)
     session = Session(
@@ -127,7 +124,7 @@ def _run_checks(state: _Run) -> None:
         nodes=state.report.nodes,
         quick=state.options.quick,
     )
-    checks: tuple[tuple[str, Callable[[], Iterable[RankLine]]], ...] = (
+    checks: tuple[tuple[str, Callable[[], Iterable[Line]]], ...] = (
         ("kernels", lambda: check_kernels(session)),
         ("collectives", lambda: check_collectives(session)),
         ("exchange and ring", lambda: check_exchange(session)),
@@ -140,10 +137,10 @@ def _run_checks(state: _Run) -> None:
             state.own_lines.append(line)
         watch.begin_check(2 * index + 1)
         with watch.call(f"the end of the check of {name}", times=_SLOWEST):
-            own = [line.to_dict() for line in state.own_lines]
-            lines_of_ranks: list[list[dict[str, Any]]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
+            own = [(line.name, line.status, line.detail) for line in state.own_lines]
+            lines_of_ranks: list[list[Any]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
         state.own_lines.clear()
-        state.report.lines += merge([[RankLine(**line) for line in lines] for lines in lines_of_ranks])
+        state.report.lines += merge([[Line(*line) for line in lines] for lines in lines_of_ranks])
     dist.destroy_process_group()
     watch.close()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ds_hetero.schedule import Group, Schedule
 from ds_hetero.splits import share
 
-__all__ = ["NUM_HEADS", "NUM_KV_HEADS", "length_for", "uneven_schedules"]
-
 NUM_HEADS, NUM_KV_HEADS = 8, 4
 
 

@@ -13,23 +13,21 @@ from torch import Tensor, nn
 
 from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.errors import HeteroError
-from ds_hetero.selftest.lines import RankLine
+from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.schedules import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
-from ds_hetero.selftest.session import Session
-
-__all__ = ["check_training"]
+from ds_hetero.selftest.watch import Session
 
 _TOLERANCE = 1e-4  # relative; sums of float32 in another order differ by less
 _CLIP = 1.0
 _TIMES = 4.0  # the limit of a call: DeepSpeed is imported, and the first batch is checked
 
 
-def check_training(session: Session) -> Iterator[RankLine]:
+def check_training(session: Session) -> Iterator[Line]:
     """One line per ZeRO stage."""
     try:
         require(*TRAINING, purpose="training")
     except HeteroError as error:
-        yield RankLine("training step", "skip", str(error))
+        yield Line("training step", "skip", str(error))
         return
     from ds_hetero.integrations.transformers.small_model import VOCAB_SIZE, small_llama
 
@@ -45,7 +43,7 @@ def check_training(session: Session) -> Iterator[RankLine]:
                 problem = _compare(_train_on_ranks(copy.deepcopy(model), batch, stage, session), expected)
             except HeteroError as error:  # raised on all ranks
                 problem = f"{type(error).__name__}: {error}"
-        yield RankLine(name, "fail" if problem else "pass", problem or "loss, gradient norm, weights of one process")
+        yield Line(name, "fail" if problem else "pass", problem or "loss, gradient norm, weights of one process")
 
 
 def _batch(length: int, vocab_size: int) -> dict[str, Tensor]:
@@ -89,7 +87,7 @@ def _train_on_ranks(model: nn.Module, batch: Mapping[str, Tensor], stage: int, s
 
 
 def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """What differs most, beyond rounding."""
+    """The tensor that differs most, beyond rounding."""
     errors = {
         name: float(torch.linalg.vector_norm(have - expected[name]) / torch.linalg.vector_norm(expected[name]))
         for name, have in found.items()

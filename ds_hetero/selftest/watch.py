@@ -16,8 +16,6 @@ import torch
 from ds_hetero.errors import HeteroError
 from ds_hetero.selftest.meeting import Failure, Meeting
 
-__all__ = ["Watch"]
-
 _POLL_S = 0.25
 _CALLS_PER_CHECK = 1000  # checks may make other calls on each rank; their numbers begin alike
 
@@ -30,7 +28,7 @@ class _Call:
     deadline: float
 
 
-class Watch:
+class CallWatch:
     """Watches the calls of this rank from a thread of its own.
 
     A call that does not end in time, or fails with what is no rule of ds_hetero's, leaves process groups of which
@@ -61,7 +59,7 @@ class Watch:
 
     @contextlib.contextmanager
     def call(self, name: str, times: float = 1.0) -> Iterator[None]:
-        """Have what runs inside end in time, on the device too.
+        """End what runs inside in time, on the device too.
 
         Args:
             name: for people.
@@ -120,6 +118,27 @@ class Watch:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One run of the self-test on one rank, once the default process group exists.
+
+    Args:
+        rank: of this process.
+        size: ranks of the job.
+        device: of this rank.
+        watch: sets every call a deadline.
+        nodes: by node, its ranks.
+        quick: leave out what repeats.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    watch: CallWatch
+    nodes: tuple[tuple[int, ...], ...]
+    quick: bool
 
 
 def _site_of_main_thread() -> str:

@@ -7,33 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from ds_hetero.common.arrays import Floats
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Prediction
-from ds_hetero.cost.terms.memory import partitioned_bytes
+from ds_hetero.cost.terms.memory import partitioned_bytes, partitioned_parts
 from ds_hetero.errors import PlanError
+from ds_hetero.schedule import Schedule
 
-__all__ = ["weights_by_memory", "weights_by_room"]
 
-
-def weights_by_memory(predicted: Sequence[tuple[CostModel, Prediction]]) -> tuple[float, ...]:
+def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[float, ...]:
     """Shares of all ranks by what their devices have left after everything that ZeRO does not partition.
 
+    A moment that needs more of partitions than the model states themselves, as the optimizer's step does, leaves room
+    for as much less of them.
+
     Args:
-        predicted: of every replica its cost model, with equal ZeRO partitions, and what that says of its schedule.
+        replicas: of every one its cost model, with equal ZeRO partitions, and its schedule.
 
     Raises:
         PlanError: see `weights_by_room`.
     """
-    room: list[float] = []
-    for cost, prediction in predicted:
-        share = partitioned_bytes(cost.model, cost.workload) / cost.workload.data_parallel / cost.cluster.num_ranks
-        room += [
-            float(capacity) - (needed - share)
-            for capacity, needed in zip(cost.capacity_bytes_D, prediction.memory_bytes, strict=True)
-        ]
-    cost, _ = predicted[0]
-    return weights_by_room(room, partitioned_bytes(cost.model, cost.workload))
+    cost, _ = replicas[0]
+    partitioned = partitioned_bytes(cost.model, cost.workload)
+    room = [float(left) for cost, schedule in replicas for left in _room_bytes(cost, schedule, partitioned)]
+    return weights_by_room(room, partitioned)
+
+
+def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:
+    """Room for model states on every rank at its fullest moment, ``[D]``."""
+    share, rooms = partitioned / cost.workload.data_parallel / cost.cluster.num_ranks, []
+    for parts in cost.memory_moments(*cost.arrays(schedule.shifted(0))).values():
+        own_D = partitioned_parts(parts, cost.workload)
+        left_D = cost.capacity_bytes_D - (parts.total - own_D)
+        rooms.append(left_D * np.where((own_D > share) & (left_D > 0), share / np.maximum(own_D, 1.0), 1.0))
+    return np.asarray(np.min(rooms, axis=0))
 
 
 def weights_by_room(room_bytes: Sequence[float], partitioned: float) -> tuple[float, ...]:

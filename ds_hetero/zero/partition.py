@@ -16,21 +16,6 @@ from math import ceil, isfinite
 from ds_hetero.errors import ConfigError
 from ds_hetero.splits import Split
 
-__all__ = [
-    "ALIGNMENT",
-    "FlatGroup",
-    "Fragment",
-    "Move",
-    "alignment_of",
-    "check_weights",
-    "cut_as_deepspeed",
-    "cut_flat_group",
-    "cut_parameter",
-    "is_even",
-    "moves",
-    "round_robin_order",
-]
-
 ALIGNMENT = 128  # elements: 256 bytes of a 16-bit type, what vectorized kernels and NCCL's fast paths want
 LEAST_ALIGNMENT = 2  # elements: DeepSpeed wants partitions to start at multiples of 4 bytes
 UNITS_PER_RANK = 8  # a group too small to give every rank so many units is cut in smaller ones
@@ -105,7 +90,7 @@ def _aligned_cuts(num_elements: int, weights: Sequence[float], unit: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one part of a flat group holds of one parameter: ``count`` elements.
+    """Fragment of one parameter in one part of a flat group: ``count`` elements.
 
     ``in_parameter`` and ``in_part`` say where they begin in the flattened parameter and in the part.
     """
@@ -132,7 +117,7 @@ class FlatGroup:
     cut: Split
 
     def fragments(self, part: int) -> tuple[Fragment, ...]:
-        """What ``part`` holds of the parameters, in the order of its elements."""
+        """Fragments of parameters in ``part``, in the order of its elements."""
         start, stop = self.cut.ranges[part]
         fragments = []
         for parameter, (first, size) in enumerate(zip(self.starts, self.sizes, strict=True)):

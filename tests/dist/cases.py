@@ -57,7 +57,8 @@ class Case:
 def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
     """A case of the stream, or one whose spans of documents are dealt by chance, see `random_placement`."""
     rng = random.Random(seed)
-    schedule = _schedule(rng, world_size)
+    num_kv_heads = rng.choice([1, 2, 3, 4, 5])
+    schedule = random_schedule(rng, world_size, num_kv_heads * rng.choice([1, 2, 3, 4]), num_kv_heads)
     length = rng.choice([rng.randint(max(world_size, 4), 30), rng.randint(30, 90)])
     batch_size = rng.choice([1, 1, 2, 3])
     causal = rng.random() < 0.75
@@ -188,9 +189,8 @@ def _rank_tokens(rng: random.Random, schedule: Schedule, held: Sequence[int]) ->
     return tuple(tokens[rank] for rank in schedule.ranks)
 
 
-def _schedule(rng: random.Random, world_size: int) -> Schedule:
-    num_kv_heads = rng.choice([1, 2, 3, 4, 5])
-    num_heads = num_kv_heads * rng.choice([1, 2, 3, 4])
+def random_schedule(rng: random.Random, world_size: int, num_heads: int, num_kv_heads: int) -> Schedule:
+    """Any legal schedule: groups in any order, ranks without tokens, heads, or both."""
     ranks = rng.sample(range(world_size), world_size)
     num_groups = rng.randint(1, world_size)
     cuts = [0, *sorted(rng.sample(range(1, world_size), num_groups - 1)), world_size]

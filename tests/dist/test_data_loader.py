@@ -10,11 +10,12 @@ from accelerate.data_loader import prepare_data_loader
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from ds_hetero.engine.loader_names import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.random_states import process_states, set_process_states
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.schedule import Group, Schedule, schedules_for_world
@@ -262,6 +263,47 @@ def _check_resume(rank, plans_ahead):
 
     with pytest.raises(BatchError, match=r"'batches': 'own'.*cannot resume with.*'batches': 'same'"):
         ShardedLoader(shuffled(), replica).load_state_dict(state)
+    _check_generators(rank, replica, more)
+    _check_refusal(rank, replica)
+
+
+def _check_generators(rank, replica, more):
+    """Every epoch has another order, which a resumed one goes on with; the process draws what it would have drawn."""
+
+    def make(mode, seed):
+        torch.manual_seed(seed)
+        generator = None if mode == "same" else torch.Generator().manual_seed(rank)
+        loader = DataLoader(Numbers(12), shuffle=True, generator=generator, collate_fn=collate)
+        return ShardedLoader(loader, replica, batches=mode, **more)
+
+    for mode in ("same", "own"):
+        for stop in ((0, 2), (1, 0), (1, 4)):
+            loader, whole, state = make(mode, 1), [], None
+            for epoch in range(2):
+                if stop == (epoch, 0):
+                    state = json.dumps([loader.state_dict(), process_states()])
+                for number, name in enumerate((shard["name"] for shard in loader), 1):
+                    whole.append((epoch, name, torch.rand(()).item()))
+                    if stop == (epoch, number):
+                        state = json.dumps([loader.state_dict(), process_states()])
+            resumed, (of_loader, of_process) = make(mode, 2), json.loads(state)
+            resumed.load_state_dict(of_loader)
+            set_process_states(of_process)
+            rest = [(epoch, shard["name"], torch.rand(()).item()) for epoch in range(stop[0], 2) for shard in resumed]
+            assert rest == [step for step in whole if step[0] >= stop[0]][stop[1] :], (mode, stop)
+
+
+def _check_refusal(rank, replica):
+    """One rank's loader gives other batches than before: every rank says so."""
+    loader = ShardedLoader(map_style(NUM_BATCHES), replica)
+    steps = iter(loader)
+    next(steps)
+    state = loader.state_dict()
+    numbers = list(range(rank == 1, NUM_BATCHES))
+    resumed = ShardedLoader(DataLoader(numbers, collate_fn=collate), replica, batches="same")
+    resumed.load_state_dict(state)
+    with pytest.raises(BatchError, match="does not give again what it gave"):
+        next(iter(resumed))
 
 
 def _stream_placer():

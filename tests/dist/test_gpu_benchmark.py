@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from benchmarks import gpu
+
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
 
 def test_every_table_has_its_rows_and_right_results():

@@ -7,8 +7,8 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
+from ds_hetero.engine.loader_names import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.integrations.loader_names import KNOWN_LOADERS
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.loader import ShardedLoader

@@ -16,6 +16,8 @@ import torch
 from ds_hetero.cluster import cluster_from_dict
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
+
 
 def test_live_ranks_are_measured_once_and_cached(tmp_path):
     results = run_ranks(_measure_twice, 2, tmp_path)

@@ -123,7 +123,7 @@ def _state_space(inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor])
     for token in range(x.shape[1]):
         state = left[:, token, :, None, None] * state + x[:, token, :, :, None] * write[:, token, :, None]
         out.append((state * read[:, token, :, None]).sum(-1) + parameters["skip"][:, None] * x[:, token])
-    return torch.stack(out, 1), state
+    return torch.stack(out, 1), state.mT.contiguous().mT  # in another order of memory, as kernels may leave it
 
 
 def _for_each_head(x: Tensor, num_heads: int) -> Tensor:

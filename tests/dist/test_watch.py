@@ -5,16 +5,44 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ds_hetero.runtime.peers.board import Board, Status
 from ds_hetero.runtime.peers.calls import FETCH, History, own_calls
 from ds_hetero.runtime.peers.diagnosis import Diagnosis
+from ds_hetero.runtime.peers.place import begin_counting, own_collectives
 from ds_hetero.runtime.peers.processes import Processes
 from ds_hetero.runtime.peers.watch import start_watch
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
+
 COMPUTES, FETCHES = History([], 0, False), History([FETCH], 0, False)
+
+
+def test_messages_between_two_ranks_do_not_count_as_collectives_of_all():
+    counts = run_ranks(_count_collectives, 3, nccl_rules=False)
+    assert counts == [[1, 2, 3]] * 3
+
+
+def _count_collectives(rank: int) -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    first, last = torch.ones(1), torch.ones(1)
+    if rank < 2:  # before
+        dist.send(first, 1) if rank == 0 else dist.recv(first, 0)
+    dist.barrier()
+    begin_counting()
+    counts = []
+    for _ in range(3):
+        dist.all_reduce(last)
+        counts.append(own_collectives()[1][group.group_name])
+        if rank < 2:
+            message = dist.isend(first, 1) if rank == 0 else dist.irecv(first, 0)
+            assert message is not None
+            message.wait()
+    return counts
 
 
 @pytest.mark.slow  # rank 0 waits for eight seconds

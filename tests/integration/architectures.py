@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CAUSAL", "CHANGES", "MASKED", "SIZES", "VOCAB", "build"]
-
 _CAUSAL = """
 afmoe apertus arcee aria_text axk1 beam bert bert-generation bitnet cohere cohere2 cohere2_moe ctrl cwm
 deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma

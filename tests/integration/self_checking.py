@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.integration.tiny import VOCAB
-
-__all__ = ["batch_of", "replica_of", "verdict"]
 
 
 def batch_of(kind: str = "plain", num_labels: int = VOCAB) -> dict[str, Tensor]:
@@ -47,29 +47,37 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
     import ds_hetero
     from ds_hetero.errors import ModelError
     from ds_hetero.integrations.transformers.model_checks import head_counts
-    from ds_hetero.integrations.transformers.self_check import check_first_batch
+    from ds_hetero.integrations.transformers.self_check import check_batch
     from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 
     ds_hetero.register()
+    with unchanged(model):
+        sharded = ShardedModel(model, _replica_of(repr(schedule), *head_counts(model)), None)
+        try:
+            check_batch(sharded, batch)
+            return ""
+        except ModelError as error:
+            return str(error)
+        finally:
+            sharded.restore()
+            assert sharded.latest_positions is None
+
+
+@contextlib.contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """The self-check inside must leave a model in training, its gradients, and the generator as they are."""
     is_trained = [parameter.requires_grad for parameter in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    sharded = ShardedModel(model, replica_of(repr(schedule), *head_counts(model)), None)
-    try:
-        check_first_batch(sharded, batch)
-        return ""
-    except ModelError as error:
-        return str(error)
-    finally:
-        sharded.restore()
-        assert model.training and all(parameter.grad is None for parameter in model.parameters())
-        assert [parameter.requires_grad for parameter in model.parameters()] == is_trained
-        assert torch.equal(state, torch.get_rng_state()) and sharded.latest_positions is None
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    yield
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert [parameter.requires_grad for parameter in model.parameters()] == is_trained
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @functools.cache
-def replica_of(schedule: str, num_heads: int, num_kv_heads: int) -> Any:
+def _replica_of(schedule: str, num_heads: int, num_kv_heads: int) -> Any:
     """This rank's, with process groups that the models of one process share."""
     import ast
 

@@ -1,4 +1,7 @@
-"""Every architecture that transformers maps to a text head, built tiny and run unevenly sharded against one process.
+"""Every architecture that transformers maps to a text head, built tiny and run on uneven shards against one process.
+
+Each goes through the door that users take: `deepspeed.initialize` with a "heterogeneity" section, the handle's loader,
+the engine's forward and backward.
 
 python -m tests.integration.sweep [model type ...]      # on two ranks, and records what it finds
 """
@@ -14,18 +17,14 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.integration.architectures import VOCAB
-from tests.integration.self_checking import replica_of
 from tests.integration.sweep_configs import tiny_config
 from tests.integration.sweep_images import NotBuiltError, images_for
-from tests.integration.tiny import UNEVEN_2
-from tests.support import run_ranks, start_server
+from tests.integration.tiny import UNEVEN_2, ds_config
+from tests.support import run_deepspeed, start_server
 from tests.sweep_table import RECORD, recorded
-
-__all__ = ["HEADS", "Outcome", "architectures", "outcomes"]
 
 # By kind of head: the class that makes the models, and the mapping that lists their types.
 HEADS = {
@@ -62,9 +61,9 @@ def architectures() -> list[tuple[str, str]]:
 
 def outcomes(rank: int, names: list[tuple[str, str]]) -> dict[str, Outcome]:
     """On every rank: what becomes of these architectures, by head and type."""
-    import ds_hetero
+    import logging
 
-    ds_hetero.register()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     found: dict[str, Outcome] = {}
     for head, name in names:
         found[f"{head} {name}"] = _outcome(head, name)
@@ -76,7 +75,7 @@ def _outcome(head: str, name: str) -> Outcome:
     from ds_hetero.integrations.transformers.model_checks import check_model
 
     try:
-        outline = _make(head, name, torch.device("meta"))
+        outline = make_model(head, name, torch.device("meta"))
         try:
             check_model(outline)
         except HeteroError as error:
@@ -84,7 +83,7 @@ def _outcome(head: str, name: str) -> Outcome:
         size = sum(parameter.numel() for parameter in outline.parameters())
         if size > _MOST_PARAMETERS:
             return Outcome("not built", f"{size} parameters")
-        model = _make(head, name, torch.device("cpu"))
+        model = make_model(head, name, torch.device("cpu"))
         batch = _batch(head, model)
         loss, gradients = _whole(model, batch)
     except Exception as error:
@@ -103,7 +102,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _make(head: str, name: str, device: torch.device) -> Any:
+def make_model(head: str, name: str, device: torch.device) -> Any:
     """The model in fp64, whose first forwards take shards, as no mode was set since it was prepared."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -151,37 +150,33 @@ def _whole(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tens
 
 
 def _compare(model: Any, batch: dict[str, Tensor], loss: Tensor, gradients: dict[str, Tensor]) -> Outcome:
-    from ds_hetero.integrations.loader import ModelLoader
-    from ds_hetero.integrations.transformers.model_checks import check_model, head_counts
-    from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-    from ds_hetero.runtime.data.shards import IGNORE_INDEX
-    from ds_hetero.runtime.loss import sequence_parallel_loss
-    from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+    """Start a job as a user does, and hold the loss and the gradients that its engine averages to those given."""
+    import deepspeed
 
-    check_model(model)
-    sharded = ShardedModel(model, replica_of(repr(UNEVEN_2), *head_counts(model)), None)
+    import ds_hetero
+    from ds_hetero.integrations.transformers.model_checks import head_counts
+
+    handle = ds_hetero.register()
+    num_heads, num_kv_heads = head_counts(model)
+    schedule = {**UNEVEN_2, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(0, schedule))
     try:
-        (shard,) = ModelLoader([batch], sharded, torch.device("cpu"), "same")  # which checks the model
+        (shard,) = handle.for_engine(engine).dataloader([batch], batches="same")  # which checks the model
         with _double_casts():
-            labels = shard["shift_labels"]
-            outputs = model(**shard, **({} if sharded.shifts_labels_itself else {"labels": labels}))
-            count = labels.ne(IGNORE_INDEX).sum()
-            own = sharded.shifts_labels_itself or outputs.loss is None
-            total = cross_entropy_sum(outputs.logits, labels) if own else outputs.loss * count
-            ours = sequence_parallel_loss(total, count, sharded.replica)
-            ours.backward()
+            ours = engine(**shard).loss
+            engine.backward(ours)
     finally:
-        sharded.restore()
-    error = abs(ours.item() - loss.item()) / abs(loss.item())
-    worst = "the loss"
+        engine.destroy()
+        handle.registry.find(model).model.restore()
+    error, worst = abs(ours.item() - loss.item()) / abs(loss.item()), "the loss"
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        expected = gradients.get(name, torch.zeros_like(parameter))
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(own)
-        expected = gradients.get(name, torch.zeros_like(own))
-        off = float((own / dist.get_world_size() - expected).norm() / (expected.norm() + 1e-3 * largest))
+        off = float((own - expected).norm() / (expected.norm() + 1e-3 * largest))
         error, worst = max((error, worst), (off, name))
     return Outcome("exact") if error < _TOLERANCE else Outcome("wrong", f"{worst} is off by {error:.1e}")
 
@@ -190,11 +185,13 @@ def _compare(model: Any, batch: dict[str, Tensor], loss: Tensor, gradients: dict
 def _double_casts() -> Iterator[None]:
     """Have casts to fp32 inside the modelling files be casts to fp64, so that what is left of rounding shows faults."""
     single, cast = torch.float32, torch.Tensor.float
-    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double  # type: ignore[misc, method-assign]
+    torch.float = torch.float32 = torch.float64  # type: ignore[misc]  # torch.float is how DeepSpeed asks for a type
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.float32, torch.Tensor.float = single, cast  # type: ignore[misc, method-assign]
+        torch.float = torch.float32 = single  # type: ignore[misc]
+        torch.Tensor.float = cast  # type: ignore[method-assign]
 
 
 _LONGEST_REASON = 400
@@ -209,7 +206,7 @@ def _record(types: list[str]) -> None:
     names = [name for name in architectures() if not types or name[1] in types]
     found = recorded() if types and RECORD.exists() else {}
     for start in range(0, len(names), _AT_ONCE):
-        first, _ = run_ranks(outcomes, 2, names[start : start + _AT_ONCE], timeout_s=250, nccl_rules=False)
+        first, _ = run_deepspeed(outcomes, 2, names[start : start + _AT_ONCE], timeout_s=600)
         found |= {name: (outcome.kind, outcome.why[:_LONGEST_REASON]) for name, outcome in first.items()}
         print(*(f"{name}: {outcome.kind}" for name, outcome in first.items()), sep="\n", flush=True)
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(found.items()))

@@ -12,8 +12,6 @@ from typing import Any
 
 from tests.integration.architectures import CHANGES, SIZES, VOCAB
 
-__all__ = ["tiny_config"]
-
 # Beside `SIZES`, for the parts of configurations that describe towers and recurrent layers.
 _MORE_SIZES: dict[str, Any] = {
     "depth": 2,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NotBuiltError", "images_for"]
-
 _FIRST = 20  # place of the first placeholder
 
 

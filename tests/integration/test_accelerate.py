@@ -57,6 +57,22 @@ def test_loop_on_two_ranks_equals_one_process(name: str, one_process: dict[str, 
         _assert_same(ours, one_process[name], CASES[name]["stage"])
 
 
+@pytest.mark.parametrize(
+    ("ds_config", "has_parallelism", "says"),
+    [
+        ({"sequence_parallel_size": 1}, False, '"sequence_parallel_size" is 1, which makes every rank a replica'),
+        ({}, True, "sp_size of the ParallelismConfig is 1, which makes every rank a replica"),
+        ({}, False, "accelerate does not split them. Give it ParallelismConfig"),
+    ],
+)
+def test_a_size_of_one_is_refused_with_what_is_true_of_it(
+    ds_config: dict[str, Any], has_parallelism: bool, says: str
+) -> None:
+    from ds_hetero.integrations.accelerate import _why_not_split
+
+    assert says in _why_not_split(ds_config, has_parallelism)
+
+
 def test_loop_on_two_replicas_equals_one_process() -> None:
     case = {"stage": 2, "steps": 2, "loss": "handle", "shuffle": False}
     (expected,) = run_deepspeed(_loop, 1, case, 2, False, env={"ACCELERATE_USE_CPU": "true"})

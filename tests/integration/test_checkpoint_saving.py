@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoint_folder import begin, draft_of, publish, recover
-from ds_hetero.job.manifest import MANIFEST
+from ds_hetero.job.checkpoints.checkpoint_folder import begin, draft_of, publish, recover
+from ds_hetero.job.checkpoints.manifest import MANIFEST
 from tests.integration.test_trainer import make_trainer
 from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.support import ROOT, run_deepspeed
@@ -71,7 +71,7 @@ _NEW = {"a_model_states.pt": "new", MANIFEST: "new"}
 _DIE_AT = f"""
 import os, signal, sys
 from pathlib import Path
-from ds_hetero.job.checkpoint_folder import begin, publish
+from ds_hetero.job.checkpoints.checkpoint_folder import begin, publish
 folder, last = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0
 def hook(event, args):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 
 from tests.integration.test_features import start
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, batches, llama
-from tests.support import Ending, run_to_the_end
+from tests.support import ROOT, Ending, free_port, run_to_the_end
+
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
 SOON_S = 6.0  # two seconds on an idle machine; tests share theirs
 
@@ -216,3 +220,44 @@ def _undo(rank: int) -> None:
     handle.undo()
     assert sys.excepthook is before
     raise ValueError("plain")
+
+
+@pytest.mark.slow  # torchrun starts two ranks three times, which import everything
+def test_a_job_that_torchrun_starts_again_twice_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """With the static rendezvous, torchrun's default; `benchmarks.faults` has c10d's, too."""
+    options = ["--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.2", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, __file__, str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=140)
+    assert run.returncode == 0, run.stdout + run.stderr
+    steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert steps == [(0, 1), (0, 2), (1, 2), (1, 3), (1, 4), (2, 4), (2, 5), (2, 6)]  # start of the job, and step
+
+
+def _train_and_die(folder: Path) -> None:
+    """As a script under torchrun: each of the first two starts ends in a kill -9, after a step that was not saved."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model, start_number = llama(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    section = {"heterogeneity": {"schedule": UNEVEN_2}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, **section}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.load_checkpoint(str(folder))
+    for batch in handle.dataloader(batches(6)[engine.global_steps :], batches="same"):
+        engine.backward(handle.loss(engine(**batch), batch))
+        engine.step()
+        if engine.global_rank == 0:
+            with (folder / "steps").open("a") as file:
+                file.write(f"{start_number} {engine.global_steps}\n")
+        torch.distributed.barrier()
+        if start_number < 2 and engine.global_rank == start_number and engine.global_steps == 2 * start_number + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.save_checkpoint(str(folder))
+
+
+if __name__ == "__main__":
+    _train_and_die(Path(sys.argv[1]))

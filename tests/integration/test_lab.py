@@ -26,7 +26,7 @@ from benchmarks.measure.statistics import within_bound
 from ds_hetero.schedule import Group, Schedule
 from tests.support import ROOT, run_deepspeed
 
-pytestmark = pytest.mark.slow  # emulated speeds take the time that they emulate
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # emulated speeds take the time that they emulate
 
 CLUSTER = """
 nodes:

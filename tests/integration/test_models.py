@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB, llama
+from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.facts import describe_model
+from ds_hetero.integrations.transformers.model_checks import check_model, decoder_of
+from tests.integration.architectures import build
+from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB
 from tests.support import run_ranks
 
 _SIZES: dict[str, Any] = {
@@ -325,6 +329,24 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
         check_model(getattr(transformers, model)(settings))
 
 
+def test_heads_of_unlike_width_are_described_by_the_widest_and_unlike_numbers_of_heads_are_refused() -> None:
+    model = build("gemma4_text", torch.float32)
+    facts = describe_model(model)
+    assert (facts.head_dim, facts.num_kv_heads, facts.spec) == (256, 2, None)  # 16 in one layer
+    assert "per_layer_config gives layer 1 head_dim=16" in facts.no_spec_reason
+    model.config.per_layer_config = {1: {"num_key_value_heads": 1}}
+    with pytest.raises(ModelError, match=r"num_key_value_heads=\(2, 1\)"):
+        describe_model(model)
+    model.config.per_layer_config = {0: {"rope_parameters": None}}
+    with pytest.raises(ModelError, match="rope_parameters must be the same in every layer"):
+        check_model(model)
+
+
+def test_a_model_that_does_not_call_its_decoder_its_base_model_is_split_at_its_decoder() -> None:
+    model = build("mllama_text_model", torch.float32)
+    assert model.base_model is model and decoder_of(model) is model.model
+
+
 def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by_it() -> None:
     from ds_hetero.errors import BatchError
     from ds_hetero.integrations.transformers.counted_positions import position_counter, with_positions
@@ -338,18 +360,6 @@ def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by
     given = {**batch, "position_ids": torch.arange(5)[None]}
     assert with_positions(count, given) is given
     assert position_counter(make("llama").base_model) is None
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers, asked by PEFT
-def test_prompt_tuning_is_refused() -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.transformers.model_checks import check_model
-
-    tuned = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ModelError, match="puts virtual tokens before the sequence"):
-        check_model(tuned)
 
 
 def test_a_mask_of_a_shard_says_that_it_holds_no_numbers() -> None:

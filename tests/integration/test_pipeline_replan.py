@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.plans import read_plan
 from tests.integration.test_pipelines import (
     LAYERS,
-    PLANS,
     adamw,
     batches,
     made_model,
@@ -21,6 +19,8 @@ from tests.integration.test_pipelines import (
 )
 from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
+
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
 ONE = plan_of(
     pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}),
@@ -41,7 +41,7 @@ def moved_as_one_process(rank, name, changes, lora):
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.integrations.deepspeed.pipeline import engine as engine_module
+    from ds_hetero.integrations.deepspeed.installer import Installer
     from ds_hetero.integrations.deepspeed.pipeline.moving import move_layers
     from ds_hetero.planner.replan.stage_layers import with_layers
 
@@ -51,8 +51,8 @@ def moved_as_one_process(rank, name, changes, lora):
     model, whole = (made_model(changes, lora) for _ in range(2))
     steps = batches(plan, len(moves) + 2, False)
     losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
-    held, install = [], engine_module.install_hooks
-    engine_module.install_hooks = lambda pipelined, hooks: (held.append(pipelined), install(pipelined, hooks))
+    held, install = [], Installer._hook
+    Installer._hook = lambda installer, pipelined: (held.append(pipelined), install(installer, pipelined))
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
     worst = 0.0
@@ -96,12 +96,12 @@ def slowed(rank):
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.job import pipeline_replanning
+    from ds_hetero.job.monitoring import replanning
 
     compute_in(torch.float64)
     plan = plan_of(pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}))
     told = []
-    pipeline_replanning.announce = told.append
+    replanning.announce = told.append
     handle = ds_hetero.register()
     model, whole = (made_model({}, False) for _ in range(2))
     steps = batches(plan, STEPS, False)
@@ -134,16 +134,15 @@ def test_a_rank_that_slows_down_loses_layers_within_20_steps():
     assert max(first, second) < 1e-12
     assert at_first[SLOW_FROM - 1] == at_second[SLOW_FROM - 1] == 2
     assert at_first[SLOW_FROM + 19] == LAYERS - 1 and at_second[SLOW_FROM + 19] == 1
-    assert len(told) == 1 and "layers move" in told[0] and "3+1" in told[0]
+    moves = [line for line in told if "layers move," in line]
+    assert len(moves) == 1 and "3+1" in moves[0]
 
 
 def test_layers_that_cannot_move_are_refused():
     from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable
 
     model = made_model({}, False)
-    expect_movable(read_plan(ONE), model)
-    with pytest.raises(ConfigError, match="stages of tensor parallelism"):
-        expect_movable(read_plan(PLANS["tensor stage and single stages"]), model)
+    expect_movable(model)
     model.model.layers[1].register_buffer("scale", torch.ones(1))
     with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
-        expect_movable(read_plan(ONE), model)
+        expect_movable(model)

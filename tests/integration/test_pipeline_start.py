@@ -1,5 +1,6 @@
 """``"parallel": "full"``: the pipelines of a job are searched for when it starts, and what is wrong is said by name."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_pipelines import adamw, batches, made_model, train_alone, trained
+from tests.integration.test_pipelines import ALONE, adamw, batches, made_model, train_alone, trained
 from tests.integration.tiny import compute_in
 from tests.support import run_deepspeed
 
@@ -50,12 +51,11 @@ def searches_and_trains(rank, folder, given):
             written = {**given, "schedule": str(path)}
         model, whole = (made_model({}, False) for _ in range(2))
         said = io.StringIO()
+        config = {"train_batch_size": 8, "gradient_clipping": 0.5, "heterogeneity": written}
+        args = argparse.Namespace(deepspeed_config=config)  # as of the command line
+        how = {"config": config} if written is given else {"args": args}
         with contextlib.redirect_stderr(said):
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=adamw(trained(model)),
-                config={"train_batch_size": 8, "gradient_clipping": 0.5, "heterogeneity": written},
-            )
+            engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), **how)
         of_engine = handle.for_engine(engine)
         plan = of_engine.plan
         steps = batches(plan.to_dict(), 3, False)
@@ -119,7 +119,9 @@ def test_what_cannot_be_searched_for_is_refused_by_name_on_every_rank():
         "GiB": ("llama", section(cluster=cluster(4, 3, 2, memory_gib=1e-4)), batch),
         '"schedule" is "ring"': ("llama", section(schedule="ring"), batch),
         '"heterogeneity.layout"': ("llama", section(layout="zigzag"), batch),
-        "\"heterogeneity.placement\": 'documents'": ("llama", section(placement="documents"), batch),
+        '"heterogeneity.verify": "always"': ("llama", section(schedule=ALONE, verify="always"), batch),
+        "with pipelines it is 1": ("llama", section(schedule=ALONE), {**batch, "gradient_accumulation_steps": 2}),
+        '"heterogeneity.placement.mode": "documents"': ("llama", section(placement="documents"), batch),
     }
     outcomes = run_deepspeed(is_refused, 3, list(jobs.values()))
     assert outcomes[0] == outcomes[1] == outcomes[2]

@@ -107,7 +107,7 @@ def is_refused(rank, folder):
             deepspeed.initialize(model=model(), config=config)
         said.append(str(caught.value))
 
-    refused(lambda: made_model({}, False).float() if rank == 1 else ds_hetero.empty_model(at))
+    refused(lambda: made_model({}, False) if rank == 1 else ds_hetero.empty_model(at))
     refused(lambda: get_peft_model(ds_hetero.empty_model(at), LoraConfig(target_modules=["q_proj"])))
     refused(lambda: ds_hetero.empty_model("/nowhere"))
     whole = load_file(f"{at}/model.safetensors")

@@ -157,7 +157,16 @@ def random_parts(rng, total, number):
 
 
 def errors_against_one_process(
-    handle, plan, changes, packed=False, lora=False, steps=3, model=None, dtype=torch.float64, make_optimizer=adamw
+    handle,
+    plan,
+    changes,
+    packed=False,
+    lora=False,
+    steps=3,
+    model=None,
+    dtype=torch.float64,
+    make_optimizer=adamw,
+    section=None,
 ):
     """The largest difference of a loss, a norm or a parameter, and how many elements this rank holds."""
     import deepspeed
@@ -166,7 +175,7 @@ def errors_against_one_process(
     model = made_model(changes, lora).to(dtype) if model is None else model
     steps = batches(plan, steps, packed)
     losses, norms = train_alone(whole, steps, make_optimizer(trained(whole)), 0.5)
-    config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
+    config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan, **(section or {})}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(trained(model)), config=config)
     worst = 0.0
     loader = handle.for_engine(engine).dataloader(steps)

@@ -31,7 +31,6 @@ SECTIONS = [
     "The plan file",
 ]
 MOST_BYTES = 1_500_000
-OPENS_WITHIN_S = 3.0  # on a machine that does other things too; 0.7 s where it does not
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +76,6 @@ def test_every_section_is_there_and_nothing_complains(browser, capsys, tmp_path)
     assert out.stat().st_size <= MOST_BYTES
     for width, scheme in ((1280, "light"), (390, "dark")):
         page, complaints = _open(browser, out, width, scheme)
-        opened_ms = page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
-        assert 0 < opened_ms <= 1e3 * OPENS_WITHIN_S
         assert page.locator("h2").all_inner_texts() == SECTIONS
         assert page.locator(".chart svg").count() == page.locator(".chart").count() == 8
         assert page.locator(".chart[aria-label]").count() == 8  # and a table below each
@@ -178,18 +175,20 @@ def test_what_does_not_belong_together_is_refused_by_name(capsys, tmp_path):
     (tmp_path / "late.json").write_text(json.dumps({**run, "version": 2}))
     (tmp_path / "damaged.json").write_text(json.dumps({**run, "ranks": run["ranks"][:2]}))
     for arguments, says in (
-        ((tmp_path / "version.json", "--out", out), "schedule version 7 is unknown"),
-        ((tmp_path / "bare.json", "--out", out), 'has no "scenario"'),
-        ((path, "--run", other / "run.json", "--out", out), "the run file is of another plan"),
-        ((path, "--run", tmp_path / "late.json", "--out", out), "run file version 2 is unknown"),
-        ((path, "--run", tmp_path / "damaged.json", "--out", out), '"ranks" of the run file has 2 entries'),
-        ((path, "--run", path, "--out", out), "is no run file"),
-        ((path, "--out", tmp_path / "missing" / "plan.html"), "cannot be written"),
+        ((tmp_path / "version.json",), "schedule version 7 is unknown"),
+        ((tmp_path / "bare.json",), 'has no "scenario"'),
+        ((path, "--run", other / "run.json"), "the run file is of another plan"),
+        ((path, "--run", tmp_path / "late.json"), "run file version 2 is unknown"),
+        ((path, "--run", tmp_path / "damaged.json"), '"ranks" of the run file has 2 entries'),
+        ((path, "--run", path), "is no run file"),
     ):
-        for name in ("report", "trace"):
-            code, said, err = command(capsys, name, *arguments)
+        for name, ending in (("report", "html"), ("trace", "json")):
+            code, said, err = command(capsys, name, *arguments, "--out", tmp_path / f"shown.{ending}")
             assert (code, said) == (2, "") and says in err, err
-    assert not out.exists()
+    for name, ending in (("report", "html"), ("trace", "json")):
+        code, said, err = command(capsys, name, path, "--out", tmp_path / "missing" / f"plan.{ending}")
+        assert (code, said) == (2, "") and "cannot be written" in err, err
+    assert not list(tmp_path.glob("shown.*"))
     # A file without a scenario is enough where the run has one.
     own = tmp_path / "run.json"
     run_of(described(path), own)

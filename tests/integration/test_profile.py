@@ -12,7 +12,7 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from tests.support import ROOT, free_port
 
-pytestmark = pytest.mark.slow  # a launcher and its ranks import everything from nothing
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # a launcher and its ranks import everything from nothing
 
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"],

@@ -280,8 +280,8 @@ def _provoke(rank: int) -> dict[str, tuple[str, str]]:
 
 
 def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:
+    from ds_hetero.engine.patching import expect_package
     from ds_hetero.errors import VersionError
-    from ds_hetero.integrations.patching import expect_package
 
     expect_package("torch", ">=2", ["torch:nn.Linear.forward"])
     with pytest.raises(VersionError, match=r"torch 2\S* is not a version that works. Install torch<2."):
@@ -300,8 +300,8 @@ def _wrap_early(rank: int) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     import ds_hetero
+    from ds_hetero.engine.loader import ModelLoader
     from ds_hetero.errors import ConfigError
-    from ds_hetero.integrations.loader import ModelLoader
 
     config = ds_config(1, UNEVEN_2)
     arguments = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 2}

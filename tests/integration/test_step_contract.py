@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.integration.test_features import start
-from tests.integration.tiny import batches, llama
+from tests.integration.tiny import batches, llama, train_on_one_process
 from tests.support import run_deepspeed
 
 
@@ -79,6 +79,65 @@ def _leave_out_a_step(rank: int) -> str:
             if rank == 0 or number != 2:
                 engine.step()
     return str(caught.value)
+
+
+def test_several_backwards_for_one_step_are_exact_or_refused() -> None:
+    messages = run_deepspeed(_several_backwards, 2)
+    assert messages[0] == messages[1]
+    for stage, message in zip((1, 2), messages[0], strict=True):
+        assert "a second backward without engine.step() between: with gradient_accumulation_steps=1" in message
+        assert f"on ZeRO stage {stage} the second would put its own in their place. Add the losses" in message
+
+
+def _several_backwards(rank: int) -> list[str]:
+    from ds_hetero import StepError
+
+    first, second = batches(2)
+    (expected,) = train_on_one_process(llama(), [[first, second]])[1]
+    messages = []
+
+    def begin(stage: int, accumulation: int = 1) -> tuple[Any, list[Any]]:
+        handle, engine = start(llama(), stage=stage, gradient_accumulation_steps=accumulation)
+        loader = handle.for_engine(engine).dataloader([first, second], batches="same")
+        return engine, [engine(**batch).loss for batch in loader]
+
+    def expect_mean(engine: Any, sums: bool = True) -> None:
+        norm = float(engine.get_global_grad_norm())
+        assert norm == pytest.approx(2 * expected if sums else expected, rel=1e-4), (norm, expected)
+
+    for stage in (1, 2):  # the first backward's gradients would be lost
+        engine, (loss, other) = begin(stage)
+        engine.backward(other)
+        with pytest.raises(StepError) as caught:
+            engine.backward(loss)
+        messages.append(str(caught.value))
+        engine, losses = begin(stage)
+        with engine.coalesce_grad_reduction():
+            for loss in losses:
+                engine.backward(loss)
+        engine.step()
+        expect_mean(engine)
+        engine, (loss, other) = begin(stage)
+        engine.backward(other)
+        engine.zero_grad()  # dropped by the script
+        engine.backward(loss)
+        engine.step()
+    engine, losses = begin(3)  # DeepSpeed alone loses the first here, too
+    for loss in reversed(losses):
+        engine.backward(loss)
+    engine.step()
+    expect_mean(engine)
+    for stage in (1, 3):
+        engine, losses = begin(stage, accumulation=2)
+        for loss in losses:
+            engine.backward(loss)
+            engine.step()
+        expect_mean(engine, sums=False)
+        engine, losses = begin(stage)
+        engine.backward(sum(losses))
+        engine.step()
+        expect_mean(engine)
+    return messages
 
 
 PIPELINE = {

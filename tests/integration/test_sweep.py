@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.sweep import architectures, outcomes
-from tests.support import run_ranks
+from tests.support import run_deepspeed
 from tests.sweep_table import recorded
 
 _PARTS = 16
@@ -31,7 +31,7 @@ def test_every_architecture_of_transformers_is_in_the_record() -> None:
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_every_architecture_is_exact_or_refused_by_name(part: int) -> None:
     names = architectures()[part::_PARTS]
-    first, second = run_ranks(outcomes, 2, names, timeout_s=250, nccl_rules=False)
+    first, second = run_deepspeed(outcomes, 2, names, timeout_s=250)
     assert {name: outcome.kind for name, outcome in first.items()} == {name: o.kind for name, o in second.items()}
     faults = {name: outcome for name, outcome in first.items() if outcome.kind in ("wrong", "obscure")}
     assert not faults, faults

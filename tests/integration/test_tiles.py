@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from ds_hetero.errors import ModelError
+from tests.integration.test_pipelines import errors_against_one_process, made_model, pipeline, plan_of, sequence_stage
 from tests.integration.tiny import (
     UNEVEN_2,
     adam,
     assert_same_parameters,
     batches,
+    compute_in,
     ds_config,
     llama,
     parameters,
@@ -81,6 +83,33 @@ def _noting(widest: list[int], place: int) -> Any:
         widest[place] = max(widest[place], output.shape[1])
 
     return note
+
+
+def test_every_kind_of_stage_of_a_pipeline_trains_in_tiles() -> None:
+    plan = plan_of(
+        pipeline(1, 2, {"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}),
+        pipeline(1, 2, {"ranks": [4], "layers": [0, 2]}, sequence_stage([2, 3], [2, 4], [3, 1], [3, 1])),
+    )
+    for worst, widest in run_deepspeed(_check_stages, 5, plan):
+        assert worst < 1e-12
+        assert 0 < widest <= TILE, widest
+
+
+def _check_stages(rank: int, plan: dict[str, Any]) -> tuple[float, int]:
+    import ds_hetero
+
+    compute_in(torch.float64)
+    model, widest = made_model({}, False), [0]
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # evaluation has no tiles of MLPs
+            widest[0] = max(widest[0], output.shape[1])
+
+    for module in (model.lm_head, *(layer.mlp.down_proj for layer in model.model.layers)):
+        module.register_forward_hook(note)
+    section = {"tile_tokens": TILE}
+    worst, _ = errors_against_one_process(ds_hetero.register(), plan, {}, model=model, section=section)
+    return worst, widest[0]
 
 
 def test_what_a_model_does_to_its_logits_is_in_the_loss_of_a_tile() -> None:

@@ -311,8 +311,8 @@ def _public_name(kind: type) -> str:
 
 
 def test_an_unknown_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_hetero.engine import patching
     from ds_hetero.errors import VersionError
-    from ds_hetero.integrations import patching
     from ds_hetero.integrations.trl.trainers import expect_known
 
     trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()

@@ -42,7 +42,10 @@ STARTED: dict[str, tuple[str, dict[str, Any]]] = {
 # What says no before this engine is asked: TRL, while the trainer is made.
 REFUSED_BY_TRL = {
     "experimental.async_distillation.AsyncDistillationTrainer": "ImportError: `kernels` is either not installed",
-    "experimental.async_grpo.AsyncGRPOTrainer": "AssertionError: Torch not compiled with CUDA enabled",
+    "experimental.async_grpo.AsyncGRPOTrainer": (
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "RuntimeError: Cannot re-initialize CUDA in forked subprocess",  # of a torch that is, without a card
+    ),
     "experimental.server_distillation.ServerDistillationTrainer": "ImportError: vLLM is not installed",
 }
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "LENGTH", "TOWERS", "batch_of", "make"]
-
 LENGTH = 96
 KINDS = ("plain", "left", "right")
 _ROWS, _PLACEHOLDER, _FIRST, _LAST = 2, 60, 20, 59  # the first place of an image; tokens are below `_LAST`

@@ -22,8 +22,6 @@ from torch import Tensor
 from ds_hetero.runtime.attention import channel
 from tests.nccl_rules.events import Call, Event, Message, Wait
 
-__all__ = ["recording"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _COLLECTIVES = (
     "allgather",

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from tests.nccl_rules.events import Call, Event, Message, Wait
 
-__all__ = ["violations"]
-
 
 @dataclass(eq=False)
 class _Posted:

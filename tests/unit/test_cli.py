@@ -4,14 +4,23 @@ import json
 import subprocess
 import sys
 
+import click
+import pytest
+
+from ds_hetero import __version__
+from ds_hetero.cli import main
+from ds_hetero.cli.app import COMMANDS, app
+from ds_hetero.cli.inputs.options import TOKENS
+from ds_hetero.cluster import CATALOGUE, load_cluster
 from ds_hetero.common.paths import config_dir
+from ds_hetero.cost.price import price_of
 from ds_hetero.plans import read_plan
 from tests.unit.without import run_without
 
 
 def _run(*arguments):
     command = [sys.executable, "-m", "ds_hetero.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_doctor_tells_machines_what_works_here():
@@ -66,8 +75,114 @@ def test_profile_refuses_what_it_could_not_write_before_it_measures(tmp_path):
         assert run.returncode == 2 and says in run.stderr and not run.stdout
 
 
-def test_an_unknown_command_exits_with_2():
-    assert _run("docter").returncode == 2
+def _ended(*arguments):
+    """The exit code of a command in this process."""
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("docter", "there is no command 'docter'; did you mean 'doctor'?"), ("xyzzy", "No such command 'xyzzy'")],
+)
+def test_an_unknown_command_exits_with_2_and_what_was_probably_meant(command, says, capsys):
+    assert _ended(command) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_of_each_what_it_says_itself(name):
+    command = app.get_command(click.Context(app), name)
+    assert command.name == name and " ".join(command.help.split()) == COMMANDS[name]
+
+
+def test_listing_the_commands_imports_none_of_them():
+    program = (
+        "import sys\n"
+        "from ds_hetero.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert all(f"\n  {name} " in run.stdout for name in COMMANDS)
+    assert not {"numpy", "rich", "torch", "ds_hetero.cluster", "ds_hetero.cli.plan"} & set(run.stderr.split())
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert _ended("--version") == 0
+    assert capsys.readouterr().out == f"ds-hetero {__version__}\n"
+
+
+SMALL = ("--gpus", "5090,3090", "--model", "qwen3-0.6b")
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4K", 4096), ("1m", 2**20)])
+def test_a_length_may_be_in_units_of_1024_tokens(text, tokens, capsys):
+    assert _ended("simulate", *SMALL, "--seq-len", text, "--schedule", "ring", "--json") in (0, 1)
+    assert json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"] > 0
+    assert TOKENS.convert(text, None, None) == tokens
+
+
+@pytest.mark.parametrize("text", ["4Q", "K", "1.5K", ""])
+def test_a_length_that_is_none_is_refused_with_examples(text, capsys):
+    assert _ended("plan", *SMALL, "--seq-len", text) == 2
+    assert "is no number of tokens, such as 131072, or 128K" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
+    page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+    for out in (page, file):
+        assert _ended("plan", *SMALL, "--seq-len", "4K", "--out", out) == 0
+    assert _ended("report", file, "--out", tmp_path / "report.html") == 0
+    assert page.read_text() == (tmp_path / "report.html").read_text()
+    assert json.loads(file.read_text())["num_heads"] == 16
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("plan", *SMALL, "--seq-len", "4K", "--out", "x.txt"), ".json or .html"),
+        (("report", "plan.json", "--out", "x.json"), ".html"),
+        (("trace", "plan.json", "--out", "x.html"), ".json"),
+    ],
+)
+def test_other_endings_are_refused_with_those_that_can_be_written(command, says, capsys):
+    assert _ended(*command) == 2
+    assert f"--out must end in {says}, got '{command[-1]}'" in capsys.readouterr().err
+
+
+def test_plan_says_what_a_million_tokens_cost_and_bills_idle_cards(tmp_path, capsys):
+    rig = tmp_path / "rig.json"
+    job = ("plan", *SMALL, "--seq-len", "4K", "--json")
+    assert _ended(*job, "--price", "5090=0.5,3090=0.22", "--save-cluster", rig) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["price"]["per_step"] == pytest.approx(0.72 * planned["predicted"]["iteration_s"] / 3600)
+    assert planned["price"]["per_million_tokens"] == pytest.approx(planned["price"]["per_step"] * 1e6 / 4096)
+    assert [device.price_per_hour for device in load_cluster(rig).devices] == [0.5, 0.22]
+    devices = load_cluster(rig).devices
+    price = price_of(devices, [1], 3600.0, 2_000_000)
+    assert price is not None and price.per_million_tokens == pytest.approx(0.36)
+    assert price.text == (
+        "0.36 per million tokens, 0.72 per step, for all 2 devices, the 1 idle too; 0.25 per million tokens if those "
+        "are not rented"
+    )
+    assert price_of([devices[0], CATALOGUE["T4"].device], [], 1.0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("price", "says"),
+    [
+        ("4090=1", "--price: '4090' is none of the cluster's devices: RTX-5090, RTX-3090"),
+        ("5090", "is cards with the money for one hour of one, such as 5090=0.5"),
+        ("5090=1,rtx5090=2", "--price names RTX-5090 twice"),
+        ("5090=-1", "--price RTX-5090 must be at least 0"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(price, says, capsys):
+    assert _ended("plan", *SMALL, "--seq-len", "4K", "--price", price) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_plan_and_simulate_keep_the_contract(tmp_path):
@@ -101,7 +216,8 @@ PLAN_LEAVES = {
     "numpy.ma",
     "numpy.testing",
     "ds_hetero.planner.exact",
-    "ds_hetero.planner.outer",
+    "ds_hetero.planner.pipelines",
+    "ds_hetero.planner.published",
     "ds_hetero.reporting.html",
 }
 
@@ -115,7 +231,7 @@ def test_plan_for_machines_loads_only_what_it_needs():
         "finally: print(*sorted(set(sys.modules) - before), file=sys.stderr)"
     )
     options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "32768", "--json")
-    run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=300)
     assert json.loads(run.stdout)["schedule"]
     loaded = run.stderr.split()
     packages = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names

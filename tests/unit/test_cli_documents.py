@@ -85,7 +85,7 @@ def test_a_schedule_is_planned_for_a_distribution_and_is_not_slower_than_the_str
         (["show", "--sample", "arxvi"], "did you mean 'arxiv'?"),
         (["show", "--documents", "nowhere.json"], "cannot read the lengths file 'nowhere.json'"),
         (["show", "--documents", "nowhere.json", "--sample", "arxiv"], "give either --documents FILE or --sample"),
-        (["show", "--sample", "arxiv", "--out", "x.html"], "--out must end in one of .svg, .png"),
+        (["show", "--sample", "arxiv", "--out", "x.html"], "--out must end in .svg or .png"),
         (["show", "--sample", "arxiv", "--cost-model", "published"], "placed under the calibrated cost model"),
         (["show"], "give --out, the picture to write"),
         (["plan", "--lengths", "arxiv", "--token-unit", "64"], "--lengths chooses layouts and tokens itself"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
 from ds_hetero.cluster import CATALOGUE, cluster_from_dict, cluster_names, cluster_to_dict, load_cluster
 from ds_hetero.errors import ClusterError, ModelError
 from ds_hetero.models import load_model
+from tests.work import lines_run
 
 CONTRACT = """
 nodes:
@@ -196,6 +196,16 @@ def test_catalogue_has_what_people_own_with_sources():
         ),
         ({"links": [{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]}, "names 'a' twice, which is one node"),
         ({"links": [{"between": ["a"], "bandwidth_gb_per_s": 1}]}, "must name two nodes"),
+        (
+            {
+                "links": [
+                    {"between": ["a", "b"], "bandwidth_gb_per_s": 1},
+                    {"between": ["b", "a"], "bandwidth_gb_per_s": 100, "latency_us": 3},
+                ]
+            },
+            r"links\[1\] joins 'a' and 'b', which links\[0\] joins already, with other values: bandwidth_gb_per_s 1 "
+            "and 100, latency_us unset and 3. .* that differ by direction cannot be said",
+        ),
         ({"nets": {}}, "cluster: unknown key 'nets'"),
     ],
 )
@@ -315,18 +325,20 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
     lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 9)]
     path = tmp_path / "bomb.yaml"
     path.write_text("description:\n  " + "\n  ".join(lines) + "\nnodes: {a: *x8}\n")
-    start = time.process_time()
-    with pytest.raises(ClusterError, match="more than 2,000,000 values"):
-        load_cluster(path)
-    assert time.process_time() - start < 1.0
+
+    def load():
+        with pytest.raises(ClusterError, match="more than 2,000,000 values"):
+            load_cluster(path)
+
+    assert lines_run(load) < 500_000
 
 
-def test_twenty_thousand_nodes_are_read_in_a_second():
+def test_twenty_thousand_nodes_are_read_at_once():
     nodes = [{"name": "a", "device": "T4", "repeat": 20_000}]
     links = [{"between": [f"a-{i}", f"a-{i + 1}"], "bandwidth_gb_per_s": 2} for i in range(1_000)]
-    start = time.process_time()
-    cluster = cluster_from_dict(small(nodes=nodes, links=links))
-    assert time.process_time() - start < 1.0
+    clusters = []
+    assert lines_run(lambda: clusters.append(cluster_from_dict(small(nodes=nodes, links=links)))) < 50 * 20_000
+    (cluster,) = clusters
     assert len(cluster.nodes) == 20_000 and len(cluster.links) == 1_000
     with pytest.raises(ClusterError, match="more than 1,000,000 pairs"):
         cluster_from_dict(small(nodes=nodes, links=[{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]))

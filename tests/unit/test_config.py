@@ -16,15 +16,15 @@ from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.config import read_section
 from ds_hetero.cost import Workload
+from ds_hetero.engine.ds_config import section_of
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError
-from ds_hetero.integrations.deepspeed.facts import section_of
 from ds_hetero.job.decide import decide
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.job.forecast import Searcher, forecast
-from ds_hetero.job.plan_files import pipelines_in_file, plan_in_file
+from ds_hetero.job.plan_files import given_plan, is_of_pipelines
 from ds_hetero.job.report import forecast_text
 from ds_hetero.job.resolve import needs_measuring, needs_planner, resolve, sp_size_of
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.planner import plan
 
 INLINE = {
@@ -63,6 +63,7 @@ def schedules(section: dict[str, Any], world_size: int = 2, **sizes: int | None)
         world_size=world_size,
         sp_sizes=sizes,
         cluster=cluster_of(section),
+        plan=given_plan(read(**section), world_size),
     )
     return plan.schedules
 
@@ -181,10 +182,10 @@ def test_replicas_of_different_sizes_come_from_a_file() -> None:
     assert [s.sp_size for s in schedules({"schedule": both}, 3, sp_size=3)] == [2, 1]  # one worker on all ranks
     with pytest.raises(ConfigError, match=r"has replicas of \[2, 1\] ranks, but sp_size is 2. Set it to 3, all ranks"):
         schedules({"schedule": both}, 3, sp_size=2)
-    plan = plan_in_file(read(schedule=both), 3)
+    plan = given_plan(read(schedule=both), 3)
     assert plan is not None and str(plan.batch_split) == "2 x 3 + 1 x 2 = 8 samples"
-    alike = plan_in_file(read(schedule=INLINE), 2)
-    assert alike is not None and alike.batch_split is plan_in_file(read(schedule="ring"), 2) is None
+    alike = given_plan(read(schedule=INLINE), 2)
+    assert alike is not None and alike.batch_split is given_plan(read(schedule="ring"), 2) is None
 
 
 def plan_of_version_2(*stages: dict[str, Any]) -> dict[str, Any]:
@@ -206,25 +207,22 @@ def test_a_plan_of_replicas_is_a_schedule_too(tmp_path: Path) -> None:
 TWO_STAGES = [{"ranks": [0], "layers": [0, 3]}, {"ranks": [1], "layers": [3, 4]}]
 
 
-@pytest.mark.parametrize("stages", [TWO_STAGES, [{"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}]])
-def test_a_plan_of_pipelines_is_no_schedule(stages: list[dict[str, Any]]) -> None:
-    with pytest.raises(PlanError, match=r"run through deepspeed.initialize"):
-        schedules({"schedule": plan_of_version_2(*stages)})
-
-
 def test_a_plan_of_pipelines_is_read() -> None:
     plan = plan_of_version_2(*TWO_STAGES)
     plan["pipelines"][0] |= {"micro_batch_size": 1, "micro_batches": 4}
-    found = pipelines_in_file(read(schedule=plan), 2)
-    assert found is not None and found.ranks == (0, 1)
-    assert pipelines_in_file(read(schedule=INLINE), 2) is pipelines_in_file(read(schedule="ring"), 2) is None
+    section = read(schedule=plan)
+    found = given_plan(section, 2)
+    assert found is not None and found.ranks == (0, 1) and is_of_pipelines(found, section)
+    replicas, strategy = read(schedule=INLINE), read(schedule="ring")
+    assert not is_of_pipelines(given_plan(replicas, 2), replicas)
+    assert given_plan(strategy, 2) is None and not is_of_pipelines(None, strategy)
 
 
 def test_a_plan_of_pipelines_that_cannot_run_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="says micro_batch_size, micro_batches and the layers of every stage"):
-        pipelines_in_file(read(schedule=plan_of_version_2(*TWO_STAGES)), 2)
+        given_plan(read(schedule=plan_of_version_2(*TWO_STAGES)), 2)
     with pytest.raises(PlanError, match="the plan has ranks up to 1, the job has 1 processes"):
-        pipelines_in_file(read(schedule=plan_of_version_2(*TWO_STAGES)), 1)
+        given_plan(read(schedule=plan_of_version_2(*TWO_STAGES)), 1)
 
 
 def test_zero_of_a_plan_is_refused_by_name() -> None:

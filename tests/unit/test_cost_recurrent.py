@@ -16,7 +16,8 @@ from ds_hetero.cost.recurrent import heads_by_tokens, moved_states
 from ds_hetero.cost.stages.models import STAGE_COSTS, make_stage_costs
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.errors import ModelError, PlanError
-from ds_hetero.models import ModelSpec, model_from_config
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import model_from_config
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.planner import plan, strategy
 from ds_hetero.plans import Plan

@@ -12,14 +12,18 @@ from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.gradients import BUCKET_BYTES
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, Pools
+from ds_hetero.cost.stages.memory import DeviceParameters
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.chunks import chunks_of
 from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.gradient_sync.traffic import gathered_elements, reduced_elements
-from ds_hetero.models import ModelSlice, load_model
+from ds_hetero.model_shapes import ModelSlice
+from ds_hetero.models import load_model
+from ds_hetero.plans import INNER
+from ds_hetero.plans.section_keys import SECTION_KEYS
 
 MODEL = load_model("llama-3.1-8b")
 CLUSTER = load_cluster("hexiscale-setting-2")
@@ -37,8 +41,9 @@ def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
         flat = alone.arrays(ulysses(1, MODEL.num_heads, MODEL.num_kv_heads))
         assert option.layer_s == pytest.approx(alone.block_s(*flat), 1e-9)
         assert option.last_s == pytest.approx(alone.outside_blocks_s(flat[1])["loss_s"], 1e-9)
-        parts = alone.memory_parts(*flat)
-        assert option.kept_bytes == pytest.approx(parts["activations"][0] / MODEL.num_layers, 1e-9)
+        kept = alone.memory_moments(*flat)["loss"].activations[0] / MODEL.num_layers
+        copied = 0 if checkpointing else 2 * 4096 * 2 * MODEL.hidden_size  # attention's output, where heads travel
+        assert option.memory.kept_bytes == pytest.approx(kept - copied, 1e-9)
 
 
 def test_tensor_parallelism_divides_work_and_adds_all_reduces():
@@ -46,7 +51,7 @@ def test_tensor_parallelism_divides_work_and_adds_all_reduces():
     options = [costs.stage(3, size, "tensor", 1, 1) for size in (1, 2, 4)]
     assert options[0].layer_s > options[1].layer_s > options[2].layer_s
     assert options[0].layer_s < 2 * options[1].layer_s
-    assert options[0].layer_bytes == pytest.approx(4 * options[2].layer_bytes)
+    assert options[0].memory.layer_bytes == pytest.approx(4 * options[2].memory.layer_bytes)
     assert costs.stage(3, 3, "tensor", 1, 1) is None  # 32 heads
 
 
@@ -55,10 +60,30 @@ def test_tensor_stages_hold_embedding_and_head_whole_unless_the_workload_says_ot
     one, two = (whole.stage(3, size, inner, 1, 1) for size, inner in ((1, "one"), (2, "tensor")))
     shared = cut.stage(3, 2, "tensor", 1, 1)
     assert two.last_s == one.last_s > shared.last_s > one.last_s / 2
-    assert shared.first_bytes == one.first_bytes / 2
-    owned = MODEL.vocab_size * MODEL.hidden_size * WORK.optimizer_bytes
-    assert two.first_bytes == one.first_bytes - owned / 2  # two copies share the optimizer state
+    table = MODEL.vocab_size * MODEL.hidden_size
+    assert one.memory.of_end == DeviceParameters(table, table)
+    assert shared.memory.of_end == DeviceParameters(table / 2, table / 2)
+    assert two.memory.of_end == DeviceParameters(table, table / 2)  # two copies share the optimizer state
     assert two.layer_s == shared.layer_s
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_tiles_count_in_every_kind_of_stage_that_computes_them(inner):
+    """The logits of llama-3.1-8b at 32,768 tokens take 39 GiB, and 1.2 GiB in tiles of 1,024."""
+    assert inner not in {**SECTION_KEYS["tile_tokens"].refused, **SECTION_KEYS["tile_tokens"].idle}
+    work, size = replace(WORK, seq_len=32768), 1 if inner == "one" else 2
+    whole, tiled = (
+        CalibratedStageCosts(CLUSTER, MODEL, each).stage(3, size, inner, 1, 1)
+        for each in (
+            replace(work, tiled_logits=False),
+            replace(work, tiled_logits=True, tiled_mlp=True, tile_tokens=1024),
+        )
+    )
+    held = 32768 // (size if inner == "sequence" else 1)
+    assert whole.memory.logits - tiled.memory.logits == (held - 1024) * MODEL.vocab_size * 10
+    assert tiled.memory_bytes(1, True, True, 1) < whole.memory_bytes(1, True, True, 1)
+    assert tiled.backward_s > whole.backward_s  # MLPs and logits are computed again
+    assert tiled.last_s > whole.last_s
 
 
 def test_hosts_of_a_stage_take_time_for_messages_with_neighbours_and_for_all_reduces():
@@ -82,9 +107,9 @@ def test_hosts_of_a_stage_take_time_for_messages_with_neighbours_and_for_all_red
 def test_sequence_parallelism_keeps_parameters_and_divides_activations():
     costs = CalibratedStageCosts(CLUSTER, MODEL, WORK)
     one, four = costs.stage(3, 1, "one", 1, 1), costs.stage(3, 4, "sequence", 1, 1)
-    assert four.kept_bytes == pytest.approx(one.kept_bytes / 4)
-    assert four.layer_bytes < one.layer_bytes  # four ranks own the optimizer state
-    assert four.layer_bytes > one.layer_bytes / 4
+    assert four.memory.kept_bytes == pytest.approx(one.memory.kept_bytes / 4)
+    assert four.memory.layer_bytes < one.memory.layer_bytes  # four ranks own the optimizer state
+    assert four.memory.layer_bytes > one.memory.layer_bytes / 4
     assert one.layer_s / 4 < four.layer_s < one.layer_s
 
 
@@ -94,7 +119,7 @@ def test_hops_are_bound_by_the_busiest_port():
     rate = CLUSTER.network.bytes_per_s
 
     def seconds(source, target):
-        ends = Block(2, 2, *source), Block(3, 3, *target)
+        ends = DeviceBlock(2, 2, *source), DeviceBlock(3, 3, *target)
         return (costs.hop_s(int(network), *ends, 1) - CLUSTER.network.latency_s) * rate / volume
 
     assert seconds((1, "one"), (1, "one")) == pytest.approx(1)
@@ -108,7 +133,7 @@ def test_gradients_take_what_the_chunks_send():
     """One matrix in two pipelines that cut it over 2 and 1 ranks on three nodes: the busiest port by its chunks."""
     model = replace(MODEL, num_layers=1)
     costs = CalibratedStageCosts(CLUSTER, model, WORK)
-    blocks = Block(2, 2, 2, "tensor"), Block(3, 3, 1, "one"), Block(1, 1, 1, "one")
+    blocks = DeviceBlock(2, 2, 2, "tensor"), DeviceBlock(3, 3, 1, "one"), DeviceBlock(1, 1, 1, "one")
     pipelines = [PlacedPipeline((block,), (1,), 1, 1) for block in blocks]
     width = 96 * 2**20
     layout = ParameterLayout(
@@ -130,7 +155,7 @@ def test_a_rank_reads_and_writes_what_the_synchronizer_does(copies, element_byte
     """
     model, device = replace(MODEL, num_layers=1), CLUSTER.devices[0]
     work = replace(WORK, element_bytes=element_bytes, optimizer_bytes=12)
-    pipelines = [PlacedPipeline((Block(0, 0, 1, "one"),), (1,), 1, 1)] * copies
+    pipelines = [PlacedPipeline((DeviceBlock(0, 0, 1, "one"),), (1,), 1, 1)] * copies
     costs = CalibratedStageCosts(CLUSTER, model, work)
     sync, held = costs.sync_times(pipelines), ModelSlice.of(model, 0, 1).num_parameters
     s_per_byte = 1 / (device.memory_bytes_per_s * device.efficiency.memory)
@@ -143,7 +168,7 @@ def test_the_bucket_that_a_plan_counts_is_the_synchronizers():
     default = inspect.signature(AsymmetricGradientSync.__init__).parameters["bucket_bytes"].default
     assert default == BUCKET_BYTES
     option = CalibratedStageCosts(CLUSTER, MODEL, WORK).stage(0, 1, "one", 1, 1)
-    assert option.memory_bytes(0, False, False, 1) > BUCKET_BYTES
+    assert option.memory.moments(1, False, False, 1)["last, mlp"].bucket == BUCKET_BYTES
 
 
 def test_devices_are_pooled_by_node_and_kind():

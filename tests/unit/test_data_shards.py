@@ -144,9 +144,10 @@ def test_a_batch_that_cannot_be_cut_is_refused_by_name(batch, says):
 
 def test_fingerprints_tell_values_shapes_and_types_apart():
     prints = [
-        read_batch({"input_ids": ids}).fingerprints()["input_ids"]
-        for ids in (IDS, IDS + 1, IDS.view(3, 4), IDS.int(), torch.zeros(2, 0))
+        read_batch({"input_ids": ids}).fingerprints()["input_ids"] for ids in (IDS, IDS + 1, IDS.view(3, 4), IDS.int())
     ]
     assert len(set(prints)) == len(prints)
     assert prints[0].startswith("int64[2, 6] #")
     assert prints[0] == read_batch({"input_ids": IDS.clone()}).fingerprints()["input_ids"]
+    without_images = read_batch({"input_ids": IDS, "pixel_values": torch.zeros(0, 3)})
+    assert without_images.fingerprints()["pixel_values"].startswith("float32[0, 3] #")

@@ -27,6 +27,7 @@ OTHER = {
     "activation_checkpointing": False,
     "tiled_logits": False,
     "tiled_mlp": False,
+    "tile_tokens": 512,
     "offload_activations": False,
     "element_bytes": 4,
     "gradient_bytes": 1.5,
@@ -53,6 +54,18 @@ def test_a_scenario_comes_back_as_it_was_written(changed):
         again = read_scenario(json.loads(json.dumps(scenario.to_dict())))
         assert replace(again, clusters=scenario.clusters) == scenario
         assert again.clusters[0].num_ranks == scenario.clusters[0].num_ranks
+
+
+def test_a_file_of_a_version_without_buffers_has_the_default_ones():
+    scenario = PlanScenario(
+        cost_model="calibrated",
+        model=load_model("llama-3.1-8b"),
+        workload=Workload(seq_len=4096),
+        clusters=(load_cluster(cluster_names()[0]),),
+    )
+    content = scenario.to_dict()
+    content["workload"]["buffers"] = None
+    assert read_scenario(content).workload == scenario.workload
 
 
 def test_predictions_of_the_file_are_those_of_the_planner(tmp_path):

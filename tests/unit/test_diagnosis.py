@@ -26,9 +26,11 @@ def status(
     return Status(1, "barrier at train.py:7", waits, in_script, 2.0, calls.history())
 
 
-def inside(name: str, group: str, number: int, others: dict[str, int] | None = None, size: int = 2) -> Status:
+def inside(
+    name: str, group: str, number: int, others: dict[str, int] | None = None, size: int = 2, handle: bool = False
+) -> Status:
     """A rank that waits in a collective: the ``number``-th of its group, after so many of other groups."""
-    collective = Collective(name, group, list(range(size)))
+    collective = None if handle else Collective(name, group, list(range(size)))
     counts = {group: number, **(others or {})}
     place = f"{name} at train.py:7"
     return Status(1, place, True, True, 9.0, Calls().history(), collective, counts)
@@ -67,6 +69,16 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         [inside("all_reduce", "1", 2, {"0": 6}), inside("barrier", "0", 7, {"1": 1})],
         {},
         "rank 0 waits in all_reduce at train.py:7, rank 1 waits in barrier at train.py:7: these collectives can never",
+    ),
+    "a handle of ZeRO-3 on one rank, the loader's exchange on the others": (
+        [inside("wait", "0", 9, {"1": 4}, handle=True), *[inside("all_gather", "1", 5, {"0": 7})] * 2],
+        {},
+        "rank 0 waits in wait at train.py:7, ranks 1, 2 wait in all_gather at train.py:7: these collectives can never",
+    ),
+    "a handle, and a rank that has not come to its collective": (
+        [inside("wait", "0", 9, {"1": 5}, handle=True), inside("all_gather", "1", 5, {"0": 7})],
+        {},
+        None,
     ),
     "a broadcast whose source computes, and a rank that has got it": (
         [status(waits=False), inside("broadcast", "0", 7, size=3), inside("barrier", "0", 8, size=3)],

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import ds_hetero
-from ds_hetero.cli.app import MODULE_OF
+from ds_hetero.cli.app import COMMANDS
 from ds_hetero.config import HeterogeneitySection, PlacementSection, ReplanSection
-from tests import deepspeed_keys
+from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
 from tests.support_matrix import PAGE, STATUS, TABLES, with_tables
@@ -80,7 +80,7 @@ def test_the_api_page_lists_the_public_names():
 
 def test_every_command_is_explained():
     headings = re.findall(r"^## ([a-z]+)$", (DOCS / "cli.md").read_text(), re.MULTILINE)
-    assert sorted(headings) == sorted(MODULE_OF)
+    assert sorted(headings) == sorted(COMMANDS)
 
 
 def test_every_error_is_explained():
@@ -98,9 +98,12 @@ def test_the_table_of_what_works_is_that_of_the_tests():
     assert page == with_tables(page), "run python -m tests.support_matrix"
 
 
-def test_the_page_of_deepspeeds_keys_holds_the_table_that_decides() -> None:
-    page = deepspeed_keys.PAGE.read_text()
-    assert page == deepspeed_keys.with_tables(page), "run python -m tests.deepspeed_keys"
+@pytest.mark.parametrize("page", DECISION_PAGES, ids=lambda page: f"{page.name}s")
+def test_a_page_of_decisions_holds_the_table_that_decides(page):
+    assert page.path.read_text() == page.with_tables(), "run python -m tests.decision_pages"
+
+
+def test_a_row_of_what_works_has_a_status_and_a_test_where_it_is_tested():
     assert {row.status for row in ROWS} <= set(STATUS)
     for row in ROWS:
         assert (row.status != "tested") or row.tests, f"{row.what!r} names no test"

@@ -9,9 +9,9 @@ from ds_hetero.baselines import proportional
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.config import HeterogeneitySection
 from ds_hetero.cost import Workload
-from ds_hetero.job.document_advice import DocumentAdvice
 from ds_hetero.job.forecast import forecast
-from ds_hetero.models import ModelSpec
+from ds_hetero.job.monitoring.document_advice import DocumentAdvice
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.planner.documents.report import documents_of, report_documents
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, batch_layout

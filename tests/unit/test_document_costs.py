@@ -8,8 +8,8 @@ from math import inf
 import pytest
 
 from ds_hetero.baselines import ring
-from ds_hetero.job.document_costs import measured_costs, predicted_gain
-from ds_hetero.job.rank_times import RankTimes, UnitCosts
+from ds_hetero.job.monitoring.document_costs import measured_costs, predicted_gain_of_documents
+from ds_hetero.job.monitoring.times import RankTimes, RankUnitCosts
 from ds_hetero.models import load_model
 from ds_hetero.planner.documents import UnitCosts as DocumentCosts
 from ds_hetero.runtime.step_clock import StepTimes
@@ -31,7 +31,7 @@ def times_of(attention_s: float, model_s: float, flops: int = 1_400_000, tokens:
         tokens=tokens,
         length=100,
     )
-    costs = UnitCosts()
+    costs = RankUnitCosts()
     costs.add(step)
     return RankTimes.of([step], costs, inf, 0.0, [])
 
@@ -64,7 +64,7 @@ def test_a_rank_at_60_percent_is_predicted_to_be_worth_a_change():
     slow = tuple(cost / (0.6 if unit == 1 else 1.0) for unit, cost in enumerate(old.token_s))
     new = replace(old, token_s=slow, square_s=tuple(cost / old.token_s[0] * old.square_s[0] for cost in slow))
     ranks = [times_of(1.4, 2.0)] * 4
-    assert predicted_gain(old, new, ranks) == pytest.approx(1 - 4 / 3.6 * 0.6)
-    assert predicted_gain(new, new, ranks) == pytest.approx(0.0)
+    assert predicted_gain_of_documents(old, new, ranks) == pytest.approx(1 - 4 / 3.6 * 0.6)
+    assert predicted_gain_of_documents(new, new, ranks) == pytest.approx(0.0)
     scaled = replace(old, token_s=tuple(3 * c for c in old.token_s), square_s=tuple(3 * c for c in old.square_s))
-    assert predicted_gain(old, scaled, ranks) == pytest.approx(0.0)  # the same ratios
+    assert predicted_gain_of_documents(old, scaled, ranks) == pytest.approx(0.0)  # the same ratios

@@ -1,7 +1,7 @@
 """Tokens of a batch are counted in the zone of their lane."""
 
 from ds_hetero.baselines import ring
-from ds_hetero.job.document_zones import DocumentZones
+from ds_hetero.job.monitoring.document_zones import DocumentZones
 from ds_hetero.placement import Lane, Placement, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 

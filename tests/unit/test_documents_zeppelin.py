@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.strategies import PLACEMENT_STRATEGIES
-from ds_hetero.planner.documents.zeppelin import Ring, zeppelin, zeppelin_rings
+from ds_hetero.planner.published.zeppelin.rings import DocumentRing, zeppelin, zeppelin_rings
 
 NODES = [[0, 1], [2, 3]]
 
@@ -17,22 +17,22 @@ NODES = [[0, 1], [2, 3]]
 def test_what_fits_goes_whole_to_the_least_loaded_node_and_device():
     # s1 = 2 x 10: all stay on nodes: 9 and 4 on the first, 8 and 5 on the second. Inside s0 = 10: all local.
     assert sorted(zeppelin_rings([9, 8, 5, 4], NODES, 10)) == [
-        Ring(0, "local", (0,)),
-        Ring(1, "local", (2,)),
-        Ring(2, "local", (3,)),
-        Ring(3, "local", (1,)),
+        DocumentRing(0, "local", (0,)),
+        DocumentRing(1, "local", (2,)),
+        DocumentRing(2, "local", (3,)),
+        DocumentRing(3, "local", (1,)),
     ]
 
 
 def test_a_document_above_the_capacity_of_a_node_goes_over_as_many_nodes_as_its_share_of_the_average():
     # s1 = 20; s_avg = 33 / 2: the first is cut over ceil(30 / 16.5) = 2 nodes and all their devices.
-    assert zeppelin_rings([30, 3], NODES, 10)[0] == Ring(0, "cluster", (0, 1, 2, 3))
+    assert zeppelin_rings([30, 3], NODES, 10)[0] == DocumentRing(0, "cluster", (0, 1, 2, 3))
 
 
 def test_a_document_above_the_capacity_of_a_device_is_cut_by_its_share_of_the_squares():
     # Node 0 gets 16, node 1 the others. c_avg = 16^2 / 2, so it is cut over 2 devices; 4 and 3 stay local.
     rings = zeppelin_rings([16, 4, 3], NODES, 10)
-    assert Ring(0, "node", (0, 1)) in rings
+    assert DocumentRing(0, "node", (0, 1)) in rings
     assert {ring.zone for ring in rings if ring.document} == {"local"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_hetero.common import extras
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.environment import COMPARED, MAY_DIFFER, expect_same_environment, own_environment
 
@@ -42,3 +43,11 @@ def test_a_difference_names_variable_ranks_and_values() -> None:
     with pytest.raises(ConfigError) as caught:
         expect_same_environment([plain, own_environment({"NCCL_PROTO": "LL"}), plain])
     assert "  environment variable NCCL_PROTO: not set on rank 0, 2; LL on rank 1" in str(caught.value).splitlines()
+
+
+def test_a_release_beyond_the_tested_ranges_is_named_with_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extras.untested_releases() == {}
+    real = extras.version
+    monkeypatch.setattr(extras, "version", lambda name: "5.99.0" if name == "transformers" else real(name))
+    assert set(extras.untested_releases()) == {"transformers"}
+    assert extras.untested_releases()["transformers"].startswith("5.99.0 (tested: ")

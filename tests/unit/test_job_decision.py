@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_hetero.baselines import ring
 from ds_hetero.config import read_section
+from ds_hetero.cost.workload import Buffers
+from ds_hetero.engine.ds_config import enabled, read_training_facts, section_of
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, ModelError, PlanError
-from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts, section_of
 from ds_hetero.job.decide import decide, depends_on_measuring
 from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.job.request import Request, agree_on_request
 from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, start_job
 from ds_hetero.job.workload import workload_of
 from ds_hetero.models import load_model
@@ -46,7 +51,13 @@ def test_a_configuration_is_read_into_values() -> None:
             "gradient_accumulation_steps": 4,
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu"},
+                "zenflow": {"topk_ratio": 0.1},
+                "reduce_bucket_size": 5e7,
+                "stage3_max_live_parameters": 10**8,
+            },
             "sequence_parallel_size": 2,
             "tensor_parallel": {"autotp_size": 4},
             "optimizer": {"type": "Muon"},
@@ -62,7 +73,9 @@ def test_a_configuration_is_read_into_values() -> None:
         offloads_parameters=True,
         sp_size=2,
         optimizer="Muon",
+        buffers=Buffers(reduce_bucket=50_000_000, live_parameters=10**8),
     )
+    assert workload_of(facts_of(facts), 1, on_host=False).buffers == facts.buffers
 
 
 def test_what_is_left_out_or_auto_has_its_default() -> None:
@@ -70,7 +83,7 @@ def test_what_is_left_out_or_auto_has_its_default() -> None:
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "none"}},
+        "zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "none"}, "reduce_bucket_size": "auto"},
     }
     assert read_training_facts(auto) == read_training_facts({}) == TrainingFacts()
 
@@ -118,7 +131,7 @@ def test_a_decision_has_the_plan_and_a_forecast_per_replica() -> None:
 
 
 def test_shares_of_the_optimizer_state_follow_the_memory_that_is_left() -> None:
-    section: dict[str, Any] = {"cluster": cluster(4), "schedule": "ring", "seq_len": 8192}
+    section: dict[str, Any] = {"cluster": cluster(4), "schedule": "ulysses", "seq_len": 8192}
     weights = decide(facts_of(**section, zero_partition="memory"), 4, measured=None, on_host=False).zero_weights
     assert weights is not None and len(weights) == 4 and len(set(weights)) == 1
 
@@ -162,7 +175,7 @@ def test_ranks_are_measured_where_the_plan_depends_on_it(
 
 
 def test_a_decision_is_made_without_torch() -> None:
-    code = "import sys, ds_hetero.job.decide, ds_hetero.integrations.deepspeed.facts; sys.exit('torch' in sys.modules)"
+    code = "import sys, ds_hetero.job.decide, ds_hetero.engine.ds_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -178,7 +191,7 @@ class OneRankOf(World):
 
 def test_a_job_is_started_again_for_another_world() -> None:
     clusters = MeasuredClusters()
-    facts = {size: facts_of(cluster=cluster(size)) for size in (3, 4)}
+    facts = {size: facts_of(cluster=cluster(size), seq_len=8192) for size in (3, 4)}
     starts = []
     for size in (4, 3, 4):
         world = OneRankOf(rank=0, size=size)
@@ -200,25 +213,54 @@ def test_a_second_start_keeps_the_plan_as_long_as_the_section_stays() -> None:
     assert other.plan != before.plan
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (facts_of(schedule="ring"), "heterogeneity.schedule is 'ulysses' on ranks 0, 2; 'ring' on rank 1"),
-        (facts_of(schedule="ulysses", seq_len=64), "heterogeneity.seq_len is 'missing' on ranks 0, 2; 64 on rank 1"),
-        (
-            replace(facts_of(schedule="ulysses"), model=replace(facts_of().model, num_heads=64)),
-            "num_heads is 32 on ranks 0, 2; 64 on rank 1",
-        ),
-    ],
-)
-def test_facts_that_differ_between_ranks_are_refused_by_key_and_rank(other: JobFacts, message: str) -> None:
-    class ThreeRanks(World):
-        def on_all_ranks(self, compute: Any) -> list[Any]:
-            own = compute()
-            return [own, (other, *own[1:]), own]
+@dataclass(frozen=True)
+class ThreeRanks(World):
+    """The ranks of a job whose second one has read something else.
 
+    Args:
+        other: takes what this rank has read; returns what the second one has.
+    """
+
+    other: Any = None
+
+    def on_all_ranks(self, compute: Any) -> list[Any]:
+        own = compute()
+        return [own, self.other(own), own]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"schedule": "ring"}, "heterogeneity.schedule is 'ulysses' on ranks 0, 2; 'ring' on rank 1"),
+        ({"schedule": "ulysses", "seq_len": 64}, "heterogeneity.seq_len is 'missing' on ranks 0, 2; 64 on rank 1"),
+    ],
+    ids=["another value", "another key"],
+)
+def test_sections_that_differ_between_ranks_are_refused_by_key_and_rank(section: Any, message: str) -> None:
+    world = ThreeRanks(rank=0, size=3, other=lambda own: Request(read_section(section), None))
     with pytest.raises(ConfigError, match=f"the ranks must agree, but {re.escape(message)}"):
-        agree_on_facts(ThreeRanks(rank=0, size=3), lambda: facts_of(schedule="ulysses"))
+        agree_on_request(world, lambda: read_section({"schedule": "ulysses"}))
+
+
+def test_models_that_differ_between_ranks_are_refused_by_name_and_rank() -> None:
+    facts = facts_of(schedule="ulysses")
+    other = replace(facts, model=replace(facts.model, num_heads=64))
+    world = ThreeRanks(rank=0, size=3, other=lambda own: (other, *own[1:]))
+    with pytest.raises(ConfigError, match="the ranks must agree, but num_heads is 32 on ranks 0, 2; 64 on rank 1"):
+        agree_on_facts(world, lambda: facts)
+
+
+def test_section_and_plan_file_are_read_once_for_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(ring(1, 8, 8).to_json())
+    registry, ds_config = Registry(None), {"heterogeneity": {"schedule": str(file)}}
+    request = registry.request_of(ds_config)
+    assert request.plan is not None and not request.is_of_pipelines
+    file.unlink()
+    assert registry.request_of({**ds_config, "bf16": {"enabled": True}}) is request
+    registry.forget_request()
+    with pytest.raises(ConfigError, match="is no file"):
+        registry.request_of(ds_config)
 
 
 def test_shares_by_memory_let_the_search_find_what_equal_shares_do_not_fit() -> None:

@@ -83,11 +83,19 @@ def test_head_dim_may_differ_from_hidden_size_over_heads():
         ({"kv_lora_rank": 512}, "kv_lora_rank names a kind of layer"),
         ({"num_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 2}, "shared experts"),
         ({"num_experts": 64}, "lacks num_experts_per_tok"),
+        ({"head_dim": 64, "per_layer_config": {"5": {"head_dim": 128}}}, "per_layer_config gives layer 5 head_dim=128"),
+        ({"num_attention_heads_per_layer": [32] * 31 + [16]}, "num_attention_heads_per_layer has 32 and 16"),
+        ({"head_dim": 64, "global_head_dim": 128}, "global_head_dim=128 beside head_dim=64"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         model_from_config(LLAMA | changes, "m")
+
+
+def test_sizes_by_layer_that_are_all_alike_are_those_of_the_model():
+    alike = {"per_layer_config": {"5": {"num_key_value_heads": 8}}, "num_attention_heads_per_layer": [32] * 32}
+    assert model_from_config(LLAMA | alike, "m") == model_from_config(LLAMA, "m")
 
 
 def test_missing_keys_are_named(tmp_path):

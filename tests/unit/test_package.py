@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.unit.without import run_without
 
 SOURCES = sorted(Path(ds_hetero.__file__).parent.rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES]
+TREES = {module: ast.parse(path.read_text()) for module, path in zip(MODULES, SOURCES, strict=True)}
 FRAMEWORKS = {"torch", "deepspeed", "transformers", "accelerate"}
 # Plans on a laptop without any of them; the contract "planning" in pyproject.toml says so of every import statement.
 PLANNING = (
@@ -42,16 +44,15 @@ ARITHMETIC = (
 )
 
 
-def test_importing_ds_hetero_is_quick_and_loads_no_framework():
-    runs = [_import_in_a_new_process(["ds_hetero"]) for _ in range(3)]
-    assert "ds_hetero" in runs[0]["loaded"]
-    assert not FRAMEWORKS & set(runs[0]["loaded"])
-    assert min(run["seconds"] for run in runs) < 0.3
+def test_importing_ds_hetero_loads_no_framework_and_little_else():
+    loaded = _import_in_a_new_process(["ds_hetero"])
+    assert "ds_hetero" in loaded
+    assert not {*FRAMEWORKS, "numpy", "scipy", "pydantic", "rich", "click"} & loaded
 
 
 def test_every_public_name_resolves():
     assert all(getattr(ds_hetero, name) is not None for name in ds_hetero.__all__)
-    assert set(errors.__all__) <= set(ds_hetero.__all__) <= set(dir(ds_hetero))
+    assert {name for name in vars(errors) if name.endswith("Error")} <= set(ds_hetero.__all__) <= set(dir(ds_hetero))
     assert callable(ds_hetero.plan) and callable(ds_hetero.load_cluster)
     with pytest.raises(AttributeError, match="no attribute 'schedule_of'"):
         _ = ds_hetero.schedule_of
@@ -88,43 +89,55 @@ def test_planning_takes_the_base_installation_and_training_names_what_is_missing
 def test_the_planning_half_loads_no_framework():
     planning = [name for name in MODULES if name.count(".") and name.split(".")[1] in PLANNING]
     assert {name.split(".")[1] for name in planning} == set(PLANNING)
-    assert not FRAMEWORKS & set(_import_in_a_new_process([*planning, *ARITHMETIC])["loaded"])
+    assert not FRAMEWORKS & _import_in_a_new_process([*planning, *ARITHMETIC])
 
 
-def _import_in_a_new_process(modules: list[str]) -> dict:
+def _import_in_a_new_process(modules: list[str]) -> set[str]:
+    """Packages that a new process has loaded after these modules."""
     program = (
-        "import importlib, json, sys, time\n"
-        "start = time.perf_counter()\n"
+        "import importlib, json, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
-        "seconds = time.perf_counter() - start\n"
-        "print(json.dumps({'seconds': seconds, 'loaded': sorted({name.partition('.')[0] for name in sys.modules})}))"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, *modules], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=True
+        [sys.executable, "-c", program, *modules], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=300, check=True
     )
-    return json.loads(run.stdout)
+    return set(json.loads(run.stdout))
 
 
 def test_the_layers_are_kept():
     command = Path(sys.executable).with_name("lint-imports")
-    run = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=MODULES)
-def test_all_lists_the_public_names_of_a_module(path):
-    """A name is public when it has no underscore; ruff checks the other way, the order and the docstrings."""
-    body = ast.parse(path.read_text()).body
-    public = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"}
-    unlisted = public - set(_value_of_all(body))
-    assert not unlisted, f"{path.name} defines {sorted(unlisted)}: list them in __all__, or begin them with _"
+def test_a_class_has_a_name_of_its_own():
+    modules = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+                modules[node.name].append(module)
+    assert {name: where for name, where in modules.items() if len(where) > 1} == {}
 
 
-def _value_of_all(body: list[ast.stmt]) -> list[str]:
-    for node in body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
+def test_first_lines_of_docstrings_begin_with_a_thing_or_a_verb():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    inverted = [
+        (module, getattr(node, "name", "the module"))
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and (ast.get_docstring(node) or "-").split()[0] in ("What", "Have")
+    ]
+    assert inverted == []
+
+
+def test_only_packages_list_their_names():
+    leaves = [module for module, path in zip(MODULES, SOURCES, strict=True) if path.name != "__init__.py"]
+    assert [module for module in leaves if any(map(_assigns_all, TREES[module].body))] == []
+
+
+def _assigns_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
 
 
 def test_ready_configurations_are_where_the_package_looks_for_them():

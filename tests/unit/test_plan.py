@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ds_hetero
 from ds_hetero.baselines import ring
+from ds_hetero.config import read_section
 from ds_hetero.errors import PlanError, ScheduleError
+from ds_hetero.job.plan_files import given_plan
+from ds_hetero.models import load_model
 from ds_hetero.plans import BatchSplit, Pipeline, Plan, PlannedModel, Stage, read_plan
 
 MODEL = {"num_layers": 40, "num_heads": 40, "num_kv_heads": 8}
@@ -152,3 +157,12 @@ def test_only_plans_of_replicas_have_one_schedule_per_pipeline() -> None:
         _ = read_plan(FILE).schedules
     one = Plan(pipelines=(Pipeline(stages=(Stage(ranks=(0,)),)),))
     assert not one.is_replicas
+
+
+def test_the_planner_returns_a_plan_that_a_job_runs():
+    cluster = ds_hetero.load_cluster("lab")
+    planned = ds_hetero.plan(cluster, load_model("llama-3.2-1b"), 4096)
+    assert isinstance(planned.plan, ds_hetero.Plan)
+    assert planned.plan.schedules == (planned.schedule,)
+    content = json.loads(json.dumps(planned.plan.to_dict()))
+    assert given_plan(read_section({"schedule": content}), cluster.num_ranks) == planned.plan

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.cluster import cluster_from_dict, load_cluster
+from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec, load_model
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import load_model
 from ds_hetero.planner import make_problem, plan, strategy
+from ds_hetero.planner.explain import compared
 from ds_hetero.planner.search.bin_covers import best_levels, cover, minimal_covers
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.memory_fit import fit_memory
@@ -187,7 +190,7 @@ def test_devices_behind_slow_links_stay_idle_and_are_named():
         "devices": KINDS,
     }
     found = plan(cluster_from_dict(data), MODEL, Workload(seq_len=8192, zero_stage=0), cost_model="published")
-    assert found.idle == (4,)
+    assert found.idle_ranks == (4,)
     assert "idle" in found.name
 
 
@@ -266,6 +269,42 @@ def test_a_plan_explains_itself():
     assert "rank" in found.prediction.bottleneck.text
     assert any("% slower" in each.reason for each in found.rejected)
     assert found.to_dict()["baselines"]["ulysses"] is None
+
+
+def test_a_device_behind_a_slow_link_does_not_make_the_plan_slower_than_the_one_without_it():
+    """It was slower by 20 %: stage I spent its budget for idle ranks on sets that came first."""
+    devices = {
+        f"gpu{i}": {"peak_tflops": peak, "memory_gib": gib, "memory_bandwidth_gb_per_s": rate}
+        for i, peak, gib, rate in (
+            *((0, 115, 40, 3230), (2, 153, 80, 1780), (3, 92.7, 192, 1910)),
+            *((5, 170, 192, 1150), (6, 554, 40, 3020), (7, 173, 40, 954)),
+        )
+    }
+    near = [f"gpu{i}" for i in (3, 5, 6, 5, 7, 0, 5, 7, 5)]
+    nodes = [
+        {"name": "near", "devices": near, "link": {"bandwidth_gb_per_s": 49.1, "latency_us": 9.5}},
+        {"name": "far", "devices": ["gpu2"], "link": {"bandwidth_gb_per_s": 17.8}},
+    ]
+    network = {"bandwidth_gb_per_s": 1.11, "latency_us": 10.1}
+    cluster = cluster_from_dict({"nodes": nodes, "network": network, "devices": devices})
+    model = replace(MODEL, num_layers=16, hidden_size=1280, num_heads=2, num_kv_heads=2, head_dim=640, mlp_size=5120)
+    work = Workload(seq_len=1_000_000, zero_stage=0)
+    with_it = plan(cluster, model, work).prediction.iteration_s
+    assert with_it <= 1.05 * plan(cluster.without([9]), model, work).prediction.iteration_s
+
+
+def test_equal_cards_have_no_rejected_plan_that_is_the_chosen_one_and_none_twice():
+    found = plan(load_cluster(read_notation("8xA100").content), load_model("llama-3.1-8b"), 65_536)
+    lines = [(each.name, each.reason) for each in found.rejected]
+    assert found.name not in dict(lines) and len(set(lines)) == len(lines)
+    assert not any(reason.startswith("0.0 %") for _, reason in lines)
+
+
+def test_what_takes_twice_as_long_is_said_in_times():
+    prediction = plan(load_cluster("workstation-4090-3090"), load_model("llama-3.2-1b"), 8_192).prediction
+    for times, text in ((1.0, "as fast"), (1.5, "50.0 % slower"), (3.629, "takes 3.6 times as long")):
+        other = replace(prediction, iteration_s=times * prediction.iteration_s)
+        assert compared("a", other, prediction).reason.startswith(text)
 
 
 # --- parts --------------------------------------------------------------------------------------------

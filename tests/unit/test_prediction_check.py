@@ -11,9 +11,9 @@ from ds_hetero.baselines import ring, ulysses
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.job.forecast import forecast
-from ds_hetero.job.prediction_check import Comparison, PredictionCheck
+from ds_hetero.job.monitoring.prediction_check import Comparison, PredictionCheck
 from ds_hetero.job.report import announce
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.placement import Rows, stream_placement
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 

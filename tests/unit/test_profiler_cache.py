@@ -13,11 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from ds_hetero.cli.app import app
+from ds_hetero.common.units import GIB
 from ds_hetero.profiler import cache
-from ds_hetero.profiler.cluster_file import RankFacts, fingerprint
-from ds_hetero.profiler.machine import CpuUse, Quietness, Watch, busy_reason, quietness_of
+from ds_hetero.profiler.cluster_file import RankFacts, cluster_content, fingerprint
+from ds_hetero.profiler.machine import CpuUse, CpuWatch, Quietness, busy_reason, quietness_of
+from tests.unit.test_profiler_fit import timed
 
-RANK = RankFacts(node="a", host="a", device="CPU", memory_bytes=1, torch="2", dtype="float32", attention="torch")
+RANK = RankFacts(node="a", host="a", device="CPU", memory_bytes=4 * GIB, torch="2", dtype="float32", attention="torch")
 
 
 def _profile(**changes: Any) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def test_other_processes_are_what_the_ranks_of_a_host_do_not_account_for() -> No
 
 
 def test_the_use_of_the_cores_is_read_from_the_system() -> None:
-    watch = Watch("a")
+    watch = CpuWatch("a")
     until = datetime.now() + timedelta(seconds=0.2)
     while datetime.now() < until:
         pass
@@ -85,6 +87,52 @@ def test_a_profile_without_a_date_is_measured_anew(
     with caplog.at_level(logging.WARNING):
         assert cache.read_profile(path, [RANK]) is None
     assert "measuring anew" in caplog.text
+
+
+def _lower(content: dict[str, Any], *keys: str) -> None:
+    *place, last = keys
+    for key in place:
+        content = content[key]
+    content[last] = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("memory_gib",), "it gives rank 0 a memory of 0.0 GiB, and the rank has 4.0"),
+        (("peak_tflops",), "its peak_flops_per_s is not what its own timings give"),
+        (("efficiency", "matmul"), "its efficiencies are not what its own timings give"),
+    ],
+)
+def test_a_profile_with_numbers_that_are_not_the_ranks_is_measured_anew(
+    keys: tuple[str, ...], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "p.json"
+    samples = [{**timed(), "links": {}}]
+    content = cluster_content([RANK], samples, {"measured_at": "2026-11-22T08:00:00+00:00"})
+    path.write_text(json.dumps(content))
+    assert cache.read_profile(path, [RANK]) == content
+    _lower(content["devices"]["CPU"], *keys)
+    path.write_text(json.dumps(content))
+    with caplog.at_level(logging.WARNING):
+        assert cache.read_profile(path, [RANK]) is None
+    assert says in caplog.text and "measuring anew" in caplog.text
+
+
+def test_it_is_said_where_a_profile_is_kept_and_that_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content = _profile()
+    path = cache._profile_file(cache.cache_folder(), [RANK])
+    assert path is not None
+    tmp_path.joinpath("cache").write_text("a file where the folder should be")
+    cache._write(path, content)
+    assert (
+        cache.describe_age(content, True)
+        == "measured now; the profile could not be kept, so the next job measures anew"
+    )
+    tmp_path.joinpath("cache").unlink()
+    cache._write(path, content)
+    assert cache.describe_age(content, True) == f"measured now; profiles are kept in {path.parent}"
 
 
 def test_what_trains_is_part_of_the_key() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_hetero.baselines import ring, ulysses, usp
 from ds_hetero.planner.replan.measured_shares import ProportionalEstimate, attention_shares
 from ds_hetero.planner.replan.observation import Observation, mean_observation
-from ds_hetero.planner.replan.policy import Decision, Policy
+from ds_hetero.planner.replan.policy import Policy, ProposedChange
 from ds_hetero.planner.replan.unit_cost import UnitCost
 from ds_hetero.schedule import Group, Schedule
 
@@ -29,7 +29,7 @@ class Cluster:
         self.schedule, self.speeds, self.cv = schedule, list(speeds), cv
         self.policy = Policy(ProportionalEstimate, min_gain)
         self.unit_costs = [(UnitCost(), UnitCost()) for _ in speeds]
-        self.changes: list[tuple[int, Decision]] = []
+        self.changes: list[tuple[int, ProposedChange]] = []
         self.steps = 0
         self.random = random.Random(seed)
 

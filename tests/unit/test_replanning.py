@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_hetero.config import read_section
-from ds_hetero.job.replanning import Replanning
+from ds_hetero.job.decide import JobStart
+from ds_hetero.job.facts import JobFacts, ModelFacts, TrainingFacts
+from ds_hetero.job.monitoring.replanning import Replanning, ScheduleSearch
 from ds_hetero.job.start import announce_start
 from ds_hetero.plans import Plan
 from ds_hetero.schedule import Group, Schedule
@@ -20,19 +21,22 @@ def _plan(*tokens: float, heads: int = 4) -> Plan:
 
 
 def _replanning(plan: Plan, changed: list[Plan]) -> Replanning:
+    return Replanning(plan, ScheduleSearch(_start(plan)), changed.append)
+
+
+def _start(plan: Plan) -> JobStart:
     section = read_section({"replan": {"enabled": True}})
     assert section is not None
-    facts: Any = SimpleNamespace(model=SimpleNamespace(causal=True))
-    start: Any = SimpleNamespace(plan=plan, forecasts=(), section=section, facts=facts)
-    return Replanning(start, changed.append)
+    model = ModelFacts(name="m", num_heads=4, num_kv_heads=2)
+    return JobStart(facts=JobFacts(section=section, model=model, training=TrainingFacts()), plan=plan)
 
 
 def test_a_changed_plan_is_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
     changed: list[Plan] = []
     replanning, other = _replanning(_plan(1, 1), changed), _plan(3, 1)
-    assert replanning.changed_plan is None
+    assert replanning.plan == _plan(1, 1)
     assert replanning.resume(other.to_dict())
-    assert changed == [other] and replanning.changed_plan == other
+    assert changed == [other] and replanning.plan == other
     assert "goes on with the plan that re-planning had come to" in capsys.readouterr().err
     assert not replanning.resume(other.to_dict())
 
@@ -49,7 +53,7 @@ def test_a_plan_for_another_job_is_left(content: Any, said: str, capsys: pytest.
     changed: list[Plan] = []
     replanning = _replanning(_plan(1, 1), changed)
     assert not replanning.resume(content)
-    assert not changed and replanning.changed_plan is None
+    assert not changed and replanning.plan == _plan(1, 1)
     printed = capsys.readouterr().err
     assert "goes on with its own" in printed and said in printed
 
@@ -58,13 +62,9 @@ def test_a_plan_for_another_job_is_left(content: Any, said: str, capsys: pytest.
 def test_replicas_of_one_rank_are_told_that_nothing_will_change(
     replicas: list[tuple[int, ...]], is_said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = read_section({"replan": {"enabled": True}})
     schedules = [
         Schedule(num_heads=4, num_kv_heads=2, groups=tuple(Group(ranks=(r,), tokens=(1,), heads=(4,)) for r in ranks))
         for ranks in replicas
     ]
-    start: Any = SimpleNamespace(
-        plan=Plan.of_replicas(schedules), section=section, forecasts=(), no_forecast_reason="none is asked for"
-    )
-    announce_start(start)
+    announce_start(_start(Plan.of_replicas(schedules)))
     assert ('"replan" changes nothing here' in capsys.readouterr().err) == is_said

@@ -1,9 +1,9 @@
 """Blocks cover what is visible, once; transfers bring each group what it needs, when it needs it."""
 
 import random
-import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from hypothesis import given
@@ -15,6 +15,7 @@ from ds_hetero.planner.documents import UnitCosts, place_documents
 from ds_hetero.ring_table import Block, RingTable, visible_blocks
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.schedule import LAYOUTS, Group, Schedule
+from tests.work import lines_run
 
 
 @st.composite
@@ -241,7 +242,7 @@ def test_a_window_stops_kv_from_travelling_on():
     assert [table.columns(source) for source in range(4)] == [((9, 16),), ((9, 16),), ((9, 16),), ()]
 
 
-def test_tables_of_1000_documents_on_64_ranks_take_a_rank_less_than_5_ms():
+def test_tables_of_1000_documents_on_64_ranks_are_little_work_for_a_rank():
     rng = random.Random(0)
     lengths = [1 + int(rng.lognormvariate(5, 1.3)) for _ in range(990)] + [30_000 + 50 * i for i in range(10)]
     rng.shuffle(lengths)
@@ -252,12 +253,11 @@ def test_tables_of_1000_documents_on_64_ranks_take_a_rank_less_than_5_ms():
     assert len(cut) >= 5
     for of_batch in (placement, stream_placement(schedule, sum(lengths), rows)):
         rank = cut[0].members[0]
-        assert min(_seconds_of_tables(replace(of_batch), rank) for _ in range(40)) < 0.005
+        made = partial(_make_tables, replace(of_batch), rank)
+        assert lines_run(made) < 40_000  # 3 ms on an idle machine
 
 
-def _seconds_of_tables(placement, rank):
-    start = time.thread_time()
+def _make_tables(placement, rank):
     placement.intervals(rank)
     for own in BatchLayout(placement=placement).rings(rank, True, None):
         assert own.calls and own.forward_rounds and own.backward_kv_rounds and own.backward_grad_rounds and own.pairs
-    return time.thread_time() - start

@@ -9,7 +9,7 @@ from benchmarks.measure.random_clusters import random_cases
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.planner import make_problem
 from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.search.search import search

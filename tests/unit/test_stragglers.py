@@ -9,8 +9,8 @@ from math import inf
 
 import pytest
 
-from ds_hetero.job.rank_times import RECENT_STEPS, RankTimes, UnitCosts
-from ds_hetero.job.stragglers import Stragglers, scores
+from ds_hetero.job.monitoring.stragglers import OF_SAMPLES, Stragglers, scores
+from ds_hetero.job.monitoring.times import RECENT_STEPS, JobTimes, RankTimes, RankUnitCosts
 from ds_hetero.runtime.step_clock import StepTimes
 
 
@@ -23,9 +23,9 @@ def test_scores_are_against_the_typical_rank():
 
 def test_replicas_of_one_rank_are_told_to_share_out_samples():
     times = [_times(seconds, 2.0, deque([seconds] * RECENT_STEPS)) for seconds in (1.0, 2.0)]
-    (line,) = Stragglers(lambda _: 0.25, has_schedules=False).observe(5, times)
+    (line,) = Stragglers(lambda _: 0.25, OF_SAMPLES).observe(5, JobTimes(times))
     assert line.endswith('save 25% of a step: "schedule" with the file that "ds-hetero replicas --out FILE" writes.')
-    (line,) = Stragglers(lambda _: 0.25).observe(5, times)
+    (line,) = Stragglers(lambda _: 0.25).observe(5, JobTimes(times))
     assert line.endswith('Re-planning is predicted to save 25% of a step: "replan": {"enabled": true}.')
 
 
@@ -43,12 +43,12 @@ def _follow(
             recent[rank].append(seconds)
         if step % interval == 0:
             times = [_times(seconds, max(own), recent[rank]) for rank, seconds in enumerate(own)]
-            said += [(step, line) for line in stragglers.observe(step, times)]
+            said += [(step, line) for line in stragglers.observe(step, JobTimes(times))]
     return said
 
 
 def _times(own_s: float, step_s: float, recent: Sequence[float]) -> RankTimes:
-    costs = UnitCosts()
+    costs = RankUnitCosts()
     step = StepTimes(
         step_s=step_s,
         attention_s=0.4 * own_s,

@@ -14,11 +14,11 @@ from ds_hetero.cli.doctor import examine, model_facts
 from ds_hetero.cluster import load_cluster
 from ds_hetero.config import read_section
 from ds_hetero.cost.workload import Workload
+from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, PlanError, ScheduleError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
 from ds_hetero.models import load_model
 from ds_hetero.planner.micro_batches import plan_replicas
-from ds_hetero.planner.outer.planning import check_batch
+from ds_hetero.planner.pipelines.planning import check_global_batch
 from ds_hetero.plans import read_plan
 from ds_hetero.profiler import cache
 
@@ -172,7 +172,7 @@ def test_a_global_batch_of_billions_is_refused_at_once():
     with pytest.raises(PlanError, match="global_batch must be a whole number <= 1,048,576"):
         plan_replicas([load_cluster("lab")], load_model("gpt-3b"), Workload(seq_len=4096), 10**12)
     with pytest.raises(PlanError, match="global_batch must be a whole number <= 1,048,576"):
-        check_batch(10**12, [1])
+        check_global_batch(10**12, [1])
 
 
 _JOB = ["--cluster", "hexiseq-setting-1", "--model", "gpt-7b", "--seq-len", "4096"]

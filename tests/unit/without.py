@@ -24,6 +24,6 @@ sys.meta_path.insert(0, Missing())
 def run_without(packages: Iterable[str], program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run ``program``, which finds ``arguments`` in sys.argv[1:]; its failure is this test's."""
     command = [sys.executable, "-c", _BLOCK + program, json.dumps(sorted(packages)), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     return run

@@ -6,15 +6,15 @@
     sequence     see `ds_hetero.cost.stages.sequence`
     hop          see `ds_hetero.cost.stages.hops`
     gradients    see `ds_hetero.cost.stages.gradients`
-    memory       parameters, fp32 gradient sums and owned optimizer state of the slice, and a bucket of gradients; what
-                 micro-batches in flight keep; the working set of one layer; buffers of hops; logits on the last stage
+    memory       see `ds_hetero.cost.stages.memory`
 
 Dimension key: J parts of stages of all pipelines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -24,21 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stages.gradients import BUCKET_BYTES, GRADIENT_SUM_BYTES, GradientTimes
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.stages.gradients import GradientTimes
 from ds_hetero.cost.stages.hops import HopTimes
+from ds_hetero.cost.stages.memory import CalibratedStageMemory, DeviceParameters
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
-from ds_hetero.cost.stages.stage import Block, Part, PlacedPipeline, Pools, StageOption, SyncTimes, expect_alike_layers
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.memory import LOGIT_TILE_TOKENS, WIDE
-from ds_hetero.cost.terms.zero_time import Collective
+from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
-
-__all__ = ["INNERS", "CalibratedStageCosts"]
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.schedule import Schedule
 
 INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of a stage
 
@@ -55,8 +53,8 @@ _FORWARD = _Pass(1, "attention_forward", flops.ATTENTION_FORWARD_FLOPS)
 _BACKWARD = _Pass(flops.MATMUL_BACKWARD, "attention_backward", flops.ATTENTION_BACKWARD_FLOPS)
 
 
-class CalibratedStageCosts:
-    """`ds_hetero.cost.stages.stage.StageCosts` of what the runtime does.
+class CalibratedStageCosts(StageCosts):
+    """Cost model of what the runtime does.
 
     Args:
         cluster: all devices.
@@ -65,11 +63,10 @@ class CalibratedStageCosts:
             `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
         inners: those of `INNERS` that the model can run.
         find: schedules for stages on devices of several pools, see `SequenceStages`.
-        owners: of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns them.
+        owners: of optimizer state, see `StageCosts`.
     """
 
     name = "calibrated"
-    hop_in_step = False
 
     def __init__(
         self,
@@ -80,16 +77,10 @@ class CalibratedStageCosts:
         find: FindSchedule | None = None,
         owners: str | tuple[float, ...] = "even",
     ) -> None:
-        expect_alike_layers(model)
-        self._inners = (*inners, "one")
-        self.cluster = cluster
-        self.model = model
-        self.workload = workload
-        self.owners = owners
+        super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
+        self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find
-        self.seq_len = workload.seq_len
-        self.pools = Pools(cluster)
-        self.stage = cache(self._stage)
+        self.stage = cache(self.stage)  # type: ignore[method-assign]
         self._pass_s = cache(self._pass_uncached)
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
         self._hops = HopTimes(
@@ -100,17 +91,18 @@ class CalibratedStageCosts:
 
     def with_owners(self, owners: str | tuple[float, ...]) -> CalibratedStageCosts:
         """Return the same cost model with other owners of optimizer state."""
-        return CalibratedStageCosts(self.cluster, self.model, self.workload, self._inners[:-1], self._find, owners)
+        return CalibratedStageCosts(self.cluster, self.model, self.workload, self.inners, self._find, owners)
 
     # --- stages
 
-    def _stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        if inner not in self._inners:
+    def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """See `StageCosts.stage`."""
+        if inner not in (*self.inners, "one"):
             return None
         if inner == "sequence":
             if not _has_neighbours(self.pools.largest[kind].ranks, size):
                 return None
-            return self.mixed_stage((Part(kind, self.pools.largest[kind].node, size),), micro_batch_size, pipelines)
+            return self.mixed_stage((PoolPart(kind, self.pools.largest[kind].node, size),), micro_batch_size, pipelines)
         if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
@@ -119,24 +111,27 @@ class CalibratedStageCosts:
         if work.activation_checkpointing:
             backward_s += forward_s
         s_per_flop = 1 / (device.peak_flops_per_s * device.efficiency.matmul)
+        if work.tiled_mlp:  # computed again in the backward
+            backward_s += flops.mlp_flops(model) * tokens / size * s_per_flop
         logits_s = flops.logit_flops(model, tiled=work.tiled_logits) * s_per_flop
         cut = size if work.cut_vocabulary else 1
         loss_s = logits_s * (tokens / cut + device.efficiency.matmul_half_tokens)
         loss_s += tokens / cut * flops.logit_elements(model) * WIDE * self._memory_s_per_byte(kind)
-        kept, layer = self._activation_bytes(tokens, size)
-        state, held = self._state_bytes(1, pipelines), work.element_bytes + GRADIENT_SUM_BYTES
-        state_of_ends = held / cut + (state - held) / size  # copies share the optimizer state
+        of_batch = replace(work, micro_batch=micro_batch_size)
+        layer = layer_memory(model, of_batch, LayerShare.of_cut(model, of_batch, size))
         return StageOption(
             forward_s=forward_s,
             backward_s=backward_s,
             last_s=loss_s,
             side_s=2 * device.efficiency.message_overhead_s,
             capacity_bytes=device.memory_bytes - device.reserved_bytes,
-            layer_bytes=model.layer_parameters / size * state,
-            kept_bytes=kept,
-            fixed_bytes=layer + self._hop_buffer_bytes(tokens) + BUCKET_BYTES,
-            first_bytes=model.vocab_size * model.hidden_size * state_of_ends,
-            last_bytes=self._head_bytes(tokens, cut, state_of_ends),
+            memory=self._memory(
+                layer=layer.mapped(lambda alone: float(np.max(alone))),
+                logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / cut,
+                holders=pipelines,
+                cut=size,
+                cut_of_ends=cut,
+            ),
         )
 
     def _pass_uncached(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
@@ -146,7 +141,7 @@ class CalibratedStageCosts:
             return alone_s
         volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return alone_s + 2 * (2 * Collective.over(self._devices(kind, size))(volume) + host_s)
+        return alone_s + 2 * (2 * RingCollective.over(self._devices(kind, size))(volume) + host_s)
 
     def _layer_s(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
         """One pass of a layer on one of ``size`` devices that cut it by heads and columns, without communication."""
@@ -166,17 +161,14 @@ class CalibratedStageCosts:
         attention_s = causal * key_s * (rows + share.attention_half_rows) * (seq_len + share.attention_half_kv)
         return each.products * linear_s + attention_s + share.attention_overhead_s + rows * key_s * edge
 
-    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """See `StageCosts.mixed_stage`: every device holds the parameters of its stage whole."""
-        shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self._inners else None
+    def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """Every device holds the parameters of its stage whole."""
+        shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self.inners else None
         if shared is None:
             return None
-        size = sum(part.size for part in parts)
-        state, model = self._state_bytes(size, pipelines), self.model
+        holders = sum(part.size for part in parts) + pipelines - 1
         memory = []
-        for part, tokens, kept, working in zip(
-            parts, shared.tokens, shared.kept_bytes, shared.working_bytes, strict=True
-        ):
+        for part, layer, logits in zip(parts, shared.layer, shared.logits, strict=True):
             device = self.pools.kinds[part.kind].device
             memory.append(
                 StageOption(
@@ -185,14 +177,18 @@ class CalibratedStageCosts:
                     last_s=shared.loss_s,
                     side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
                     capacity_bytes=device.memory_bytes - device.reserved_bytes,
-                    layer_bytes=model.layer_parameters * state,
-                    kept_bytes=kept,
-                    fixed_bytes=working + self._hop_buffer_bytes(tokens) + BUCKET_BYTES,
-                    first_bytes=model.vocab_size * model.hidden_size * state,
-                    last_bytes=self._head_bytes(tokens, 1, state),
+                    memory=self._memory(layer, logits, holders),
                 )
             )
         return replace(memory[0], beside=tuple(memory[1:]))
+
+    def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
+        """See `SequenceStages.schedule`."""
+        return self.sequence.schedule(parts, micro_batch_size)
+
+    def keep_schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
+        """See `SequenceStages.keep`."""
+        self.sequence.keep(parts, micro_batch_size, schedule)
 
     def _devices(self, kind: int, size: int) -> Cluster:
         return self.cluster.subset(self.pools.largest[kind].ranks[:size])
@@ -203,43 +199,35 @@ class CalibratedStageCosts:
 
     # --- memory
 
-    def _state_bytes(self, copies: int, pipelines: int) -> float:
-        """Model states per parameter that a rank holds: owners of an element are those who add to its gradient.
+    def _memory(
+        self, layer: LayerMemory, logits: float, holders: int, cut: int = 1, cut_of_ends: int = 1
+    ) -> CalibratedStageMemory:
+        """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
 
-        Where owners differ, what they own is on top.
+        Args:
+            layer: of a layer on a device.
+            logits: of the head on a device.
+            holders: who add to a gradient.
+            cut: devices that cut the parameters of a layer.
+            cut_of_ends: devices that cut embedding and head; the others are copies, which share the optimizer state.
         """
-        holders = copies + pipelines - 1
-        owned = self.workload.optimizer_bytes / holders if self.owners == "even" or holders == 1 else 0.0
-        return self.workload.element_bytes + GRADIENT_SUM_BYTES + owned
-
-    def _activation_bytes(self, tokens: int, size: int) -> tuple[float, float]:
-        """What a layer keeps of a micro-batch, and the working set of a layer's backward: see `memory_parts`."""
-        model, element = self.model, self.workload.element_bytes
-        mlp_width = (3 if model.gated_mlp else 2) * model.mlp_size * max(model.experts_per_token, 1) / size
-        heads, kv_heads = model.num_heads / size, max(model.num_kv_heads / size, 1)
-        kept = element * tokens * (4 * model.hidden_size + heads * model.head_dim + mlp_width)
-        kept += tokens * (element * model.head_dim * 2 * (heads + kv_heads) + WIDE * heads)
-        widest = element * tokens * (mlp_width + model.hidden_size)
-        if self.workload.activation_checkpointing:
-            return element * tokens * model.hidden_size, kept + widest
-        return kept, widest
-
-    def _hop_buffer_bytes(self, tokens: float) -> float:
-        """Two inputs and two outputs, so that a transfer runs while the next one is computed."""
-        return 4 * tokens * self.model.hidden_size * self.workload.element_bytes
-
-    def _head_bytes(self, tokens: float, cut: int, state_bytes: float) -> float:
-        tile = min(tokens, LOGIT_TILE_TOKENS) if self.workload.tiled_logits else tokens
-        logits = tile * self.model.vocab_size / cut * (self.workload.element_bytes + 2 * WIDE)
-        return self.model.vocab_size * self.model.hidden_size * state_bytes + logits
-
-    def kept_in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches whose activations a stage keeps under 1F1B."""
-        return stages - stage
+        model, work = self.model, self.workload
+        table, matrix = model.vocab_size * model.hidden_size, model.mlp_size * model.hidden_size / cut
+        owns = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
+        return CalibratedStageMemory(
+            num_layers=model.num_layers,
+            workload=work,
+            layer=replace(layer, made=layer.made + work.element_bytes * matrix),  # a gradient before it is added up
+            logits=logits,
+            of_layer=DeviceParameters(model.layer_parameters / cut, model.layer_parameters * owns),
+            of_end=DeviceParameters(table / cut_of_ends, table * owns),
+            largest=max(table / cut_of_ends, matrix),
+            holders=holders,
+        )
 
     # --- hops and pipelines
 
-    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+    def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
         """See `ds_hetero.cost.stages.hops`."""
         return self._hops.seconds(link, source, target, micro_batch_size)
 
@@ -247,9 +235,16 @@ class CalibratedStageCosts:
         """See `ds_hetero.cost.stages.pipeline_time.closed_form`."""
         return closed_form(forward_s, backward_s, hop_s)
 
-    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
+    def pipeline_s(
+        self,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        hop_s: Sequence[float],
+        micro_batches: int,
+        in_flight: Sequence[int] | None = None,
+    ) -> float:
         """See `ds_hetero.cost.stages.pipeline_time.run_pipeline`."""
-        return run_pipeline(forward_s.tolist(), backward_s.tolist(), hop_s.tolist(), micro_batches).total_s
+        return run_pipeline(forward_s, backward_s, hop_s, micro_batches, in_flight).total_s
 
     # --- gradients
 
@@ -265,11 +260,11 @@ class CalibratedStageCosts:
         weights_J = None if self.owners == "even" else self._owner_weights(pipelines)
         return None if weights_J is None else weights_J.tolist()
 
-    def owned_bytes(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
-        """Optimizer state of a device that `stage` does not count, by part likewise; None if it counts all."""
+    def owned_bytes(self, pipelines: Sequence[PlacedPipeline]) -> Iterable[float]:
+        """See `StageCosts.owned_bytes`."""
         weights = self.owner_weights(pipelines)
         if weights is None:
-            return None
+            return itertools.repeat(0.0)
         owned_J = self._gradients.owned_parameters(pipelines, np.array(weights))
         counted_J = self._counts_owned(pipelines)
         return list(map(float, np.where(counted_J, 0.0, owned_J * self.workload.optimizer_bytes)))
@@ -278,11 +273,12 @@ class CalibratedStageCosts:
         """The given ones where they fit, or fitted ones."""
         free = []
         for pipeline in pipelines:
-            last = len(pipeline.blocks) - 1
-            for j, (block, layers) in enumerate(zip(pipeline.blocks, pipeline.layers, strict=True)):
-                option = self._option(block, pipeline.micro_batch_size, len(pipelines))
+            stages = len(pipeline.blocks)
+            of_stages = zip(pipeline.blocks, pipeline.layers, self.kept_by_default(stages), strict=True)
+            for j, (block, layers, kept) in enumerate(of_stages):
+                option = self.of_block(block, pipeline.micro_batch_size, len(pipelines))
                 for part in () if option is None else option.parts:
-                    need = part.memory_bytes(layers, j == 0, j == last, self.kept_in_flight(j, last + 1))
+                    need = part.memory_bytes(layers, j == 0, j == stages - 1, kept)
                     free.append((part.capacity_bytes - need) / self.workload.optimizer_bytes)
         most_J = np.where(self._counts_owned(pipelines), inf, np.array(free))
         if isinstance(self.owners, str):
@@ -290,11 +286,6 @@ class CalibratedStageCosts:
         weights_J = np.array(self.owners)
         fits = self._gradients.owned_parameters(pipelines, weights_J) <= most_J
         return weights_J if fits.all() else None
-
-    def _option(self, block: Block, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        if block.others:
-            return self.mixed_stage(block.parts, micro_batch_size, pipelines)
-        return self.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
 
     def _counts_owned(self, pipelines: Sequence[PlacedPipeline]) -> npt.NDArray[np.bool_]:
         """Whether the memory of a stage counts its optimizer state: where nobody else can own it, by part."""

@@ -30,11 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stages.stage import Block, PlacedPipeline, SyncTimes
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, SyncTimes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
-
-__all__ = ["BUCKET_BYTES", "GRADIENT_SUM_BYTES", "GradientTimes"]
+from ds_hetero.model_shapes import ModelSpec
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -52,7 +50,7 @@ ALMOST = 0.999  # of what a rank may own, which a round aims at
 
 
 class GradientTimes:
-    """What the synchronization of plans takes, and who owns what.
+    """Times of the synchronization of plans, and its owners.
 
     Args:
         cluster: all devices.
@@ -89,7 +87,7 @@ class GradientTimes:
         return SyncTimes(wire_s, summing_s + update_s + max(wire_s, back_s))
 
     def _own_bytes(self, shares: _Shares) -> Floats:
-        """What a rank of every part reads and writes to pack and add up, to update, for the way back: ``[3, J]``."""
+        """Bytes that a rank of every part moves to pack and add up, to update, for the way back: ``[3, J]``."""
         wire, total_L = self._workload.element_bytes, shares.count_NL.sum(axis=0)
         shared_L = total_L > 1
         converted = wire + GRADIENT_SUM_BYTES if wire != GRADIENT_SUM_BYTES else 0
@@ -169,7 +167,7 @@ class GradientTimes:
         everywhere_QL = np.einsum("qn,nl->ql", self._between_QN, count_NL)  # too small for a BLAS with threads
         return np.asarray(everywhere_QL[self._place_N] - self._beside_N1 * count_NL)
 
-    def _held_uncached(self, blocks: tuple[Block, ...], layers: tuple[int, ...]) -> _Held:
+    def _held_uncached(self, blocks: tuple[DeviceBlock, ...], layers: tuple[int, ...]) -> _Held:
         """Stages as intervals of layers, the embedding before the first layer and the head after the last."""
         stops = np.cumsum(layers) + 1
         starts = np.concatenate([[0], stops[:-1]])
@@ -185,7 +183,7 @@ class GradientTimes:
 
 
 class _Held(NamedTuple):
-    """What the stages of a pipeline hold, a stage on several pools once for each."""
+    """Parameters in the stages of a pipeline, of a stage on several pools once for each."""
 
     places: Ints  # by `_FIRST` ... `_NODE`, ``[5, J]``
     numbers: Floats  # by `_CUT` ... `_PARAMETERS`, ``[5, J]``

@@ -1,11 +1,14 @@
-"""HexiScale's cost model of pipelines (arXiv:2409.01143, appendix A, Eqs. 3-11), to the letter.
+"""HexiScale's cost model of pipelines (arXiv:2409.01143, appendix A, Eqs. 3-11).
 
     layer       96 b S H^2 (1 + S / 6H) / (c n)  +  12 max_d sum_{d' != d} (alpha + b S H P / (n B))  72 and 8 where
                 activations are kept instead of computed again
     hop         2 (alpha + b S H P / B  +  (n - 1) (alpha + b S H P / (n B_in)))             to the leader, broadcast
     pipeline    sum of layers and hops  +  (m - 1) max_j (stage_j + hop_j)                                      Eq. 9
     gradients   max_d sum over its layers and peers  2 (alpha + 12 H^2 P / (n R B))
-    memory      48 H^2 P / n per layer, of which 8 bytes a parameter are meant, and the input of a layer
+    memory      48 H^2 P / n per layer, of which 8 bytes a parameter are meant, and b S H P / n, the input of a layer
+
+Two terms are not as printed. The maximum of Eq. 9 is over all stages, where the print leaves out the first; and the
+input of a layer is divided among the n devices of its stage, where Eq. 11 counts it whole on each.
 
 Its public code computes something else in places, and only with that do the printed figures come out
 (``code_constants``): peaks in 2^40 and links in 2^30; no latency; a barrier per step of the pipeline in place of Eq. 9;
@@ -17,27 +20,24 @@ Dimension key: C candidates, S stages, P pipelines, L layers, N nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import (
     NO_SYNC,
-    Block,
-    Part,
+    DeviceBlock,
     PlacedPipeline,
-    Pools,
+    StageCosts,
+    StageMemory,
     StageOption,
     SyncTimes,
-    expect_alike_layers,
 )
-from ds_hetero.models import ModelSpec
-
-__all__ = ["HexiScaleStageCosts"]
-
-Floats = npt.NDArray[np.float64]
+from ds_hetero.cost.terms.layer_memory import Bytes
+from ds_hetero.model_shapes import ModelSpec
 
 CODE_PEAK_TFLOPS = {"RTX-3090": 80.0, "RTX-3080Ti": 56.9}  # where the code's table differs from the datasheet
 TFLOPS_OF_CODE = 2**40 / 1e12
@@ -47,8 +47,31 @@ GRADIENT_SCALE = 1.1 * 1.5  # the second where parameters are partitioned, too
 ELEMENT_BYTES = 2
 
 
-class HexiScaleStageCosts:
-    """`ds_hetero.cost.stages.stage.StageCosts` as published.
+@dataclass(frozen=True, kw_only=True)
+class _PublishedMemory(StageMemory):
+    """Eq. 11: a sum, whatever the moment."""
+
+    states_bytes: float
+    kept_bytes: float
+    working_bytes: float
+    first_bytes: float
+    last_bytes: float
+
+    @property
+    def layer_bytes(self) -> float:
+        """Model states of a layer."""
+        return self.states_bytes
+
+    def peak_bytes(
+        self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
+    ) -> Floats:
+        """See `StageMemory.peak_bytes`."""
+        fixed = self.working_bytes + first * self.first_bytes + last * self.last_bytes
+        return np.asarray(fixed + layers * (self.states_bytes + in_flight * self.kept_bytes))
+
+
+class HexiScaleStageCosts(StageCosts):
+    """Cost model of the paper, or of its code.
 
     Args:
         cluster: all devices.
@@ -74,12 +97,8 @@ class HexiScaleStageCosts:
         parameter_bytes: float = 8,
         stash: bool = False,
     ) -> None:
-        expect_alike_layers(model)
-        self.cluster = cluster
-        self.model = model
-        self.seq_len = seq_len
-        self.pools = Pools(cluster)
-        self._code, self._recomputation, self._stash = code_constants, recomputation, stash
+        super().__init__(cluster, model, seq_len, recomputation)
+        self._code, self._stash = code_constants, stash
         self._parameter_bytes = parameter_bytes
         scale = GB_OF_CODE if code_constants else 1.0
         self._s_per_byte = [1 / (link.bytes_per_s * scale) for link in cluster.link_classes]
@@ -95,7 +114,7 @@ class HexiScaleStageCosts:
     def _layer_flops(self, samples: int) -> float:
         """Operations of one layer for ``samples`` sequences, forward and backward."""
         hidden, seq_len, model = self.model.hidden_size, self.seq_len, self.model
-        per_token = 96 if self._recomputation else 72
+        per_token = 96 if self.activation_checkpointing else 72
         vocabulary = model.vocab_size / (16 * model.num_layers * hidden) if self._code else 0.0
         return per_token * samples * seq_len * hidden**2 * (1 + seq_len / (6 * hidden) + vocabulary)
 
@@ -110,31 +129,30 @@ class HexiScaleStageCosts:
         volume, link = self._activation_bytes(micro_batch_size), self._inner[kind]
         all_reduce_s = (size - 1) * (self._latency_s[link] + volume / size * self._s_per_byte[link])
         layer_s = self._layer_flops(micro_batch_size) / (self._flops_per_s[kind] * size)
-        layer_s += (12 if self._recomputation else 8) * all_reduce_s
+        layer_s += (12 if self.activation_checkpointing else 8) * all_reduce_s
         return StageOption(
             forward_s=layer_s / 4,
             backward_s=layer_s * 3 / 4,
             capacity_bytes=device.memory_bytes,
-            layer_bytes=12 * hidden**2 / size * self._parameter_bytes,
-            kept_bytes=volume / size,
-            fixed_bytes=2 * volume,
-            first_bytes=hidden * (vocab + self.seq_len) * self._parameter_bytes,
-            last_bytes=hidden * (vocab + 1) * self._parameter_bytes,
+            memory=_PublishedMemory(
+                num_layers=self.model.num_layers,
+                states_bytes=12 * hidden**2 / size * self._parameter_bytes,
+                kept_bytes=volume / size,
+                working_bytes=2 * volume,
+                first_bytes=hidden * (vocab + self.seq_len) * self._parameter_bytes,
+                last_bytes=hidden * (vocab + 1) * self._parameter_bytes,
+            ),
         )
 
-    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """None: its stages are devices of one machine."""
-        return None
-
-    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+    def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
         """Both directions of a hop: leader to leader, then a broadcast among the target's devices."""
         volume, inside = self._activation_bytes(micro_batch_size), self._inner[target.kind]
         broadcast_s = (target.size - 1) * (self._latency_s[inside] + volume / target.size * self._s_per_byte[inside])
         return 2 * (self._latency_s[link] + volume * self._s_per_byte[link] + broadcast_s)
 
-    def kept_in_flight(self, stage: int, stages: int) -> int:
-        """One, as printed; with ``stash``, those of 1F1B."""
-        return stages - stage if self._stash else 1
+    def kept_in_flight(self, in_flight: int) -> int:
+        """One, as printed; with ``stash``, all."""
+        return in_flight if self._stash else 1
 
     # --- pipelines
 
@@ -150,14 +168,22 @@ class HexiScaleStageCosts:
         fill_C = filling_C + draining_C - (step_CS.shape[1] - 2) * period_C
         return PipelineTimes(fill_C, period_C, fill_C)
 
-    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
+    def pipeline_s(
+        self,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        hop_s: Sequence[float],
+        micro_batches: int,
+        in_flight: Sequence[int] | None = None,
+    ) -> float:
         """The same without the assumption that there are as many micro-batches as stages."""
-        step_S = _steps(forward_s[None], backward_s[None], hop_s)[0]
+        arrays = np.array([forward_s]), np.array([backward_s]), np.array(hop_s)
+        step_S = _steps(*arrays)[0]
         stages = len(step_S)
         if not self._code:
             return float(step_S.sum() + (micro_batches - 1) * step_S.max())
         if micro_batches >= stages:
-            return float(self.pipeline_times(forward_s[None], backward_s[None], hop_s).of(micro_batches)[0])
+            return float(self.pipeline_times(*arrays).of(micro_batches)[0])
         windows = range(micro_batches + stages - 1)
         return float(sum(step_S[max(0, j - micro_batches + 1) : j + 1].max() for j in windows))
 

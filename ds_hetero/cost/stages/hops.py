@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.sequence import SequenceStages
-from ds_hetero.cost.stages.stage import Block, Pools
-
-__all__ = ["HopTimes"]
+from ds_hetero.cost.stages.stage import DeviceBlock, Pools
 
 
 class HopTimes:
-    """What hops between blocks take.
+    """Times of hops between blocks.
 
     Args:
         cluster: all devices.
@@ -35,7 +33,7 @@ class HopTimes:
         self._pools, self._sequence = pools, sequence
         self._of_ends = cache(self._of_ends_uncached)
 
-    def seconds(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+    def seconds(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
         """One direction: latency and the busiest port, of a sender, a receiver or the node.
 
         Args:
@@ -47,7 +45,7 @@ class HopTimes:
         ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
         return self._of_ends(link, *ends, micro_batch_size)
 
-    def _end(self, block: Block, micro_batch_size: int) -> _End:
+    def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
         kinds = (block.kind, *(part.kind for part in block.others))
         if block.inner != "sequence":
             return _End(kinds, block.size, None)

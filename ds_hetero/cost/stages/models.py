@@ -10,9 +10,7 @@ from ds_hetero.cost.stages.sequence import FindSchedule
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
-
-__all__ = ["STAGE_COSTS", "make_stage_costs"]
+from ds_hetero.model_shapes import ModelSpec
 
 STAGE_COSTS = ("calibrated", "hexiscale")
 

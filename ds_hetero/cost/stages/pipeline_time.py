@@ -40,14 +40,12 @@ import numpy.typing as npt
 from ds_hetero.errors import PlanError
 from ds_hetero.plans.timetable import default_in_flight
 
-__all__ = ["PipelineRun", "PipelineTimes", "closed_form", "run_pipeline"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 class PipelineTimes(NamedTuple):
-    """What pipelines take for m micro-batches: ``max(fill + (m - 1) period, latency)``.
+    """Times of pipelines for m micro-batches: ``max(fill + (m - 1) period, latency)``.
 
     Args:
         fill_s: ``[C]``.

@@ -15,43 +15,39 @@ from functools import cache
 from itertools import accumulate, combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.stages.stage import Part, Pools
+from ds_hetero.cost.stages.stage import PoolPart, Pools
+from ds_hetero.cost.terms.layer_memory import Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.schedule import Schedule
-
-__all__ = ["FindSchedule", "SequenceStages", "SharedPass"]
-
-Floats = npt.NDArray[np.float64]
 
 FindSchedule = Callable[[CalibratedCostModel], Schedule | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedPass:
-    """What one layer takes on devices that share its sequences, and what they keep.
+    """Times and activations of one layer on devices that share its sequences.
 
     Args:
         forward_s: of a layer.
         backward_s: of a layer, with what it repeats.
         loss_s: forward and backward of the head.
         tokens: of the device with most of them, by part, all samples of a micro-batch together.
-        kept_bytes: activations of a layer, by part.
-        working_bytes: of a layer's backward, with all buffers, by part.
+        layer: memory of a layer, likewise.
+        logits: bytes of the head, likewise.
     """
 
     forward_s: float
     backward_s: float
     loss_s: float
     tokens: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
-    working_bytes: tuple[float, ...]
+    layer: tuple[LayerMemory, ...]
+    logits: tuple[float, ...]
 
 
 class SequenceStages:
@@ -76,7 +72,7 @@ class SequenceStages:
         self._by_devices: dict[tuple[object, ...], Schedule | None] = {}
         self.passes = cache(self._passes)
 
-    def schedule(self, parts: tuple[Part, ...], micro_batch_size: int) -> Schedule | None:
+    def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
         """Return the schedule of these devices, by their places; None if none works."""
         kept = self._kept.get(self._key(parts, micro_batch_size))
         if kept is not None:
@@ -86,7 +82,7 @@ class SequenceStages:
             self._by_devices[key] = self._best(parts, micro_batch_size)
         return self._by_devices[key]
 
-    def keep(self, parts: tuple[Part, ...], micro_batch_size: int, schedule: Schedule) -> None:
+    def keep(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
         """Use a given schedule, by places, for such devices.
 
         Raises:
@@ -100,7 +96,7 @@ class SequenceStages:
             )
         self.passes.cache_clear()
 
-    def _best(self, parts: tuple[Part, ...], micro_batch_size: int) -> Schedule | None:
+    def _best(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
         size = sum(part.size for part in parts)
         if size < 2 or self._workload.seq_len < size:
             return None
@@ -111,7 +107,7 @@ class SequenceStages:
         found = None if self._find is None else self._find(self._cost(parts, 1, True))
         return None if found is None else found.on_ranks(self._places(parts))
 
-    def _passes(self, parts: tuple[Part, ...], micro_batch_size: int) -> SharedPass | None:
+    def _passes(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> SharedPass | None:
         schedule = self.schedule(parts, micro_batch_size)
         if schedule is None:
             return None
@@ -121,25 +117,27 @@ class SequenceStages:
         flat = again.arrays(schedule.on_ranks(rank_of))
         forward_s = again.block_s(*flat) - once.block_s(*flat)
         chosen = again if self._workload.activation_checkpointing else once
-        memory = chosen.memory_parts(*flat)
-        working = memory["layer"] + memory["ring_buffers"] + memory["exchange_buffers"]
 
-        def by_part(per_rank: Floats) -> tuple[float, ...]:
-            """The most of any device of every part."""
-            placed = np.broadcast_to(per_rank, (len(places),))[rank_of]
-            stops = list(accumulate(part.size for part in parts))
-            return tuple(float(placed[stop - part.size : stop].max()) for part, stop in zip(parts, stops, strict=True))
+        share = LayerShare.of_sequence(chosen.model, chosen.workload, *flat)
+        memory = layer_memory(chosen.model, chosen.workload, share)
+        logits_D = logit_bytes(chosen.model, chosen.workload, flat[1])
+        stops = list(accumulate(part.size for part in parts))
 
+        def most(stop: int, size: int) -> Callable[[Bytes], float]:
+            """The most of any device of a part."""
+            return lambda per_rank: float(np.broadcast_to(per_rank, (len(places),))[rank_of[stop - size : stop]].max())
+
+        of_parts = [most(stop, part.size) for part, stop in zip(parts, stops, strict=True)]
         return SharedPass(
             forward_s=forward_s,
             backward_s=chosen.block_s(*flat) - forward_s,
             loss_s=chosen.outside_blocks_s(flat[1])["loss_s"],
-            tokens=by_part(flat[1] * micro_batch_size),
-            kept_bytes=by_part(memory["activations"]),
-            working_bytes=by_part(working),
+            tokens=tuple(most_of(flat[1] * micro_batch_size) for most_of in of_parts),
+            layer=tuple(memory.mapped(most_of) for most_of in of_parts),
+            logits=tuple(most_of(logits_D) for most_of in of_parts),
         )
 
-    def _cost(self, parts: tuple[Part, ...], micro_batch_size: int, checkpointing: bool) -> CalibratedCostModel:
+    def _cost(self, parts: tuple[PoolPart, ...], micro_batch_size: int, checkpointing: bool) -> CalibratedCostModel:
         work = self._workload
         own = Workload(
             seq_len=work.seq_len,
@@ -148,23 +146,25 @@ class SequenceStages:
             zero_stage=1,
             activation_checkpointing=checkpointing,
             tiled_logits=work.tiled_logits,
+            tiled_mlp=work.tiled_mlp,
+            tile_tokens=work.tile_tokens,
             element_bytes=work.element_bytes,
         )
         one_layer = replace(self._model, num_layers=1)
         return CalibratedCostModel(self._cluster.subset(self._devices(parts)), one_layer, own)
 
-    def _devices(self, parts: Sequence[Part]) -> list[int]:
+    def _devices(self, parts: Sequence[PoolPart]) -> list[int]:
         """Devices such as these, part by part; of one part, those of the largest pool of the kind."""
         if len(parts) == 1:
             return list(self._largest[parts[0].kind].ranks[: parts[0].size])
         return [rank for part in parts for rank in self._ranks[part.kind, part.node][: part.size]]
 
-    def _places(self, parts: Sequence[Part]) -> list[int]:
+    def _places(self, parts: Sequence[PoolPart]) -> list[int]:
         """Place in its parts of every rank of their own cluster, whose ranks ascend."""
         devices = self._devices(parts)
         return sorted(range(len(devices)), key=devices.__getitem__)
 
-    def _key(self, parts: Sequence[Part], micro_batch_size: int) -> tuple[object, ...]:
+    def _key(self, parts: Sequence[PoolPart], micro_batch_size: int) -> tuple[object, ...]:
         """All that a schedule depends on: kinds, which of them are on one node, and the links between nodes."""
         nodes = list(dict.fromkeys(part.node for part in parts))
         if len(parts) == 1:

@@ -5,43 +5,34 @@ and nodes with tokens and heads by their speed. What a stage takes is linear in 
 `StageOption` of a block serves every number of layers: its time per layer, what comes on top where it holds the
 embedding or the head, and the terms of its memory.
 
-A cost model of stages has the methods of `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter
-of HexiScale (arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
+A cost model of stages is a `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter of HexiScale
+(arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
 
 Dimension key: C candidates, S stages. SI base units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
+from ds_hetero.cost.terms.layer_memory import Bytes
 from ds_hetero.errors import PlanError
-from ds_hetero.models import ModelSpec
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.plans.timetable import default_in_flight
+from ds_hetero.schedule import Schedule
 
-__all__ = [
-    "NO_SYNC",
-    "Block",
-    "DeviceKind",
-    "Part",
-    "PlacedPipeline",
-    "Pool",
-    "Pools",
-    "StageCosts",
-    "StageOption",
-    "SyncTimes",
-    "expect_alike_layers",
-]
-
-Floats = npt.NDArray[np.float64]
+MOST_IN_FLIGHT = 256  # micro-batches; more hide no hop
 
 
 def expect_alike_layers(model: ModelSpec) -> None:
@@ -119,7 +110,7 @@ class Pools:
         return tuple(max(pools, key=lambda pool: len(pool.ranks)) for pools in of_kind)
 
 
-class Part(NamedTuple):
+class PoolPart(NamedTuple):
     """Devices of one pool.
 
     Args:
@@ -133,7 +124,7 @@ class Part(NamedTuple):
     size: int
 
 
-class Block(NamedTuple):
+class DeviceBlock(NamedTuple):
     """Devices that work on one stage.
 
     Args:
@@ -148,19 +139,19 @@ class Block(NamedTuple):
     node: int
     size: int
     inner: str
-    others: tuple[Part, ...] = ()
+    others: tuple[PoolPart, ...] = ()
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Part]) -> Block:
+    def of_parts(cls, parts: Sequence[PoolPart]) -> DeviceBlock:
         """Devices of several pools, which share sequences."""
         first, *others = sorted(parts)
         return cls(first.kind, first.node, sum(part.size for part in parts), "sequence", tuple(others))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PoolPart, ...]:
         """Its devices by pool."""
         own = self.size - sum(part.size for part in self.others)
-        return (Part(self.kind, self.node, own), *self.others)
+        return (PoolPart(self.kind, self.node, own), *self.others)
 
     def total(self, per_device: Sequence[float]) -> float:
         """Sum over its devices of what each of a kind counts."""
@@ -179,15 +170,55 @@ class PlacedPipeline(NamedTuple):
         micro_batches: per optimizer step.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[DeviceBlock, ...]
     layers: tuple[int, ...]
     micro_batch_size: int
     micro_batches: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageMemory(ABC):
+    """Memory of a device as a function of what its stage is; it never falls with layers or micro-batches in flight.
+
+    Args:
+        num_layers: of the model.
+    """
+
+    num_layers: int
+    _peaks: dict[tuple[bool, bool, int, int | None], Floats] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    @abstractmethod
+    def layer_bytes(self) -> float:
+        """Model states of a layer."""
+
+    @abstractmethod
+    def peak_bytes(
+        self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
+    ) -> Floats:
+        """Peak memory; of arrays, element by element.
+
+        Args:
+            layers: of the stage.
+            first: it holds the embedding.
+            last: it holds the head.
+            in_flight: micro-batches whose activations it keeps.
+            micro_batches: of a step; left out, more than are in flight.
+        """
+
+    def by_layers(self, first: bool, last: bool, in_flight: int, micro_batches: int | None = None) -> Floats:
+        """`peak_bytes` of every number of layers of the model from 0 on; kept, since a search asks again and again."""
+        key = first, last, in_flight, micro_batches
+        if key not in self._peaks:
+            self._peaks[key] = self.peak_bytes(np.arange(self.num_layers + 1.0), *key)
+        return self._peaks[key]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOption:
-    """What a block takes for one micro-batch, linear in the layers of its stage.
+    """Times and memory of a block for one micro-batch: times are linear in the layers of its stage.
 
     Args:
         forward_s: per layer.
@@ -196,11 +227,7 @@ class StageOption:
         last_s: forward and backward of what a stage with the head computes on top.
         side_s: host's time of the messages to and from one neighbouring stage, activations and gradients.
         capacity_bytes: memory of a device.
-        layer_bytes: model states per layer on one device.
-        kept_bytes: activations per layer of one micro-batch in flight.
-        fixed_bytes: working set, whatever the layers.
-        first_bytes: what a device with the embedding holds on top.
-        last_bytes: what a device with the head holds on top.
+        memory: what a device of its first part needs.
         beside: memory of the devices of its other parts, whose times are not used.
     """
 
@@ -210,11 +237,7 @@ class StageOption:
     last_s: float = 0.0
     side_s: float = 0.0
     capacity_bytes: float
-    layer_bytes: float
-    kept_bytes: float
-    fixed_bytes: float = 0.0
-    first_bytes: float = 0.0
-    last_bytes: float = 0.0
+    memory: StageMemory
     beside: tuple[StageOption, ...] = ()
 
     @property
@@ -231,32 +254,23 @@ class StageOption:
         """Forward and backward of what layers do not count: embedding and head where it holds them, its neighbours."""
         return first * self.first_s + last * self.last_s + (2 - first - last) * self.side_s
 
-    def memory_bytes(self, layers: int, first: bool, last: bool, in_flight: int) -> float:
-        """Peak memory of one device of the first part of a stage.
-
-        Args:
-            layers: of the stage.
-            first: it holds the embedding.
-            last: it holds the head.
-            in_flight: micro-batches whose activations it keeps.
-        """
-        fixed = self.fixed_bytes + first * self.first_bytes + last * self.last_bytes
-        return fixed + layers * (self.layer_bytes + in_flight * self.kept_bytes)
+    def memory_bytes(
+        self, layers: int, first: bool, last: bool, in_flight: int, micro_batches: int | None = None
+    ) -> float:
+        """Peak memory of one device of the first part of a stage. The arguments are those of `StageMemory`."""
+        return float(self.memory.by_layers(first, last, in_flight, micro_batches)[layers])
 
     def max_layers(self, first: bool, last: bool, in_flight: int) -> int:
-        """Layers that fit into memory; 0 if none does. The arguments are those of `memory_bytes`."""
-        free = self.capacity_bytes - self.memory_bytes(0, first, last, in_flight)
-        own = max(0, int(free / (self.layer_bytes + in_flight * self.kept_bytes)))
-        return min([own, *(part.max_layers(first, last, in_flight) for part in self.beside)])
+        """Layers of the model that fit into memory; 0 if none does. The arguments are those of `memory_bytes`."""
+        return min(
+            int((part.memory.by_layers(first, last, in_flight)[1:] <= part.capacity_bytes).sum()) for part in self.parts
+        )
 
-    def most_in_flight(self, layers: int, first: bool, last: bool) -> int | None:
-        """Micro-batches whose activations fit beside all else; None for any number."""
-        numbers = [
-            int((part.capacity_bytes - part.memory_bytes(layers, first, last, 0)) / (layers * part.kept_bytes))
-            for part in self.parts
-            if part.kept_bytes
-        ]
-        return min(numbers, default=None)
+    def most_in_flight(self, layers: int, first: bool, last: bool) -> int:
+        """Micro-batches whose activations fit beside all else, up to `MOST_IN_FLIGHT`."""
+        numbers = np.arange(1.0, MOST_IN_FLIGHT + 1)
+        needs = [part.memory.peak_bytes(layers, first, last, numbers) <= part.capacity_bytes for part in self.parts]
+        return int(np.logical_and.reduce(needs).sum())
 
 
 class SyncTimes(NamedTuple):
@@ -279,21 +293,49 @@ class SyncTimes(NamedTuple):
 NO_SYNC = SyncTimes(0.0, 0.0)
 
 
-class StageCosts(Protocol):
+class StageCosts(ABC):
     """A cost model of stages and pipelines, bound to a cluster, a model and a length of sequences.
 
-    The search keeps what `stage`, `hop_s` and `pipeline_times` return by their arguments.
+    The search keeps what `stage`, `hop_s` and `pipeline_times` return by their arguments. The other methods answer for
+    what a published model does not have: schedules inside a stage, and owners of optimizer state by weight.
+
+    Args:
+        cluster: all devices.
+        model: what is trained; its layers are all alike.
+        seq_len: tokens of a sequence.
+        activation_checkpointing: whether activations are computed again in the backward.
+
+    Attributes:
+        name: of the cost model.
+        hop_in_step: a stage and its hop follow one another, so both bound the pipeline's period together.
+        inners: ways in which several devices may share the work of a stage.
+        owners: of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns them; None
+            if the cost model does not tell them apart.
+        pools: the devices by node and kind.
     """
 
     name: str
-    cluster: Cluster
-    model: ModelSpec
-    seq_len: int
-    pools: Pools
-    hop_in_step: bool  # a stage and its hop follow one another, so both bound the pipeline's period together
+    hop_in_step = False
+    inners: tuple[str, ...] = ("tensor",)
+    owners: str | tuple[float, ...] | None = None
 
+    def __init__(self, cluster: Cluster, model: ModelSpec, seq_len: int, activation_checkpointing: bool) -> None:
+        expect_alike_layers(model)
+        self.cluster, self.model, self.seq_len = cluster, model, seq_len
+        self.activation_checkpointing = activation_checkpointing
+        self.pools = Pools(cluster)
+
+    # --- stages
+
+    def of_block(self, block: DeviceBlock, micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """Times and memory of a block; None if it cannot run a stage at all. See `stage`."""
+        if block.others:
+            return self.mixed_stage(block.parts, micro_batch_size, pipelines)
+        return self.stage(block.kind, block.size, block.inner, micro_batch_size, pipelines)
+
+    @abstractmethod
     def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """What a block of a kind takes; None if it cannot run a stage at all.
+        """Times and memory of a block of a kind; None if it cannot run a stage at all.
 
         Args:
             kind: of its devices.
@@ -303,10 +345,29 @@ class StageCosts(Protocol):
             pipelines: of the plan, which share the optimizer state.
         """
 
-    def mixed_stage(self, parts: tuple[Part, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """What devices of several pools take that share sequences; None if they cannot. See `stage`."""
+    def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
+        """Times and memory of devices of several pools that share sequences; None if they cannot. See `stage`."""
+        return None
 
-    def hop_s(self, link: int, source: Block, target: Block, micro_batch_size: int) -> float:
+    def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
+        """Return the schedule of devices that share sequences, by their places in the parts; None if none works."""
+        return None
+
+    def keep_schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:  # noqa: B027
+        """Use a given schedule, by places, for such devices. Raises `PlanError` if they were given another one."""
+
+    def kept_in_flight(self, in_flight: int) -> int:
+        """Micro-batches whose activations count in the memory of a stage, of those that it has in flight."""
+        return in_flight
+
+    def kept_by_default(self, stages: int) -> list[int]:
+        """The same under plain 1F1B, by stage of a pipeline."""
+        return [self.kept_in_flight(in_flight) for in_flight in default_in_flight(stages)]
+
+    # --- pipelines
+
+    @abstractmethod
+    def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
         """One hop of activations between neighbouring stages (published: both directions, as its Eq. 8 prints them).
 
         Args:
@@ -316,11 +377,9 @@ class StageCosts(Protocol):
             micro_batch_size: samples.
         """
 
-    def kept_in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches whose activations count in the memory of a stage."""
-
+    @abstractmethod
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
-        """What pipelines take in closed form, for the search.
+        """Times of pipelines in closed form, for the search.
 
         Args:
             forward_s: of every stage, ``[C, S]``.
@@ -328,12 +387,32 @@ class StageCosts(Protocol):
             hop_s: between neighbours, ``[S - 1]``.
         """
 
-    def pipeline_s(self, forward_s: Floats, backward_s: Floats, hop_s: Floats, micro_batches: int) -> float:
-        """The last word on one pipeline: its time for all micro-batches, without a closed form's simplification."""
+    @abstractmethod
+    def pipeline_s(
+        self,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        hop_s: Sequence[float],
+        micro_batches: int,
+        in_flight: Sequence[int] | None = None,
+    ) -> float:
+        """The last word on one pipeline: its time for all micro-batches, without a closed form's simplification.
 
+        Args:
+            forward_s: of every stage.
+            backward_s: of every stage.
+            hop_s: between neighbours.
+            micro_batches: per step.
+            in_flight: by stage; left out, 1F1B's. A published model knows those only.
+        """
+
+    # --- gradients
+
+    @abstractmethod
     def sync_times(self, pipelines: Sequence[PlacedPipeline]) -> SyncTimes:
         """Synchronization of gradients and parameters over the pipelines, and the optimizer's step."""
 
+    @abstractmethod
     def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
         """An optimizer step.
 
@@ -342,3 +421,15 @@ class StageCosts(Protocol):
             sync: see `sync_times`.
             overlap_s: backward of one micro-batch on the first stage of the pipeline that ends last.
         """
+
+    def with_owners(self, owners: str | tuple[float, ...]) -> StageCosts:
+        """Return the same cost model with other owners of optimizer state."""
+        return self
+
+    def owner_weights(self, pipelines: Sequence[PlacedPipeline]) -> list[float] | None:
+        """Weight as an owner of optimizer state, by part of every stage of every pipeline; None if all own alike."""
+        return None
+
+    def owned_bytes(self, pipelines: Sequence[PlacedPipeline]) -> Iterable[float]:
+        """Optimizer state of a device that `stage` does not count, by part likewise."""
+        return itertools.repeat(0.0)

@@ -18,8 +18,6 @@ import numpy as np
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.terms.grouping import Grouping
 
-__all__ = ["exchange_s"]
-
 
 def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Floats:
     """Transfer time of one all-to-all in every group, without latency, ``[B, K]``.
@@ -46,7 +44,7 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
 
 
 def _elsewhere(grouping: Grouping, amount_N: Floats) -> Floats:
-    """What a node slice's group has in its other slices, times the seconds per byte to get there, ``[..., N]``."""
+    """Share of a node slice's group in its other slices, times the seconds per byte to get there, ``[..., N]``."""
     source, destination, _, _ = grouping.site_pairs
     s_per_byte, starts, own_s_N = grouping.site_s_per_byte
     amount_S = grouping.sites.reduce(np.add, amount_N)

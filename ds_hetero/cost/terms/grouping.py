@@ -22,8 +22,6 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.schedule import Schedule
 
-__all__ = ["GroupBy", "Grouping"]
-
 
 class GroupBy:
     """Group items by two integer keys and reduce over each part.
@@ -107,7 +105,7 @@ class Grouping:
 
     @cached_property
     def transfers_of_heads(self) -> dict[tuple[int, bytes], tuple[Any, Any]]:
-        """What transfers of a ring step take, by query heads of a KV head and all heads; see `transfer_time`."""
+        """Times of transfers of a ring step, by query heads of a KV head and all heads; see `transfer_time`."""
         return {}
 
     @cached_property
@@ -161,7 +159,7 @@ class Grouping:
 
     @cached_property
     def exchange_latency_s(self) -> Floats:
-        """What one all-to-all takes whatever its bytes, by group, ``[K]``; 0 for single ranks.
+        """Time of one all-to-all that does not depend on its bytes, by group, ``[K]``; 0 for single ranks.
 
         The largest latency of its pairs, and the host's time of the slowest member.
         """

@@ -16,8 +16,6 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 
-__all__ = ["Edges", "kv_heads_of_ranks", "ring_edges"]
-
 
 @dataclass(frozen=True, slots=True)
 class Edges:

@@ -1,35 +1,106 @@
-"""Memory of one rank: model states under ZeRO, activations, attention and exchange buffers, logits.
+"""Memory of one rank, moment by moment: of its parts, those that are there at once count, and the peak is the largest.
 
-Dimension key: D ranks, K groups.
+Of a job that shares sequences, behind DeepSpeed's engine with its buffers, these are the moments:
+
+    loss       the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
+    mlp        the backward of a layer begins: all that the layer has kept, and gradients of its widest part
+    attention  it has come to attention: the MLP's part is gone, keys and values visit, exchanges are packed
+    step       the optimizer's: gradients of the rank's own part in fp32, and what the optimizer makes beside them
+
+Below ZeRO-2 gradients of a layer come as its activations go, so of the two sets the larger one counts. In ZeRO-2 a rank
+makes the buffer of all its gradients when the first of them comes, which is that of the last element that it owns:
+activations of the layers up to there are still held. With gradient accumulation gradients of earlier micro-batches are
+there from the start, and ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.memory`.
+
+Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer.
+
+Dimension key: D ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.heads import kv_heads_of_ranks
+from ds_hetero.cost.terms.layer_memory import WIDE, Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models import ModelSpec
-
-__all__ = [
-    "LOGIT_TILE_TOKENS",
-    "MLP_TILE_TOKENS",
-    "WIDE",
-    "joined_layers",
-    "memory_parts",
-    "partitioned_bytes",
-    "recurrent_bytes",
-    "scan_bytes",
-    "state_bytes",
-    "static_bytes",
-]
+from ds_hetero.model_shapes import ModelSpec
 
 
-LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss
-MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP
-WIDE = 4  # bytes of fp32
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryParts:
+    """Bytes of every rank at a moment, ``[D]``, or a number for all.
+
+    Args:
+        weights: parameters that stay on the rank.
+        optimizer_state: master weights and moments.
+        gradients: what they take beyond the activations that they replace; all of them with accumulation or ZeRO-3.
+        gathered: ZeRO-3's parameters that stay gathered, and at the loss those that arrive.
+        activations: per layer its input if checkpointed, else all that its backward needs.
+        layer: what one layer's backward needs, if checkpointed, and what its MLP's backward makes.
+        ring_buffers: keys and values that visit, their gradients, partial results.
+        exchange_buffers: what is packed for an exchange, and activations between stages.
+        logits: of a tile, or of all tokens.
+        bucket: gradients under way.
+        step: gradients of the rank's own part in fp32, and the optimizer's temporaries.
+    """
+
+    weights: Bytes = 0.0
+    optimizer_state: Bytes = 0.0
+    gradients: Bytes = 0.0
+    gathered: Bytes = 0.0
+    activations: Bytes = 0.0
+    layer: Bytes = 0.0
+    ring_buffers: Bytes = 0.0
+    exchange_buffers: Bytes = 0.0
+    logits: Bytes = 0.0
+    bucket: Bytes = 0.0
+    step: Bytes = 0.0
+
+    def items(self) -> Iterator[tuple[str, Bytes]]:
+        """Name and bytes of every part."""
+        return ((name, getattr(self, name)) for name in PARTS)
+
+    def of_rank(self, rank: int) -> MemoryParts:
+        """The parts of one rank."""
+        shape = self.total.shape
+        return MemoryParts(**{name: float(np.broadcast_to(size, shape)[rank]) for name, size in self.items()})
+
+    @property
+    def total(self) -> Floats:
+        """All parts."""
+        return np.asarray(sum(size for _, size in self.items()))
+
+
+PARTS = tuple(field.name for field in fields(MemoryParts))
+Moments = Mapping[str, MemoryParts]
+
+
+def peak_bytes(moments: Moments) -> Floats:
+    """Bytes of every rank at its largest moment; leading dimensions are kept."""
+    peak, *others = (parts.total for parts in moments.values())
+    for other in others:
+        peak = np.maximum(peak, other)
+    return peak
+
+
+def peak_parts(moments: Moments) -> MemoryParts:
+    """The parts of the moment that needs the most, rank by rank; parts of other moments are 0."""
+    totals = np.stack(np.broadcast_arrays(*(parts.total for parts in moments.values())))
+    largest = totals.argmax(axis=0)
+
+    def at_peak(name: str) -> Floats:
+        of_moments = enumerate(moments.values())
+        return np.asarray(sum(np.where(largest == i, getattr(parts, name), 0.0) for i, parts in of_moments))
+
+    return MemoryParts(**{name: at_peak(name) for name in PARTS})
+
+
+# --- model states under ZeRO
 
 
 def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
@@ -39,35 +110,35 @@ def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats
     parameters too, each over all ranks of all replicas. ``zero_weights`` are the shares of one replica's ranks;
     left out, all are equal.
     """
-    partitioned, whole = _by_stage(model, workload)
-    return np.asarray(partitioned * _share_D(workload, num_ranks) + whole)
+    return np.asarray(sum(state_bytes(model, workload, num_ranks).values()))
 
 
 def state_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> dict[str, Floats]:
     """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
     share_D, whole_D = _share_D(workload, num_ranks), np.ones(num_ranks)
     return {
-        name: np.asarray(model.num_parameters * each * (share_D if stage <= workload.zero_stage else whole_D))
-        for name, stage, each in _bytes_from_stage(workload)
+        name: np.asarray(model.num_parameters * size * (share_D if stage <= workload.zero_stage else whole_D))
+        for name, stage, size in _bytes_from_stage(workload)
     }
+
+
+def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
+    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
+    return model.num_parameters * sum(
+        size for _, stage, size in _bytes_from_stage(workload) if stage <= workload.zero_stage
+    )
+
+
+def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
+    """Bytes of partitions on a rank at a moment, which is more where it owns more, ``[D]``."""
+    states = ((name, stage) for name, stage, _ in _bytes_from_stage(workload))
+    names = [name for name, stage in (*states, ("step", 1)) if stage <= workload.zero_stage]
+    return np.asarray(sum(getattr(parts, name) for name in names))
 
 
 def _share_D(workload: Workload, num_ranks: int) -> Floats:
     weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
     return np.asarray(weights_D / weights_D.sum() / workload.data_parallel)
-
-
-def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
-    return _by_stage(model, workload)[0]
-
-
-def _by_stage(model: ModelSpec, workload: Workload) -> tuple[float, float]:
-    """Bytes of optimizer state, gradients and parameters that are partitioned, and of those that every rank has."""
-    bytes_from_stage = _bytes_from_stage(workload)
-    partitioned = sum(each for _, stage, each in bytes_from_stage if stage <= workload.zero_stage)
-    whole = sum(each for _, stage, each in bytes_from_stage if stage > workload.zero_stage)
-    return partitioned * model.num_parameters, whole * model.num_parameters
 
 
 def _bytes_from_stage(workload: Workload) -> tuple[tuple[str, int, float], ...]:
@@ -79,95 +150,98 @@ def _bytes_from_stage(workload: Workload) -> tuple[tuple[str, int, float], ...]:
     )
 
 
-def memory_parts(
-    model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
-) -> dict[str, Floats]:
-    """Peak memory of every rank of the runtime by part, each ``[D]``; leading dimensions of the arguments are kept.
+# --- moments
 
-    Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer. The peak is in the backward of a
-    layer, while everything that the layers before it have kept is still there:
 
-        model_states     see `static_bytes`
-        gathered         ZeRO-3: this layer's and the next one's parameters, this layer's full gradients, the embedding
-        activations      per layer its input if checkpointed, else all that its backward needs; of one layer if that
-                         is in the host's memory
-        layer            what one layer's backward needs, if checkpointed, and the gradients of its widest part
-        ring_buffers     two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
-        exchange_buffers packed q, k, v of the all-to-all
-        logits           of one tile, or of all tokens: in the compute type, in fp32 and their gradient
+def backward_moments(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, checkpointed: bool) -> Moments:
+    """The moments of a backward.
+
+    Args:
+        always: what is there at each of them, with the activations that it begins with.
+        layer: of a layer whose backward it is.
+        logits: at its beginning; 0 where a rank has no head.
+        checkpointed: activations are inputs of layers, and the layer is computed again.
     """
-    batch, element = workload.micro_batch, workload.element_bytes
-    hidden, head_dim, all_heads = model.hidden_size, model.head_dim, model.num_heads
-    tokens = batch * tokens_D
-    length_K = grouping.by_group(np.add, tokens_D)
-    rows = batch * length_K[..., grouping.group_of] * heads_D
-    kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
-    kv_rows = batch * length_K[..., grouping.group_of] * kv_D
-    mlp_width = (3 if model.gated_mlp else 2) * (
-        model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
-    )
-    # Per layer: two norm inputs, both residual sums, attention's output, the MLP's intermediates; after the exchange q,
-    # k, v, the output of attention and its log-sum-exp.
-    # A tiled MLP keeps its input alone, which is one of the four; what a tile needs comes on top of the layer.
-    mlp_kept, mlp_tokens = (0, np.minimum(tokens, MLP_TILE_TOKENS)) if workload.tiled_mlp else (mlp_width, tokens)
-    kept = element * tokens * (4 * hidden + all_heads * head_dim + mlp_kept)
-    kept = kept + element * head_dim * (2 * rows + 2 * kv_rows) + WIDE * rows
-    scan_kept = tokens * (element * (4 * hidden + mlp_kept) + recurrent_bytes(model, element))
-    kept, kept_by_all = joined_layers(model, kept, scan_kept)
-    if workload.activation_checkpointing:
-        on_device = 1 if workload.offload_activations else model.num_layers
-        activations, layer = on_device * element * tokens * hidden, kept
-    else:
-        activations, layer = kept_by_all, np.zeros_like(kept)
-    layer = layer + element * (mlp_tokens * (mlp_width + (mlp_width - mlp_kept)) + tokens * hidden)
-    ring = np.zeros_like(kept)
-    if grouping.num_groups > 1:
-        visiting = batch * length_K.max(axis=-1, keepdims=True) * kv_D * head_dim
-        ring = 2 * visiting * 2 * element + 2 * visiting * 2 * WIDE + rows * head_dim * WIDE
-    tile = np.minimum(tokens, LOGIT_TILE_TOKENS) if workload.tiled_logits else tokens
-    gathered = 0.0
-    if workload.zero_stage == 3:
-        whole_layer = model.layer_parameters * (2 * element + workload.gradient_bytes)
-        gathered = whole_layer + model.vocab_size * hidden * element
-    exchanged = element * (all_heads + 2 * model.num_kv_heads) * head_dim
+    again = layer.kept if checkpointed else 0.0
+    held = always.activations if checkpointed else always.activations - layer.of_mlp
     return {
-        "model_states": np.zeros(tokens_D.shape) + static_bytes(model, workload, tokens_D.shape[-1]),
-        "gathered": np.full(tokens_D.shape, float(gathered)),
-        "activations": activations,
-        "layer": layer,
-        "ring_buffers": ring,
-        "exchange_buffers": tokens * max(exchanged, scan_bytes(model, element)),
-        "logits": tile * model.vocab_size * (element + 2 * WIDE),
+        "loss": replace(always, logits=logits),
+        "mlp": replace(always, layer=again + layer.made),
+        "attention": replace(
+            always,
+            activations=held,
+            layer=layer.kept - layer.of_mlp if checkpointed else 0.0,
+            ring_buffers=layer.ring_buffers,
+            exchange_buffers=always.exchange_buffers + layer.exchange_buffers,
+        ),
     }
 
 
-def scan_bytes(model: ModelSpec, element: int) -> int:
-    """Inputs of a scan per token, all heads together; 0 for a model without one."""
-    layers = model.recurrent
-    if layers is None:
-        return 0
-    per_head, per_key_head = layers.input_bytes(element)
-    return per_head * layers.num_heads + per_key_head * layers.num_key_heads
+def memory_moments(
+    model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
+) -> Moments:
+    """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
+    buffers, num_ranks = workload.buffers, tokens_D.shape[-1]
+    states = state_bytes(model, workload, num_ranks)
+    element, count, stage = workload.element_bytes, model.num_parameters, workload.zero_stage
+    layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
+    activations = layer.kept_by_all
+    if workload.activation_checkpointing:
+        activations = (1 if workload.offload_activations else model.num_layers) * layer.given
+    live = arriving = 0.0
+    if stage == 3:
+        least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
+        live = element * max(min(buffers.live_parameters, count), min(least, count))
+        arriving = element * min(buffers.prefetch_bucket, count)
+    bucket = float(buffers.reduce_bucket * element if stage else 0)
+    gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, num_ranks) * activations
+    resting = MemoryParts(weights=states["weights"], optimizer_state=states["optimizer_state"])
+    working = replace(
+        resting,
+        gradients=np.maximum(states["gradients"] - gone, 0.0),
+        gathered=live,
+        activations=activations,
+        bucket=bucket,
+    )
+    backward = backward_moments(
+        working,
+        layer,
+        logit_bytes(model, workload, tokens_D),
+        checkpointed=workload.activation_checkpointing,
+    )
+    return {
+        **backward,
+        "loss": replace(backward["loss"], gathered=live + arriving),
+        "step": replace(
+            resting,
+            gradients=states["gradients"] if stage in (0, 3) else 0.0,
+            bucket=bucket if stage == 3 else 0.0,
+            step=_step_bytes(model, workload, num_ranks),
+        ),
+    }
 
 
-def recurrent_bytes(model: ModelSpec, element: int) -> int:
-    """What a recurrence keeps per token beside norms and MLP: what goes in and out of convolution, scan and gated norm.
+def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
+    """Share of the layers whose activations are gone when a rank holds all gradients that it will, ``[D]``.
 
-    A rank that holds a share of the tokens holds this share of the scan's heads, of all tokens. Kernels that keep more
-    than their inputs and outputs, such as torch's own, take more.
+    Elements are owned in the order of the ranks and of the layers; of several replicas the last one is meant.
     """
-    layers = model.recurrent
-    if layers is None:
-        return 0
-    return element * (2 * layers.conv_channels + 3 * layers.inner_size) + scan_bytes(model, element)
+    if workload.zero_stage == 3:
+        return np.zeros(num_ranks)
+    if workload.zero_stage < 2:
+        return np.ones(num_ranks)
+    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    return np.asarray((1 - np.cumsum(weights_D) / weights_D.sum()) / workload.data_parallel)
 
 
-def joined_layers(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
-    """What the largest layer takes, and all layers, of what one of each kind does, ``[D]``."""
-    layers = model.recurrent
-    if layers is None:
-        return attention, model.num_layers * attention
-    whole = layers.num_attention_layers * attention + layers.num_layers * recurrent
-    if layers.num_attention_layers + layers.num_layers > layers.num_model_layers:  # a layer may hold both
-        return attention + recurrent, whole
-    return np.maximum(attention * bool(layers.num_attention_layers), recurrent), whole
+def _step_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
+    """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors."""
+    buffers = workload.buffers
+    own_D = model.num_parameters * _share_D(workload, num_ranks)
+    if workload.zero_stage == 3:
+        own_D = np.minimum(own_D, buffers.sub_group)
+    if workload.zero_stage == 0:
+        largest = model.hidden_size * max(model.vocab_size, model.mlp_size)
+        return np.full(num_ranks, float(largest * buffers.optimizer_bytes))
+    on_device = 0 if workload.offload_optimizer else 1
+    return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))

@@ -1,4 +1,4 @@
-"""What the devices of a cluster achieve: the rates of the calibrated cost model, by rank.
+"""Rates that the devices of a cluster achieve: the rates of the calibrated cost model, by rank.
 
 Dimension key: D ranks.
 """
@@ -12,8 +12,6 @@ import numpy as np
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
-
-__all__ = ["AchievedRates"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,9 +27,6 @@ import numpy.typing as npt
 
 from ds_hetero.common.arrays import Bools, Floats, Ints
 
-__all__ = ["RingCoefficients", "alone_s", "ring_finish_s", "ring_schedule"]
-
-
 LARGE_RING = 256
 STEP_TABLE = 1 << 15  # entries of a table of steps that are worked on at once; they stay in the cache
 

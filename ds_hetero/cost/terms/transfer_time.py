@@ -15,8 +15,6 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import Edges, ring_edges
 
-__all__ = ["ring_transfers_s"]
-
 
 def ring_transfers_s(
     grouping: Grouping, heads_BD: Ints, length_BK: Floats, queries_per_kv_head: int

@@ -8,11 +8,9 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 
-__all__ = ["Collective"]
-
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class RingCollective:
     """An all-gather or a reduce-scatter over all ranks, linear in the bytes of the whole tensor.
 
     A ring over ranks in order of their nodes, as NCCL builds it: every rank receives all but its own part, every
@@ -28,7 +26,7 @@ class Collective:
         return self.latency_s + num_bytes * self.s_per_byte if num_bytes else 0.0
 
     @classmethod
-    def over(cls, cluster: Cluster) -> Collective:
+    def over(cls, cluster: Cluster) -> RingCollective:
         """The collective over all ranks of ``cluster``."""
         num_ranks, num_nodes = cluster.num_ranks, len(cluster.nodes)
         if num_ranks == 1:

@@ -12,8 +12,6 @@ from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["expect_batch_of_replicas", "plain_configuration", "report_batches_of_replicas"]
-
 _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -79,7 +77,7 @@ def expect_batch_of_replicas(
 
 
 def report_batches_of_replicas(engine: Engine, replica: Replica) -> None:
-    """Have a finished engine count replicas, and the samples of all of them, in what it reports."""
+    """Let a finished engine count replicas, and the samples of all of them, in its reports."""
     engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
     split = replica.batch_split
     if split is not None:

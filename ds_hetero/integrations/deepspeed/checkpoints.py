@@ -1,7 +1,7 @@
 """Loading an engine's checkpoint: whole, of one save, and under any layout of its parts.
 
 Everything goes through DeepSpeed's own files and methods. The functions here run around methods of the engine, see
-`hooks.HOOKS`. A fault in a checkpoint is raised on every rank with the same message.
+`hook_table.HOOKS`. A fault in a checkpoint is raised on every rank with the same message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.saving import STAMP
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import read_shard
-from ds_hetero.job.checkpoint_folder import expect_finished, recover
-from ds_hetero.job.manifest import Manifest, changed_parts, read_manifest
+from ds_hetero.job.checkpoints.checkpoint_folder import expect_finished, recover
+from ds_hetero.job.checkpoints.manifest import Manifest, changed_parts, read_manifest
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["PRIVATE_NAMES", "expect_one_save", "load_any_layout", "raise_on_all_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +145,8 @@ def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, 
     loaded: list[Any] = []
 
     def load_own_file() -> None:
+        if not engine.load_universal_checkpoint():
+            _expect_stage(folder, engine.zero_optimization_stage())
         if not engine._get_all_ckpt_names(load_dir, tag):
             raise CheckpointError(f"{folder} has no *model_states.pt, so there is no finished checkpoint in it.")
         if not partitioned:
@@ -160,6 +160,19 @@ def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, 
     if client_state is not None:
         client_state.pop(STAMP, None)
     return path, client_state
+
+
+def _expect_stage(folder: Path, stage: int) -> None:
+    """Refuse a checkpoint whose parts are those of other ZeRO stages: only stage 3 cuts the model's file."""
+    cut, uncut = (any(folder.glob(f"{name}mp_rank_*_model_states.pt")) for name in ("zero_pp_rank_*_", ""))
+    if cut == uncut or cut == (stage == 3):
+        return
+    saved = "stage 3" if cut else "a stage below 3"
+    raise CheckpointError(
+        f"the checkpoint {folder} was saved at ZeRO {saved}, and this job runs stage {stage}, which cannot read its "
+        "parts. Resume at the stage that saved it, or begin from its weights (zero_to_fp32.py, beside the checkpoint, "
+        "writes them into one file)."
+    )
 
 
 def load_any_layout(

@@ -14,7 +14,6 @@ This folder is the only place that knows names of DeepSpeed. `PRIVATE_NAMES` lis
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import os
@@ -31,30 +30,26 @@ from torch import nn
 
 from ds_hetero.common.text import listed
 from ds_hetero.config import expect_section_name
+from ds_hetero.engine.agreement import agree_on_configuration
+from ds_hetero.engine.ds_config import enabled
+from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.accelerate import size_of_accelerate
-from ds_hetero.integrations.deepspeed import checkpoints, registered, saving, tiled_loss
-from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
+from ds_hetero.integrations.deepspeed import backwards, checkpoints, registered, saving, tiled_loss
+from ds_hetero.integrations.deepspeed.backwards import BackwardsOfStep
 from ds_hetero.integrations.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.integrations.deepspeed.facts import enabled, section_of
-from ds_hetero.integrations.deepspeed.hooks import HookedEngine, install_hooks
+from ds_hetero.integrations.deepspeed.installer import Installer
 from ds_hetero.integrations.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.integrations.deepspeed.losses import LossScaling
 from ds_hetero.integrations.deepspeed.pipeline.engine import PipelineInstaller
-from ds_hetero.integrations.deepspeed.pipeline.facts import read_pipeline_facts
-from ds_hetero.integrations.deepspeed.protocols import Engine
+from ds_hetero.integrations.deepspeed.split_hooks import SplitEngine
 from ds_hetero.integrations.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.integrations.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
-from ds_hetero.integrations.registry import PreparedModel, Registry
-from ds_hetero.job.pipelines import agree_on_pipelines, search_at_start
 from ds_hetero.job.report import announce
 from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.start import World
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
-
-__all__ = ["PRIVATE_NAMES", "WORKS", "EngineInstaller", "install"]
 
 WORKS = ">=0.19.8,<0.20"
 # Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.
@@ -85,6 +80,7 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
     *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
+    *backwards.PRIVATE_NAMES,
     *registered.PRIVATE_NAMES,
     *saving.PRIVATE_NAMES,
     *tiled_loss.PRIVATE_NAMES,
@@ -128,41 +124,25 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
             return stock(*args, **kwargs)
         if pending is not None:
             pending.cancel()
-        world = World.current()
-
-        def search() -> Plan:
-            return search_at_start(world, lambda: read_pipeline_facts(given["model"], ds_config), registry.clusters)
-
-        plan = agree_on_pipelines(world, lambda: section_of(ds_config), search)
-        if world.rank == 0 and (unknown := unknown_keys(ds_config)):
+        if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
             announce(
                 f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
                 "training on unequal ranks is not known"
             )
-        installer: EngineInstaller | PipelineInstaller = EngineInstaller(registry, stock, given, ds_config)
-        if plan is not None:
-            installer = PipelineInstaller(registry, stock, given, ds_config, plan)
-        engine, *rest = installer.install()
+        try:
+            request = registry.request_of(ds_config)
+            installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
+            engine, *rest = installer(registry, stock, given, ds_config).install()
+        finally:
+            registry.forget_request()
         registered.note_engine(engine)
         return (engine, *rest)
 
     return initialize
 
 
-class EngineInstaller:
-    """One call of `deepspeed.initialize` with a section.
-
-    Args:
-        registry: of this process.
-        stock: DeepSpeed's own function.
-        given: the arguments of the call, by name.
-        ds_config: the configuration among them.
-    """
-
-    def __init__(
-        self, registry: Registry, stock: Callable[..., Any], given: dict[str, Any], ds_config: Mapping[str, Any]
-    ) -> None:
-        self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
+class EngineInstaller(Installer):
+    """Of an engine whose model is split over the sequence, or runs whole on every rank."""
 
     def install(self) -> tuple[Any, ...]:
         """Convert the model, build the engine and put the hooks around its methods; return what stock returns."""
@@ -177,49 +157,39 @@ class EngineInstaller:
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
         engine, *rest = self._build(prepared, sp_size_of(sizes))
-        self._hook(engine, prepared)
-        return (engine, *rest)
-
-    @waiting_for_peers("building the engine")
-    def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
-        """Have stock build the engine without sequence parallelism and with our ZeRO optimizers."""
-        replica = prepared.model.replica
-        config = plain_configuration(self._ds_config, replica, sp_size)
-        arguments = {
-            **self._given,
-            "args": _without_config(self._given.get("args")),
-            "config": config,
-            "config_params": None,
-            "mpu": None,
-            "mesh_param": None,
-        }
-        weights = optimizers.agree_on_weights(
-            prepared.start, self._ds_config, prepared.model.model, arguments.get("optimizer")
-        )
-        replica_state = SequenceParallelState(replica, sp_size)
-        with (
-            _sequence_parallelism_hidden(replica_state, self._registry),
-            optimizers.optimizers_in_place(config, weights),
-        ):
-            built: tuple[Any, ...] = self._stock(**arguments)
-        return built
-
-    def _hook(self, engine: Engine, prepared: PreparedModel) -> None:
-        """Have the engine report the replicas' batches, and put the hooks around its methods."""
         report_batches_of_replicas(engine, prepared.model.replica)
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()
-        install_hooks(
-            HookedEngine(
+        self._hook(
+            SplitEngine(
                 engine=engine,
                 model=prepared.model,
+                clock=prepared.model.clock,
                 scaling=LossScaling(prepared.model),
                 monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
                 prediction_check=prepared.prediction_check,
                 note_destroyed=_noting_destroyed(prepared),
                 stage3=optimizers.stage3_checkpoints(engine),
+                backwards=BackwardsOfStep(engine),
             )
         )
+        return (engine, *rest)
+
+    @waiting_for_peers("building the engine")
+    def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
+        """Let stock build the engine without sequence parallelism and with our ZeRO optimizers."""
+        replica = prepared.model.replica
+        config = plain_configuration(self._ds_config, replica, sp_size)
+        weights = optimizers.agree_on_weights(
+            prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
+        )
+        stage3.gather_experts_at_once(prepared.model.model)
+        replica_state = SequenceParallelState(replica, sp_size)
+        with (
+            _sequence_parallelism_hidden(replica_state, self._registry),
+            optimizers.optimizers_in_place(config, weights),
+        ):
+            return self._call_stock(config, mpu=None)
 
 
 def _noting_destroyed(prepared: PreparedModel) -> Callable[[], None]:
@@ -260,15 +230,6 @@ def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return ds_config
 
 
-def _without_config(args: Any) -> Any:
-    """The command line's arguments without the configuration, which is given apart from them."""
-    if getattr(args, "deepspeed_config", None) is None:
-        return args
-    args = copy.copy(args)
-    args.deepspeed_config = None
-    return args
-
-
 def _size_of_mesh(given: Mapping[str, Any]) -> dict[str, int | None]:
     mesh = given.get("mesh_param")
     return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
@@ -301,7 +262,7 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry: Registry) -> Iterator[None]:
-    """Have `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
+    """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
     before = groups.mpu, groups.mesh_device
     groups.mpu = groups.mesh_device = None
     try:
@@ -319,7 +280,7 @@ def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry:
 
 
 def _timed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the clock of the running engine see how long a collective keeps this rank."""
+    """Let the clock of the running engine see how long a collective keeps this rank."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(stock)

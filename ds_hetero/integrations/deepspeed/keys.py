@@ -1,6 +1,6 @@
 """Every key that DeepSpeed 0.19.8 reads, and what becomes of it here: one table, which refusals and docs read.
 
-    python -m tests.deepspeed_keys          # writes the table into docs/deepspeed-keys.md
+    python -m tests.decision_pages          # writes the table into docs/deepspeed-keys.md
 
 A key that changes what is computed and that nobody has tried must not pass. So each has a row, `KEYS`, and a key
 without one is named at the start of the job: a newer release may have brought it. Imports no framework.
@@ -8,41 +8,30 @@ without one is named at the start of the job: a newer release may have brought i
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.config import SECTION
+from ds_hetero.engine.rows import NameRow, is_in, row_of
 from ds_hetero.errors import ConfigError
-
-__all__ = ["KEYS", "Key", "expect_supported_keys", "key_of", "unknown_keys"]
-
-Kind = Literal["exact", "untried", "harmless", "refused", "ignored"]
 
 _OFF: tuple[Any, ...] = (None, False, "none", "auto", {}, [])
 _ON: tuple[Any, ...] = (None, True, "auto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """What becomes of one key, or of all keys below one.
+class Key(NameRow):
+    """Effect of one key, or of all keys below one.
 
     Args:
-        kind: ``"exact"``: training equals one process with the same value, which a test shows; ``"untried"``: it
-            should, and no machine without a GPU can show it; ``"harmless"``: it changes nothing of what is computed;
-            ``"refused"``: any value that is not in ``off`` ends the start of the job; ``"ignored"``: DeepSpeed does not
-            read it in such a job.
-        why: the reason, for people.
-        off: values with which a refused key does nothing. Texts are compared without regard to case.
+        off: see `NameRow`.
         with_pipelines: why the key is refused with pipelines, where it is not refused elsewhere.
         off_with_pipelines: values with which it is not.
     """
 
-    kind: Kind
-    why: str = ""
     off: tuple[Any, ...] = _OFF
     with_pipelines: str = ""
     off_with_pipelines: tuple[Any, ...] = _OFF
@@ -125,7 +114,8 @@ KEYS: Mapping[str, Key] = {
     "bf16.bf16_optimizer_states": _exact("optimizer state in bfloat16, rounded as on one process"),
     "fp16.*": Key(
         kind="untried",
-        why="DeepSpeed has no fp16 on CPUs; a step that overflows on one rank is left out on all by DeepSpeed itself",
+        why="DeepSpeed refuses it on CPUs without instructions for fp16; a step that overflows on one rank is left out "
+        "on all by DeepSpeed itself",
         with_pipelines='fp16 does not work with pipelines yet; use "bf16", or fp32',
     ),
     "ddp_bf16": _ignored("DeepSpeed reads it and does not use it"),
@@ -195,7 +185,8 @@ KEYS: Mapping[str, Key] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _harmless(_CHECKPOINT),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": _harmless(_CHECKPOINT),
     "zero_optimization.stage3_module_granularity_threshold": _refused(
-        "modules that are gathered at once were not tried with this engine; leave it out, or name them in leaf_module",
+        "DeepSpeed 0.19.8 itself fails with it on CPUs (unknown parameter type, at the step), so that nobody has tried "
+        "it here; leave it out, or name modules in leaf_module",
         0,
     ),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _exact(_SPEED),
@@ -300,10 +291,7 @@ KEYS: Mapping[str, Key] = {
 
 def key_of(path: str) -> Key | None:
     """The row of a key, its own or that of the keys below another; None where there is none."""
-    if path in KEYS:
-        return KEYS[path]
-    patterns = [pattern for pattern in KEYS if pattern.endswith(".*") and fnmatch.fnmatchcase(path, pattern)]
-    return KEYS[max(patterns, key=len)] if patterns else None
+    return row_of(KEYS, path)
 
 
 def expect_supported_keys(ds_config: Mapping[str, Any], *, pipelines: bool = False) -> None:
@@ -363,9 +351,9 @@ def _paths(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _reason(path: str, value: Any, key: Key, pipelines: bool) -> str:
     """Why a value is refused; empty where it is not."""
-    if key.kind == "refused" and not _is_in(value, key.off):
+    if key.kind == "refused" and not is_in(value, key.off):
         return key.why
-    if pipelines and key.with_pipelines and not _is_in(value, key.off_with_pipelines) and not _is_detail(path):
+    if pipelines and key.with_pipelines and not is_in(value, key.off_with_pipelines) and not _is_detail(path):
         return key.with_pipelines
     return ""
 
@@ -373,8 +361,3 @@ def _reason(path: str, value: Any, key: Key, pipelines: bool) -> str:
 def _is_detail(path: str) -> bool:
     """Whether a key only says how something is done that another one, ``enabled``, switches on."""
     return path.startswith(("fp16.", "torch_autocast.")) and not path.endswith(".enabled")
-
-
-def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
-    normal = value.lower() if isinstance(value, str) else value
-    return any(type(normal) is type(other) and normal == other for other in values)

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.config import SECTION
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
-from ds_hetero.integrations.whole_model import WholeModel
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
-
-__all__ = ["LossScaling"]
 
 _ADDED_TERM = (
     "the loss given to backward is the engine's plus a term computed from this rank's shard. One process would "

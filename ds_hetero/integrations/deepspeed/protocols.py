@@ -1,4 +1,4 @@
-"""What ds_hetero uses of DeepSpeed's objects, which have no type information of their own."""
+"""Types for the parts of DeepSpeed's objects that ds_hetero uses; they have no type information of their own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ds_hetero.job.monitor import EventWriter
-
-__all__ = ["BatchSizes", "CheckpointEngine", "Engine", "ThroughputTimer"]
+from ds_hetero.job.monitoring.monitor import EventWriter
 
 
 class BatchSizes(Protocol):
@@ -40,7 +38,7 @@ class CheckpointEngine(Protocol):
 
 
 class Engine(Protocol):
-    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `hooks.HOOKS`."""
+    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `hook_table.HOOKS`."""
 
     _config: BatchSizes
     checkpoint_engine: CheckpointEngine
@@ -48,6 +46,7 @@ class Engine(Protocol):
     dp_world_size: int
     global_samples: int
     global_steps: int
+    inside_no_sync_ctxt: bool
     local_rank: int
     module: nn.Module
     micro_steps: int
@@ -63,6 +62,9 @@ class Engine(Protocol):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an optimizer step, by which ``backward`` divides the loss."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the optimizer steps on the gradients of the present backward."""
 
     def load_universal_checkpoint(self) -> bool:
         """Whether checkpoints to load are universal ones."""

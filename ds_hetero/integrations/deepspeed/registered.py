@@ -18,11 +18,9 @@ from deepspeed import DeepSpeedEngine, load_ds_config
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ds_hetero.config import SECTION
+from ds_hetero.engine.ds_config import enabled
 from ds_hetero.errors import ConfigError, PeerError
-from ds_hetero.integrations.deepspeed.facts import enabled
 from ds_hetero.runtime.collectives import timeout_of_job
-
-__all__ = ["PRIVATE_NAMES", "expect_all_registered", "expect_no_engine", "note_engine"]
 
 PRIVATE_NAMES = ("torch.distributed.distributed_c10d:_get_default_store",)
 

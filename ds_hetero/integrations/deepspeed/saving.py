@@ -17,12 +17,19 @@ import torch.distributed as dist
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.integrations.deepspeed.protocols import CheckpointEngine, Engine
-from ds_hetero.job.checkpoint_folder import DRAFT, begin, discard, draft_of, publish, why_not_written, write_whole
-from ds_hetero.job.manifest import MANIFEST, Manifest, Part, seal_part
+from ds_hetero.integrations.deepspeed.random_states import save_random_states
+from ds_hetero.job.checkpoints.checkpoint_folder import (
+    DRAFT,
+    begin,
+    discard,
+    draft_of,
+    publish,
+    why_not_written,
+    write_whole,
+)
+from ds_hetero.job.checkpoints.manifest import MANIFEST, Manifest, SavedFile, seal_part
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["PRIVATE_NAMES", "STAMP", "copy_script_last", "save_whole"]
 
 STAMP = "ds_hetero_save"  # in every part: the step and the save that it is of
 PRIVATE_NAMES = (
@@ -64,6 +71,7 @@ def save_whole(
     with _writing_with(engine, writer):
         draft_tag = os.path.normpath(tag) + DRAFT
         saved = save(save_dir, draft_tag, client_state or {}, save_latest=False, **kwargs)
+        save_random_states(engine.checkpoint_engine, draft_of(folder))
     manifest = Manifest(
         step=engine.global_steps,
         save_id=save_id,
@@ -78,7 +86,7 @@ def save_whole(
 
 
 def _agree_to_begin(folder: Path, tag: str) -> str:
-    """Have rank 0 make the draft; return the name of this save."""
+    """Make the draft on rank 0; return the name of this save."""
 
     def begin_on_rank_0() -> tuple[str, str]:
         if dist.get_rank() == 0:
@@ -108,7 +116,7 @@ class _PartWriter:
 
     def __init__(self, stock: CheckpointEngine, draft: Path, stamp: Mapping[str, Any]) -> None:
         self._stock, self._draft, self._stamp = stock, draft, stamp
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SavedFile] = {}
         self.fault: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +154,7 @@ def copy_script_last(engine: Engine, copy: Callable[[str], None], save_path: str
 
 @contextlib.contextmanager
 def _writing_with(engine: Engine, writer: _PartWriter) -> Iterator[None]:
-    """Have the engine write its files through ``writer``."""
+    """Let the engine write its files through ``writer``."""
     stock, engine.checkpoint_engine = engine.checkpoint_engine, writer
     try:
         yield
@@ -154,7 +162,7 @@ def _writing_with(engine: Engine, writer: _PartWriter) -> Iterator[None]:
         engine.checkpoint_engine = stock
 
 
-def _agree_on_parts(engine: Engine, folder: Path, writer: _PartWriter) -> dict[str, Part]:
+def _agree_on_parts(engine: Engine, folder: Path, writer: _PartWriter) -> dict[str, SavedFile]:
     """Return the parts of all ranks, this rank's last; raise on every rank if any could not write its own."""
     written = on_all_ranks(lambda: (writer.parts, writer.fault))
     faults = [f"on rank {rank}, {fault}" for rank, (_, fault) in enumerate(written) if fault is not None]

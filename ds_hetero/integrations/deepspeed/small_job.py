@@ -14,15 +14,13 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from ds_hetero.integrations.handle import Handle
-from ds_hetero.integrations.registration import register
-
-__all__ = ["Step", "train_one_step"]
+from ds_hetero.engine.handle import Handle
+from ds_hetero.engine.registration import register
 
 
 @dataclass(frozen=True)
-class Step:
-    """What an optimizer step came to.
+class StepOutcome:
+    """Result of an optimizer step.
 
     Args:
         loss: of the batch before the step.
@@ -37,7 +35,7 @@ class Step:
 
 def train_one_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: Mapping[str, Any]
-) -> Step:
+) -> StepOutcome:
     """Train on one batch, which all ranks are given whole.
 
     Args:
@@ -56,7 +54,7 @@ def train_one_step(
             (loss,) = [_step(own, engine, shard) for shard in own.dataloader([batch], batches="same")]
             weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
             norm = engine.get_global_grad_norm()
-            return Step(loss, None if norm is None else float(norm), weights)
+            return StepOutcome(loss, None if norm is None else float(norm), weights)
         finally:
             engine.destroy()
             handle.undo()

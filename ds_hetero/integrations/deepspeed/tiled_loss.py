@@ -13,16 +13,14 @@ from typing import Any
 
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.registry import Registry
-
-__all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = ("deepspeed.runtime.sequence_parallel.ulysses_sp:TiledFusedLogitsLoss.forward",)
 
 
 def install(registry: Registry) -> None:
-    """Have `TiledFusedLogitsLoss` refuse shards."""
+    """Let `TiledFusedLogitsLoss` refuse shards."""
     registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
 
 

@@ -16,20 +16,16 @@ import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
 import torch.distributed as dist
 
+from ds_hetero.engine.agreement import agree_on_configuration
+from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.forward_mode import wanted_results
+from ds_hetero.engine.loader import ModelLoader, WholeLoader
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.agreement import agree_on_configuration
-from ds_hetero.integrations.deepspeed.facts import enabled, read_training_facts, section_of
 from ds_hetero.integrations.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
-from ds_hetero.integrations.loader import ModelLoader, WholeLoader
-from ds_hetero.integrations.registry import Registry
 from ds_hetero.integrations.transformers.attention import keep_attention_function
-from ds_hetero.integrations.transformers.forward_mode import wanted_results
-from ds_hetero.job.pipelines import trains_pipelines
-from ds_hetero.job.start import World
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
-
-__all__ = ["PendingRegistration", "SequenceParallelState", "Ulysses", "size_in_configuration"]
 
 
 class SequenceParallelState:
@@ -135,7 +131,7 @@ class Ulysses:
             if not enabled(ds_config):
                 return stock(cls, *args, **kwargs)
             model = given["model_name_or_path"]
-            if trains_pipelines(World.current(), lambda: section_of(ds_config)):
+            if self._registry.request_of(ds_config).is_of_pipelines:
                 self._has_pipelines = True
                 expect_one_worker(size)
                 return OneWorker()

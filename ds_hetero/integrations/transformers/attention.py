@@ -10,12 +10,10 @@ Nothing that transformers registers is overwritten, and other models in the proc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
 
@@ -24,35 +22,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
+from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.patching import Patches
 from ds_hetero.integrations.transformers import masks
 from ds_hetero.integrations.transformers.autocast import cast_alike, without_autocast
 from ds_hetero.integrations.transformers.former_attention import former_implementation, naming_former, owner_of
 from ds_hetero.integrations.transformers.masks import MaskKind, mask_kind
 from ds_hetero.integrations.transformers.protocols import AttentionLayer, ModelConfig
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
-from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_clock import Clock
-
-__all__ = [
-    "NAME",
-    "PRIVATE_NAMES",
-    "WORKS",
-    "ShardedForward",
-    "ShardedMask",
-    "begin_sharded_forward",
-    "begin_whole_forward",
-    "comparing_forwards",
-    "end_sharded_forward",
-    "end_whole_forward",
-    "expect_whole_batch",
-    "expecting_sharded_forward",
-    "install",
-    "keep_attention_function",
-]
 
 NAME = "ds_hetero"  # of our attention implementation
 
@@ -66,29 +46,8 @@ PRIVATE_NAMES = (
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedForward:
-    """One sharded forward of one model.
-
-    Args:
-        batch: the layout that all ranks agreed on.
-        replica: this rank's replica, with the schedule for which the batch was cut.
-        kernel: the name of the kernel in the configuration, or None.
-        is_placeholder: this rank holds no token of the batch; its one column stands for none.
-        clock: of the model.
-        doors_used: by its recurrent layers, see `recurrent_layers`.
-    """
-
-    batch: BatchLayout
-    replica: Replica
-    kernel: str | None
-    is_placeholder: bool
-    clock: Clock
-    doors_used: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """What a layer gets in place of a mask during a sharded forward; it can pass it on, and nothing else."""
+    """Stands in place of a layer's mask during a sharded forward; it can pass it on, and nothing else."""
 
     forward: ShardedForward
     kind: MaskKind
@@ -112,10 +71,6 @@ _MASK_READ = (
 )
 
 
-_forward: ContextVar[ShardedForward | None] = ContextVar("_forward", default=None)
-_given_shard: ContextVar[str | None] = ContextVar("_given_shard", default=None)  # the model whose call was given one
-_in_whole_forward: ContextVar[bool] = ContextVar("_in_whole_forward", default=False)
-_comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
 _select = functools.lru_cache(select)
 
 
@@ -140,65 +95,23 @@ def keep_attention_function(name: str) -> Callable[[], None]:
     return restore
 
 
-def begin_sharded_forward(forward: ShardedForward) -> Token[ShardedForward | None]:
-    """Have masks that are made from now on be those of ``forward``, until `end_sharded_forward`."""
-    return _forward.set(forward)
-
-
-def end_sharded_forward(token: Token[ShardedForward | None]) -> ShardedForward:
-    """The forward is over, and returned; ``token`` is from `begin_sharded_forward`."""
-    forward = _forward.get()
-    assert forward is not None
-    _forward.reset(token)
-    return forward
-
-
-def begin_whole_forward() -> Token[bool]:
-    """Have attention from now on be that of whole sequences, until `end_whole_forward`."""
-    return _in_whole_forward.set(True)
-
-
-def end_whole_forward(token: Token[bool]) -> None:
-    """The forward is over; ``token`` is from `begin_whole_forward`."""
-    _in_whole_forward.reset(token)
-
-
-@contextlib.contextmanager
-def expecting_sharded_forward(model: str) -> Iterator[None]:
-    """Refuse attention inside that is not part of a sharded forward: ``model``, by its class, was given a shard."""
-    token = _given_shard.set(model)
-    try:
-        yield
-    finally:
-        _given_shard.reset(token)
-
-
-@contextlib.contextmanager
-def comparing_forwards() -> Iterator[None]:
-    """Let such attention pass inside: its result is compared with that of a whole forward, and names the module."""
-    token = _comparing.set(True)
-    try:
-        yield
-    finally:
-        _comparing.reset(token)
-
-
 def expect_whole_batch(config: ModelConfig | None = None) -> None:
     """Outside of a sharded forward: refuse a shard that our hooks did not see, and layers that are called directly.
 
     What recomputes layers in a backward was a forward before, of which the mask tells which.
     """
-    if _comparing.get():
+    mode = forward_mode()
+    if mode.is_compared:
         return
-    model = _given_shard.get()
-    if model is not None:
+    if mode.given_shard is not None:
         raise ModelError(
-            f"{model} was given a shard, but runs its attention past the module whose forwards ds_hetero splits, so "
-            "that each rank would attend to its own tokens only. This model cannot be split over the sequence."
+            f"{mode.given_shard} was given a shard, but runs its attention past the module whose forwards ds_hetero "
+            "splits, so that each rank would attend to its own tokens only. This model cannot be split over the "
+            "sequence."
         )
     owner = None if config is None else owner_of(config)
     recomputes = torch._C._current_graph_task_id() != -1
-    if owner is not None and owner.takes_shards and not _in_whole_forward.get() and not recomputes:
+    if owner is not None and owner.takes_shards and not mode.is_whole and not recomputes:
         raise ModelError(
             "attention runs outside of the forwards that ds_hetero splits, so that each rank would attend to its own "
             "tokens only. Call the model itself, model(**batch), and not layers inside it; for whole sequences call it "
@@ -213,7 +126,7 @@ def _mask(
     mask_function: FunctionType = masking_utils.causal_mask_function,
     **kwargs: Any,
 ) -> Any:
-    forward = _forward.get()
+    forward = forward_mode().forward
     if forward is not None:
         return ShardedMask(forward, mask_kind(mask_function))
     expect_whole_batch()
@@ -229,7 +142,7 @@ def _attention(
     if isinstance(attention_mask, ShardedMask):
         options = _LayerOptions.read(args, kwargs)
         return _sharded_attention(type(module).__name__, (query, key, value), attention_mask, options), None
-    if _forward.get() is not None:
+    if forward_mode().forward is not None:
         raise ModelError(
             f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
             "the one that transformers made, so ds_hetero cannot split it over the sequence."
@@ -245,7 +158,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _LayerOptions:
-    """What layers pass to an attention function behind the mask, in the order of `sdpa_attention_forward`."""
+    """Options that layers pass to an attention function behind the mask, in the order of `sdpa_attention_forward`."""
 
     dropout: float = 0.0
     scaling: float | None = None
@@ -300,7 +213,7 @@ def _heads_of(replica: Replica) -> tuple[int, int]:
 
 
 def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
-    """What a layer asks for and cannot have, or None."""
+    """The option that a layer asks for and cannot have, or None."""
     if options.dropout:
         return f"dropout={options.dropout} inside attention; set the model's attention dropout to 0"
     if options.position_bias is not None:

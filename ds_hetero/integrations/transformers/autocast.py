@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["cast_alike", "without_autocast"]
-
 
 def cast_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the data type that autocast gives to torch's attention; as they are without it."""

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from ds_hetero.errors import BatchError
 
-__all__ = ["position_counter", "with_positions"]
-
 _BY_PADDING = "create_position_ids_from_input_ids"  # of an embedding, or of its file
 
 Batch = Mapping[str, Any]
 
 
 def position_counter(decoder: nn.Module) -> Callable[[Batch], Tensor] | None:
-    """What makes ``position_ids`` [B, L] of a whole batch as ``decoder`` does; None if these are 0 .. L - 1."""
+    """Maker of ``position_ids`` [B, L] of a whole batch as ``decoder`` does; None if these are 0 .. L - 1."""
     embeddings, learned = getattr(decoder, "embeddings", None), getattr(decoder, "embed_positions", None)
     if isinstance(embeddings, nn.Module) and hasattr(embeddings, "position_embeddings"):
         file = sys.modules[type(embeddings).__module__]

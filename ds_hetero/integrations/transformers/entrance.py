@@ -14,15 +14,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+from transformers.utils import ModelOutput
 
-from ds_hetero.integrations.transformers.attention import ShardedForward
-from ds_hetero.integrations.transformers.forward_mode import Wanted, wanted_results
+from ds_hetero.engine.forward_mode import ShardedForward, Wanted, sharding_is_set, wanted_results
+from ds_hetero.integrations.transformers.forward_inputs import expect_arguments
 from ds_hetero.integrations.transformers.router_losses import router_term
 from ds_hetero.integrations.transformers.shard_loss import add_loss
 from ds_hetero.integrations.transformers.sharded_call import Called, ShardedCall
 from ds_hetero.integrations.transformers.tiles import Tiles
-
-__all__ = ["Entrance"]
 
 _OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
 
@@ -62,7 +61,7 @@ class Entrance:
         return self._call is not None
 
     def enter_decoder(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What the decoder is to be called with.
+        """Arguments for the decoder.
 
         Args:
             arguments: what it was called with, by name.
@@ -86,7 +85,7 @@ class Entrance:
             self.tiles.begin(forward.batch.placement.rank_tokens)
 
     def leave_decoder(self, outputs: Any) -> Any:
-        """What the decoder is to return; None for ``outputs`` themselves, or where it has failed."""
+        """Results for the caller of the decoder; None for ``outputs`` themselves, or where it has failed."""
         if self.tiles is not None and self._latest is not None:
             self._made = outputs
         if self._call is None or outputs is None:
@@ -107,24 +106,39 @@ class Entrance:
 
         @functools.wraps(type(self._pretrained).forward)
         def forward(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
-            wanted = self._begin(kwargs)
+            wanted = self._begin(args, kwargs)
+            is_tuple = kwargs.get("return_dict") is False
+            if is_tuple:
+                kwargs["return_dict"] = True
             if wanted is not None:
-                return self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
-            tiles = self._tiles_of(kwargs)
-            output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
-            self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
-            return output
+                output = self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
+            else:
+                tiles = self._tiles_of(kwargs)
+                output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
+                self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
+            return output.to_tuple() if is_tuple and isinstance(output, ModelOutput) else output
 
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, kwargs: dict[str, Any]) -> Wanted | None:
-        """What the call is to return, if it is a sharded call."""
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted | None:
+        """Results that the call returns, if it is a sharded call.
+
+        Raises:
+            BatchError: see `expect_arguments`.
+        """
         self._latest = None
-        return None if self._at_decoder or self._call is not None else _wanted_of(kwargs)
+        if self._call is not None:
+            return None
+        wanted = _wanted_of(kwargs)
+        has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        if wanted is not None or (self._model.takes_shards and not has_cache):
+            arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            expect_arguments(self._model, arguments, in_call=wanted is not None)
+        return None if self._at_decoder else wanted
 
     def _tiles_of(self, kwargs: Mapping[str, Any]) -> Tiles | None:
-        """What computes the loss of this call in tiles, where the loss is made here."""
+        """Tiles that compute the loss of this call, where the loss is made here."""
         is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
 
@@ -153,5 +167,5 @@ class Entrance:
 
 
 def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:
-    """What a call is to return, if it is a sharded call: no part of a generation, which keeps keys and values."""
+    """Results that a call returns, if it is a sharded call: no part of a generation, which keeps keys and values."""
     return wanted_results() if arguments.get("past_key_values") is None else None

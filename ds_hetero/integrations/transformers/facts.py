@@ -1,4 +1,4 @@
-"""What the start of a job needs to know of a transformers model."""
+"""Facts of a transformers model for the start of a job."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.layer_values import common_value, values_by_layer
 from ds_hetero.integrations.transformers.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.job.facts import ModelFacts
-from ds_hetero.models import ModelSpec, model_from_config, read_model_config
-
-__all__ = ["describe_model", "model_without_weights", "read_facts_of_whole_model", "read_model_facts"]
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import model_from_config, read_model_config
 
 
 def read_model_facts(model: nn.Module) -> ModelFacts:
@@ -71,7 +71,7 @@ def describe_model(model: nn.Module) -> ModelFacts:
         spec = model_from_config(config.to_dict(), type(pretrained).__name__)
     except ModelError as error:
         reason = str(error)
-    max_seq_len = getattr(config, "max_position_embeddings", None)
+    max_seq_len = common_value(config, "max_position_embeddings")
     modules = list(pretrained.modules())
     return ModelFacts(
         name=type(pretrained).__name__,
@@ -87,7 +87,7 @@ def describe_model(model: nn.Module) -> ModelFacts:
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in modules),
         offloads_checkpoints=any(map(_offloads_checkpoints, modules)),
         head_dim=_head_dim(config, num_heads),
-        softcap=getattr(config, "attn_logit_softcapping", None),
+        softcap=common_value(config, "attn_logit_softcapping"),
     )
 
 
@@ -129,10 +129,10 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
 
 
 def _head_dim(config: Any, num_heads: int) -> int | None:
-    """The width of a head; None where the configuration does not say."""
-    given, hidden_size = getattr(config, "head_dim", None), getattr(config, "hidden_size", None)
-    if isinstance(given, int):
-        return given
+    """The width of a head, of the widest layer's; None where the configuration does not say."""
+    given, hidden_size = values_by_layer(config, "head_dim"), common_value(config, "hidden_size")
+    if all(isinstance(width, int) for width in given):
+        return int(max(given))
     return hidden_size // num_heads if isinstance(hidden_size, int) else None
 
 

@@ -9,15 +9,6 @@ from typing import Protocol
 
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 
-__all__ = [
-    "Owner",
-    "former_implementation",
-    "naming_former",
-    "owner_of",
-    "remember_implementation",
-    "restore_implementation",
-]
-
 
 class Owner(Protocol):
     """The model that a config belongs to, as far as attention has to know it."""
@@ -50,13 +41,13 @@ def restore_implementation(config: ModelConfig) -> None:
 
 
 def former_implementation(config: ModelConfig) -> str:
-    """What ``config`` named before the switch; eager, which is always exact, for a copy of a switched config."""
+    """Name in ``config`` before the switch; eager, which is always exact, for a copy of a switched config."""
     return _former.get(id(config), "eager") or "eager"
 
 
 @contextlib.contextmanager
 def naming_former(config: ModelConfig) -> Iterator[None]:
-    """Have the config name its former attention, which reads there which variant it is."""
+    """Let the config name its former attention, which reads there which variant it is."""
     switched = config._attn_implementation
     config._attn_implementation_internal = former_implementation(config)
     try:

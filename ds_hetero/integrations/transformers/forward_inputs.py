@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
+from ds_hetero.integrations.transformers.arguments import refusals
+from ds_hetero.integrations.transformers.model_checks import router_loss_problem
+from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.integrations.transformers.recent_shards import is_shard
+from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD
 from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.data.shard_info import shard_info
-from ds_hetero.runtime.data.shards import PACKING
+from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
 
-__all__ = ["expect_shard_shapes", "expect_whole", "is_placeholder", "local_batch"]
 
-_CU_SEQLENS = PACKING[0]
+class Taking(Protocol):
+    """A model that takes shards."""
+
+    @property
+    def pretrained(self) -> PretrainedModel:
+        """The model that is called."""
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether forwards take whole sequences, of which the decoder is given this rank's part."""
+
+    @property
+    def moves_labels(self) -> bool:
+        """Whether a token predicts the label of the next one."""
 
 
 def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
-    """What this rank sees of a batch, from the arguments of a forward; a placeholder holds no token."""
+    """This rank's part of a batch, from the arguments of a forward; a placeholder holds no token."""
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     info = shard_info(positions)
+    expect_one_set_of_boundaries(kwargs)
     if is_placeholder(positions):
         tokens, positions = tokens[:, :0], positions[:, :0]
         mask = None if mask is None else mask[:, :0]
@@ -33,7 +50,7 @@ def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
         dtype=dtype,
         position_ids=positions,
         attention_mask=mask,
-        cu_seqlens=kwargs.get(_CU_SEQLENS),
+        cu_seqlens=kwargs.get(BOUNDARIES),
         placement=None if info is None else info.placement,
     )
 
@@ -41,6 +58,33 @@ def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
 def is_placeholder(positions: Tensor) -> bool:
     """Whether the one column of a shard stands for none, on a rank without tokens."""
     return positions.shape[1] == 1 and bool(positions[0, 0] < 0)
+
+
+def expect_arguments(model: Taking, arguments: Mapping[str, Any], *, in_call: bool) -> None:
+    """Refuse arguments with which a forward on shards would not compute what one process computes.
+
+    Args:
+        model: whose forward it is.
+        arguments: of the forward, by name.
+        in_call: whether they are those of a sharded call, which takes whole batches.
+
+    Raises:
+        BatchError: names the arguments, their values and the reasons.
+    """
+    given = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
+    lines = refusals(given, has_towers=model.cuts_inputs, in_call=in_call)
+    if given.get("output_router_logits") and (problem := router_loss_problem(model.pretrained)):
+        lines.append(f'"output_router_logits": True: {problem}.')
+    if "labels" in given and "position_ids" in given and not in_call:
+        if "num_items_in_batch" in given:
+            lines.append('"num_items_in_batch": beside labels the loss would be of a part of them; leave labels out.')
+        if "shift_labels" not in given and model.moves_labels:
+            lines.append('"labels": the model would move those of a shard once more; give it shift_labels instead.')
+    if lines:
+        raise BatchError(
+            f"{type(model.pretrained).__name__} was given what it does not take on parts of sequences:\n"
+            + "\n".join(lines)
+        )
 
 
 def expect_whole(model: str, *tensors: Any) -> None:

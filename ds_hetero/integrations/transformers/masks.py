@@ -11,8 +11,6 @@ from transformers import masking_utils
 
 from ds_hetero.errors import ModelError
 
-__all__ = ["PRIVATE_NAMES", "MaskKind", "mask_kind"]
-
 _PARTS = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -26,7 +24,7 @@ _SUPPORTED = {*_PARTS, "remap_positions_for_packed_sequence"}  # the last since 
 
 
 class MaskKind(NamedTuple):
-    """What a layer's mask hides beside padding and other documents.
+    """Tokens that a layer's mask hides beside padding and other documents.
 
     Args:
         causal: later keys.

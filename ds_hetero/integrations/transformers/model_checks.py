@@ -1,4 +1,4 @@
-"""What a transformers model must be like to be split over the sequence, checked before training begins.
+"""Requirements of a transformers model that is split over the sequence, checked before training begins.
 
 Every check reads public attributes of the model and its configuration and refuses by name. Without the checks, a rank
 that holds one token of a layer which mixes neighbours would silently train on something else.
@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from ds_hetero.errors import ModelError
+from ds_hetero.integrations.transformers.adapters import adapter_problems
+from ds_hetero.integrations.transformers.layer_values import common_value, values_by_layer
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.integrations.transformers.recurrent_layers import (
     LAYER_TYPES,
@@ -29,8 +31,6 @@ from ds_hetero.integrations.transformers.towers import (
     makes_masks,
     text_decoder_of,
 )
-
-__all__ = ["POOLS", "check_model", "decoder_of", "embeddings_of", "head_counts", "pools", "pretrained_of"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
@@ -79,14 +79,18 @@ def decoder_of(pretrained: PretrainedModel) -> nn.Module:
         return text_decoder_of(pretrained)
     from transformers import PreTrainedModel
 
-    inner: Any = getattr(pretrained.base_model, "decoder", None)  # heads of OPT and its kin call it past the base model
-    wraps = isinstance(inner, PreTrainedModel) and not hasattr(pretrained.base_model, "encoder")
-    decoder: nn.Module = inner if wraps else pretrained.base_model
+    base: Any = pretrained.base_model
+    behind_head: Any = getattr(base, "model", None)
+    if base is pretrained and isinstance(behind_head, PreTrainedModel):
+        base = behind_head  # Mllama's text model has a head and is a base model by its name
+    inner: Any = getattr(base, "decoder", None)  # heads of OPT and its kin call it past the base model
+    wraps = isinstance(inner, PreTrainedModel) and not hasattr(base, "encoder")
+    decoder: nn.Module = inner if wraps else base
     return decoder
 
 
 def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
-    """What turns tokens into embeddings; None if the model does not say."""
+    """Module that turns tokens into embeddings; None if the model does not say."""
     try:
         return pretrained.get_input_embeddings()
     except NotImplementedError:
@@ -105,8 +109,8 @@ def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
         ModelError: the configuration does not have one number for all layers.
     """
     config = pretrained.config.get_text_config()
-    num_heads = getattr(config, "num_attention_heads", None)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    num_heads = _only(values_by_layer(config, "num_attention_heads"))
+    num_kv_heads = _only(values_by_layer(config, "num_key_value_heads")) or num_heads
     if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
         raise ModelError(
             f"{type(pretrained).__name__} must have the same number of heads in every layer, but its config has "
@@ -115,18 +119,33 @@ def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
     return num_heads, num_kv_heads
 
 
+def _only(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse what cannot be split exactly.
 
     Raises:
         ModelError: with every feature that stands in the way, and what to change where that is possible.
     """
+    adapters: dict[str, Any] = {}
+    for module in reversed(list(model.modules())):  # the outermost module knows best what its adapters are called
+        configs = getattr(module, "peft_config", None)
+        adapters |= configs if isinstance(configs, dict) else {}
+    problems = list(adapter_problems(adapters))
+    if problems:  # first, since an adapter may bring a model of its own
+        problems.append('docs/adapters.md lists those that can be; any trains with "sequence_parallel_size": 1')
+        raise _error_of(model, problems)
     pretrained = pretrained_of(model)
     problems = [problem for check in _CHECKS for problem in check(pretrained)]
-    problems += _peft_problems(model)
     if problems:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise ModelError(f"{type(pretrained).__name__} cannot be split over the sequence:{listed}")
+        raise _error_of(pretrained, problems)
+
+
+def _error_of(model: Any, problems: list[str]) -> ModelError:
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    return ModelError(f"{type(model).__name__} cannot be split over the sequence:{listed}")
 
 
 def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
@@ -155,23 +174,29 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     config = pretrained.config.get_text_config()
     by_door = (*LAYER_TYPES, *_TOKENWISE_TYPES) if has_doors(decoder_of(pretrained)) else ()
     supported = (*_LAYER_TYPES, *by_door)
-    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(supported))
+    unknown = sorted({str(kind) for kind in common_value(config, "layer_types") or ()} - set(supported))
     if unknown:
         yield f"layers of type {', '.join(unknown)}; supported are {', '.join(supported)}"
     for name in _DROPOUTS:
-        if getattr(config, name, None):
-            yield f"{name}={getattr(config, name)}: dropout inside attention is not supported; set it to 0"
-    for kind in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if any(values := values_by_layer(config, name)):
+            yield f"{name}={_only(values)}: dropout inside attention is not supported; set it to 0"
+    for kind in _rope_types(common_value(config, "rope_parameters") or {}):
         if kind in LENGTH_DEPENDENT and not any(map(depends_on_length, pretrained.modules())):
             yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
-    router_weight = getattr(config, "router_aux_loss_coef", 0)
-    known = has_router_loss(pretrained) and not has_towers(pretrained)
-    if getattr(config, "output_router_logits", False) and router_weight and not known:
-        yield (
-            f"its router loss (router_aux_loss_coef={router_weight}) is not a mean over tokens that is known; set "
-            "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
-            "sets output_router_logits by itself)"
-        )
+    if common_value(config, "output_router_logits") and (problem := router_loss_problem(pretrained)):
+        yield problem
+
+
+def router_loss_problem(pretrained: PretrainedModel) -> str:
+    """Why the loss of a model's routers, once it is asked for, would not be that of one process; empty if it would."""
+    weight = common_value(pretrained.config.get_text_config(), "router_aux_loss_coef")
+    if not weight or (has_router_loss(pretrained) and not has_towers(pretrained)):
+        return ""
+    return (
+        f"its router loss (router_aux_loss_coef={weight}) is not a mean over tokens that is known; set "
+        "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
+        "sets output_router_logits by itself)"
+    )
 
 
 def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
@@ -181,7 +206,7 @@ def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
         if type(module).__name__.endswith("Indexer"):
             yield f"{name} ({type(module).__name__}) chooses keys by the content of the whole sequence"
             break
-    layer_types = getattr(pretrained.config.get_text_config(), "layer_types", None) or ()
+    layer_types = common_value(pretrained.config.get_text_config(), "layer_types") or ()
     directions = {module.is_causal for module in decoder_of(pretrained).modules() if hasattr(module, "is_causal")}
     if "sliding_attention" in layer_types and directions == {False}:
         yield "its sliding windows look in both directions; without a window, or causal, they are supported"
@@ -199,7 +224,7 @@ def _tower_problems(pretrained: PretrainedModel) -> Iterator[str]:
     decoder = decoder_of(pretrained)
     if decoder in (pretrained, pretrained.base_model):
         yield "its towers and its text decoder are one module, so that there is no place to cut between them"
-    elif getattr(pretrained.config.get_text_config(), "cross_attention_layers", None):
+    elif common_value(pretrained.config.get_text_config(), "cross_attention_layers"):
         yield "its text attends to its images by cross attention, which is not supported"
     if makes_masks(front_of(pretrained)):
         yield "it makes the masks of its text decoder before it, by blocks of images that see in both directions"
@@ -219,11 +244,16 @@ def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
             return
 
 
-def _peft_problems(model: nn.Module) -> Iterator[str]:
-    adapters = getattr(model, "peft_config", None)
-    for name, config in adapters.items() if isinstance(adapters, dict) else ():
-        if config.is_prompt_learning:
-            yield f"PEFT adapter {name!r} ({config.peft_type}) puts virtual tokens before the sequence"
+def _quantization_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    for name, module in pretrained.named_modules():
+        threshold = getattr(getattr(module, "state", None), "threshold", 0)
+        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
+            yield (
+                f"layer {name} is 8-bit with llm_int8_threshold={threshold}: bitsandbytes keeps those columns in full "
+                "precision in which any token of the batch is large, and a rank has a part of the tokens; set "
+                "llm_int8_threshold=0 in BitsAndBytesConfig, or load the model in 4 bits"
+            )
+            return
 
 
 _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
@@ -232,4 +262,5 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _attention_problems,
     _tower_problems,
     _module_problems,
+    _quantization_problems,
 )

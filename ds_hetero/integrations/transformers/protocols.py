@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["AttentionLayer", "ModelConfig", "PretrainedModel"]
-
 
 class ModelConfig(Protocol):
     """A `transformers.PretrainedConfig`; numbers that only some models have are read with ``getattr``."""
@@ -53,7 +51,7 @@ class PretrainedModel(Protocol):
         """All parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What calling the model runs; its parameters say which arguments it takes."""
+        """Run by a call of the model; its parameters say which arguments it takes."""
 
     def get_decoder(self) -> nn.Module:
         """The part of it that turns embeddings of tokens into hidden states."""
@@ -62,10 +60,10 @@ class PretrainedModel(Protocol):
         """The head that turns hidden states into logits."""
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """What turns tokens into embeddings."""
+        """Module that turns tokens into embeddings."""
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
-        """Have ``hook`` run before every forward; the handle removes it."""
+        """Run ``hook`` before every forward; the handle removes it."""
 
     def _init_weights(self, module: nn.Module) -> None:
         """Give a module of the model its first values, but for parameters that are marked as filled."""
@@ -74,7 +72,7 @@ class PretrainedModel(Protocol):
         """Whether every layer takes its attention function from transformers' registry."""
 
     def set_attn_implementation(self, attn_implementation: str) -> None:
-        """Have all layers use the attention function of that name."""
+        """Let all layers use the attention function of that name."""
 
 
 class AttentionLayer(Protocol):

@@ -18,8 +18,6 @@ from torch import Tensor
 from ds_hetero.runtime.data.shard_info import is_part, shard_info
 from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION
 
-__all__ = ["forget_shards", "is_shard", "note_shard"]
-
 _KEPT = 64  # a loop draws the micro-batches of an optimizer step before it runs them
 _PRIME = 1_000_003
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -23,21 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.errors import ModelError
-from ds_hetero.integrations.transformers.attention import ShardedForward, expect_whole_batch
+from ds_hetero.integrations.transformers.attention import expect_whole_batch
 from ds_hetero.runtime.recurrent.convolution import convolution
 from ds_hetero.runtime.recurrent.scan import scan
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
-
-__all__ = [
-    "KEYWORD",
-    "LAYER_TYPES",
-    "expect_doors_used",
-    "has_doors",
-    "has_scan_without_door",
-    "mixes_by_door",
-    "open_doors",
-]
 
 KEYWORD = "ds_hetero_forward"  # under which layers are handed the sharded forward
 
@@ -172,7 +163,7 @@ def _files_of(model: nn.Module) -> Iterator[ModuleType]:
 
 
 def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in a file for ``original``."""
+    """Function that stands in a file for ``original``."""
 
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["LENGTH_DEPENDENT", "RopeLength", "depends_on_length"]
-
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # parts of the names of rope types
 
 

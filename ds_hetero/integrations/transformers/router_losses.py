@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.integrations.transformers.attention import ShardedForward
+from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.router_loss import load_balancing_loss
-
-__all__ = ["adds_router_loss", "has_router_loss", "mark_router_logits", "open_router_loss", "router_term"]
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
@@ -64,7 +62,7 @@ def mark_router_logits(output: Any, forward: ShardedForward) -> None:
 
 
 def router_term(pretrained: PretrainedModel, outputs: Any) -> Tensor | float:
-    """What the model adds to its loss for its routers, for a loss that is made from its logits."""
+    """Term that the model adds to its loss for its routers, for a loss that is made from its logits."""
     loss = getattr(outputs, "aux_loss", None)
     weight = getattr(pretrained.config.get_text_config(), "router_aux_loss_coef", 0) or 0
     return weight * loss if isinstance(loss, Tensor) else 0.0

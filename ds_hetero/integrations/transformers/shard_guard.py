@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_hetero.engine.forward_mode import expecting_sharded_forward
+from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import BatchError
-from ds_hetero.integrations.patching import Patches
-from ds_hetero.integrations.transformers.attention import NAME, expecting_sharded_forward
+from ds_hetero.integrations.transformers.attention import NAME
 from ds_hetero.integrations.transformers.recent_shards import forget_shards, is_shard
 from ds_hetero.runtime.data.shard_info import is_part
 
-__all__ = ["install"]
-
 
 def install(patches: Patches) -> None:
-    """Have every call of a `PreTrainedModel` look for shards."""
+    """Let every call of a `PreTrainedModel` look for shards."""
     patches.add(PreTrainedModel, "__call__", _call)
     patches.on_undo(forget_shards)
 

@@ -14,14 +14,13 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ds_hetero.integrations.transformers.attention import ShardedForward
+from ds_hetero.engine.forward_mode import ShardedForward
+from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
-
-__all__ = ["add_loss", "has_loss_of_batch"]
 
 _MARK = "ds_hetero_loss"  # of outputs whose loss was made here
 
@@ -46,6 +45,9 @@ def add_loss(
     Collectives: one all_reduce of two numbers.
 
     Where replicas take different batches, and ``position_ids`` are not those that the loader made, there is none.
+
+    Raises:
+        BatchError: the batch says what to divide by, and replicas take different ones.
     """
     labels = batch.get("shift_labels")
     if labels is None or batch.get("labels") is not None or not isinstance(outputs, ModelOutput):
@@ -56,7 +58,13 @@ def add_loss(
     if loss_sum is None and logits.shape[:2] != labels.shape:
         return
     replica, num_items, divisor = forward.replica, None, 1
+    num_labels = batch.get("num_items_in_batch")
     if replica.batch_split is not None:
+        if num_labels is not None:
+            raise BatchError(
+                f"num_items_in_batch: replicas take different batches ({replica.batch_split}), whose loss is divided "
+                "by the labels of the whole optimizer step already; leave it out."
+            )
         info = shard_info(batch.get("position_ids"))
         if info is None or info.num_items is None:
             return
@@ -64,7 +72,13 @@ def add_loss(
     with forward.clock.phase(IDLE, "loss"):
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         of_tokens = cross_entropy_sum(logits, labels) if loss_sum is None else loss_sum()
-        loss = sequence_parallel_loss(of_tokens + num_tokens * router_term, num_tokens, replica, num_items, divisor)
+        of_routers = num_tokens * router_term
+        if num_labels is None:
+            loss = sequence_parallel_loss(of_tokens + of_routers, num_tokens, replica, num_items, divisor)
+        else:
+            loss = sequence_parallel_loss(of_tokens, num_tokens, replica, num_labels=num_labels)
+            if isinstance(router_term, Tensor):
+                loss = loss + sequence_parallel_loss(of_routers, num_tokens, replica)
     outputs["loss"] = loss
     OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
     setattr(outputs, _MARK, True)

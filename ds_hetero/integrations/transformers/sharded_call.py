@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
-from ds_hetero.integrations.transformers.forward_mode import Wanted
-from ds_hetero.integrations.transformers.protocols import PretrainedModel
+from ds_hetero.integrations.transformers.forward_inputs import Taking
 from ds_hetero.integrations.transformers.router_losses import adds_router_loss
 from ds_hetero.integrations.trl.outputs import is_one_shorter
 from ds_hetero.placement import stream_placement
@@ -34,8 +34,6 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, WholeBatch,
 from ds_hetero.runtime.loss import mean_over_replica
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.token_log_probs import token_log_probs
-
-__all__ = ["Called", "ShardedCall", "TokenResults", "whole_results"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +58,12 @@ class TokenResults(ModelOutput):  # type: ignore[misc]
     logits: Tensor | None = None
 
 
-class Called(Protocol):
+class Called(Taking, Protocol):
     """The model of a call."""
 
     @property
     def replica(self) -> Replica:
         """This rank's replica."""
-
-    @property
-    def pretrained(self) -> PretrainedModel:
-        """What is called."""
-
-    @property
-    def moves_labels(self) -> bool:
-        """Whether a token predicts the label of the next one."""
 
     def complete(self, batch: Any) -> Any:
         """A whole batch with the positions that the model would make of the whole of it."""
@@ -235,7 +225,7 @@ class ShardedCall:
 
 
 def whole_results(model: Any, batch: Mapping[str, Any], wanted: Wanted) -> TokenResults:
-    """What a sharded call returns, of a model that is not split.
+    """Results of a sharded call of a model that is not split.
 
     Args:
         model: returns ``logits``; and ``hidden_states`` where asked for.

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import Token
 from types import MethodType
 from typing import Any
 
@@ -15,15 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.config import SECTION
+from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.integrations.transformers.attention import (
-    NAME,
-    ShardedForward,
-    begin_sharded_forward,
-    begin_whole_forward,
-    end_sharded_forward,
-    end_whole_forward,
-)
+from ds_hetero.integrations.transformers.attention import NAME
 from ds_hetero.integrations.transformers.counted_positions import position_counter, with_positions
 from ds_hetero.integrations.transformers.entrance import Entrance
 from ds_hetero.integrations.transformers.former_attention import remember_implementation, restore_implementation
@@ -33,7 +26,6 @@ from ds_hetero.integrations.transformers.forward_inputs import (
     is_placeholder,
     local_batch,
 )
-from ds_hetero.integrations.transformers.forward_mode import sharding_is_set, wanted_results
 from ds_hetero.integrations.transformers.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.integrations.transformers.protocols import ModelConfig
 from ds_hetero.integrations.transformers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
@@ -51,8 +43,6 @@ from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.schedule import Schedule
-
-__all__ = ["ShardedModel"]
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
 _KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
@@ -86,15 +76,16 @@ class ShardedModel:
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
         self._verify = "first_batch"
-        self._is_checked = False
+        self._checked: set[str] = set()  # features of batches
         self._has_scaled_loss = False  # since the engine's last step
         self.places_documents = False
         self.placer: Placer = stream_placement  # of the moment
         self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
         self._record_batch: Callable[[BatchLayout], None] | None = None
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
-        self._token: Token[ShardedForward | None] | None = None
-        self._whole_token: Token[bool] | None = None
+        self._forward: ShardedForward | None = None  # that runs
+        self._end_forward: Callable[[], None] = lambda: None
+        self._end_whole_forward: Callable[[], None] = lambda: None
         self._restore_noise: Callable[[], None] = lambda: None
         self._kept_alive: object = None
         self.is_restored = False
@@ -104,6 +95,8 @@ class ShardedModel:
         self._count_positions = position_counter(self._decoder) if self._door is None else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
+        layers = (module for module in self.model.modules() if hasattr(module, "adapter_layer_names"))
+        self._adapted_layer: Any = next(layers, None)
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
         self._close_router_loss = open_router_loss(self.pretrained)
         self._rope_length = RopeLength(self._decoder)
@@ -120,7 +113,7 @@ class ShardedModel:
             self._hooks.append(front.register_forward_hook(self._after_towers, always_call=True))
 
     def _switch_attention(self) -> list[ModelConfig]:
-        """Have the decoder use our attention, and towers before it theirs; return the configurations that say so."""
+        """Let the decoder use our attention, and towers before it theirs; return the configurations that say so."""
         part: Any = self.pretrained if self._door is None else self._decoder
         inside: list[ModelConfig] = [m.config for m in part.modules() if hasattr(m, "config")]
         outside: list[ModelConfig] = []
@@ -130,7 +123,7 @@ class ShardedModel:
         for config in configs:
             remember_implementation(config, self)
         part.set_attn_implementation(NAME)
-        for config in outside:
+        for config in configs:  # those of layers that were copied, too, as PEFT's layer_replication does
             config._attn_implementation_internal = NAME
         return configs
 
@@ -145,7 +138,7 @@ class ShardedModel:
         self._entrance.tiles = Tiles(self.pretrained, self._decoder, tokens)
 
     def keep_alive(self, record: object) -> None:
-        """Have ``record`` live as long as the model, whose hooks hold this object."""
+        """Keep ``record`` alive as long as the model, whose hooks hold this object."""
         self._kept_alive = record
 
     def restore(self) -> None:
@@ -189,7 +182,7 @@ class ShardedModel:
 
     @property
     def decoder(self) -> nn.Module:
-        """What turns embeddings of this rank's tokens into their hidden states."""
+        """Module that turns embeddings of this rank's tokens into their hidden states."""
         return self._decoder
 
     @property
@@ -203,7 +196,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def looking_at(self, window: Window) -> Iterator[None]:
-        """Have forwards of whole batches inside compute a window of them; of a model with towers."""
+        """Let forwards of whole batches inside compute a window of them; of a model with towers."""
         assert self._door is not None
         self._door.window = window
         try:
@@ -227,7 +220,7 @@ class ShardedModel:
             return False
 
     def router_term(self, outputs: Any) -> Tensor | float:
-        """What the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
+        """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
         return router_term(self.pretrained, outputs)
 
     def change_replica(self, replica: Replica) -> None:
@@ -237,7 +230,7 @@ class ShardedModel:
         """
         earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
         self.replica, self._earlier = replica, earlier
-        self._is_checked = False
+        self._checked.clear()
 
     def place_documents(self, placer: Placer | None) -> None:
         """Place the batches that are drawn from now on by their documents.
@@ -272,31 +265,33 @@ class ShardedModel:
         self._verify = when
 
     @property
-    def needs_check(self) -> bool:
-        """Whether the next batch is to be run whole and sharded before it is trained on, see `self_check`.
+    def trains_now(self) -> bool:
+        """Whether a forward would now be one of training."""
+        return self._decoder.training and torch.is_grad_enabled()
 
-        The same on every rank of the world, also where replicas are of different size.
-        """
-        is_due = self._verify == "always" or (self._verify == "first_batch" and not self._is_checked)
-        return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+    @property
+    def active_adapters(self) -> str:
+        """The adapters of PEFT that a forward would now use, which are those of every layer that has some."""
+        layer = self._adapted_layer
+        return "" if layer is None or layer.disable_adapters else ", ".join(layer.active_adapters)
 
-    def check_once(self, check: Callable[[], bool]) -> None:
-        """Run ``check`` before a sharded call that is trained on, if the model has yet to be checked.
+    def needs_check(self, features: frozenset[str]) -> bool:
+        """Whether a batch is to be run whole and sharded before it is trained on, see `self_check`.
 
         Args:
-            check: compares the model whole and sharded; returns whether there was a batch to do it with.
+            features: of the batch, see `features_of`; the answer is the same on every rank of the world, also where
+                replicas are of different size.
         """
-        is_trained = self._decoder.training and torch.is_grad_enabled() and not self.pools
-        if is_trained and self.needs_check and check():
-            self.note_checked()
+        is_due = self._verify == "always" or (self._verify == "first_batch" and not features <= self._checked)
+        return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
-    def note_checked(self) -> None:
-        """The model passed under the present schedule."""
-        self._is_checked = True
+    def note_checked(self, features: frozenset[str]) -> None:
+        """The model passed under the present schedule, with a batch of these features."""
+        self._checked |= features
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Have forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
+        """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
         kept = self.clock, self._record_batch, self.latest_positions
         tiles, self._entrance.tiles = self._entrance.tiles, None
         self.clock, self._record_batch = StepClock(default_device()), None
@@ -351,7 +346,7 @@ class ShardedModel:
         if not is_in_call and (not self._takes_shards(decoder) or has_cache):
             tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
             expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
-            self._whole_token = begin_whole_forward()
+            self._end_whole_forward = change_mode(is_whole=True)
             if self._door is not None and self._door.window is not None:
                 kwargs = self._door.cut_to_window(kwargs, self._door.window)
             return (), kwargs
@@ -374,7 +369,7 @@ class ShardedModel:
         self._rope_length.begin(kwargs["position_ids"], forward.replica)
         if self._has_doors:
             kwargs[KEYWORD] = forward
-        self._token = begin_sharded_forward(forward)
+        self._forward, self._end_forward = forward, change_mode(forward=forward)
         self._entrance.run_decoder(forward)
         if self.places_documents:
             expect_no_noise(self._embeddings)
@@ -402,17 +397,16 @@ class ShardedModel:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        if self._token is not None:
-            forward = end_sharded_forward(self._token)
-            self._token = None
+        if self._forward is not None:
+            forward, self._forward = self._forward, None
+            self._end_forward()
             self._rope_length.end()
             mark_router_logits(output, forward)
             self._restore_noise()
             if self._has_doors and output is not None:
                 expect_doors_used(decoder, forward)
-        if self._whole_token is not None:
-            end_whole_forward(self._whole_token)
-            self._whole_token = None
+        self._end_whole_forward()
+        self._end_whole_forward = lambda: None
         return self._entrance.leave_decoder(output)
 
     def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:

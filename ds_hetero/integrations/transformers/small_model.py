@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["VOCAB_SIZE", "small_llama"]
-
 VOCAB_SIZE = 97
 
 

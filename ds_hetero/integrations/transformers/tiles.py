@@ -24,8 +24,6 @@ from transformers.utils import ModelOutput
 from ds_hetero.errors import ModelError
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
-__all__ = ["Tiles"]
-
 _MLP_NAMES = ("mlp", "feed_forward", "shared_mlp")
 
 
@@ -68,26 +66,37 @@ class Tiles:
         return {**arguments, "logits_to_keep": torch.zeros(0, dtype=torch.int64)}
 
     def loss_sum(self, run: Callable[..., Any], made: ModelOutput, batch: Mapping[str, Any]) -> Tensor:
-        """Token losses of this rank added up, fp32.
+        """Token losses of this rank added up, fp32. The arguments are those of `sums`."""
+        return self.sums(run, made, batch, lambda logits, labels: (cross_entropy_sum(logits, labels),))[0]
+
+    def sums(
+        self,
+        run: Callable[..., Any],
+        made: ModelOutput,
+        batch: Mapping[str, Any],
+        of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Results of a function of the logits of a tile, added up over the tiles.
 
         Args:
             run: the model's own ``forward``.
             made: what the decoder returned for the shard, [B, s, D].
             batch: the shard, with ``shift_labels`` [B, s] and ``input_ids`` [B, s] or ``inputs_embeds``.
+            of_logits: called with logits and labels of every tile, and again in the backward.
         """
         hidden = made[0]
         names = [name for name in ("input_ids", "inputs_embeds", "position_ids") if batch.get(name) is not None]
         columns = [hidden, batch["shift_labels"], *(batch[name] for name in names)]
 
-        def of_tile(hidden: Tensor, labels: Tensor, *inputs: Tensor) -> Tensor:
+        def of_tile(hidden: Tensor, labels: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             outputs = self._run_head(run, type(made)(last_hidden_state=hidden), dict(zip(names, inputs, strict=True)))
-            return cross_entropy_sum(outputs.logits, labels)
+            return of_logits(outputs.logits, labels)
 
-        sums = [
+        of_tiles = [
             checkpoint(of_tile, *tile, use_reentrant=False, preserve_rng_state=False)
             for tile in zip(*(x.tensor_split(self._count, dim=1) for x in columns), strict=True)
         ]
-        return torch.stack(sums).sum()
+        return tuple(torch.stack(parts).sum(dim=0) for parts in zip(*of_tiles, strict=True))
 
     def _run_head(self, run: Callable[..., Any], made: ModelOutput, inputs: Mapping[str, Tensor]) -> Any:
         """The model's ``forward`` behind a decoder that returns ``made``."""

@@ -23,8 +23,6 @@ from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
 
-__all__ = ["DecoderDoor", "Window", "front_of", "has_towers", "makes_masks", "text_decoder_of"]
-
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 _DECODERS = ("language_model", "text_model")  # as outer models call the decoder behind their towers
 # Which tokens are places of images, and what is added there in the first layers.
@@ -125,7 +123,7 @@ class DecoderDoor:
         self._positions = None
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Tensor | None]:
-        """What this rank's decoder takes of what the outer model made for whole sequences.
+        """Cut the outer model's tensors of whole sequences for this rank's decoder.
 
         Args:
             kwargs: of the decoder.
@@ -158,7 +156,7 @@ class DecoderDoor:
         return cut, positions
 
     def cut_to_window(self, kwargs: Mapping[str, Any], window: Window) -> dict[str, Any]:
-        """What one process takes of the window alone."""
+        """Cut tensors of whole sequences to the window alone, for one process."""
         return self._cut(kwargs, list(range(window.start, window.stop)), window.rows)
 
     def _cut(self, kwargs: Mapping[str, Any], places: Sequence[int], rows: int) -> dict[str, Any]:
@@ -180,7 +178,7 @@ class DecoderDoor:
 
 
 class _Cutter(NamedTuple):
-    """What to take of whole sequences.
+    """Cut of whole sequences.
 
     Args:
         model: its class.

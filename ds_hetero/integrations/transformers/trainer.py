@@ -16,12 +16,11 @@ import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
 
+from ds_hetero.engine.forward_mode import sharding, wanted_results
+from ds_hetero.engine.loader import is_placeholder
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import asks_for_engine, loaders_over_replicas, skip_first_batches
-from ds_hetero.integrations.deepspeed.facts import section_of
-from ds_hetero.integrations.loader import is_placeholder
-from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers.forward_mode import sharding, wanted_results
 from ds_hetero.integrations.transformers.trainer_calls import (
     calls_sharded,
     evaluating,
@@ -32,14 +31,12 @@ from ds_hetero.integrations.transformers.trainer_calls import (
 from ds_hetero.integrations.transformers.trainer_checks import expect_labels, expect_splittable, naming_trainer
 from ds_hetero.integrations.transformers.trainer_saving import failing_together, marking_unfinished, saving_stages
 from ds_hetero.integrations.trl.completions import CompletionTrainers
-from ds_hetero.job.start import ReplicaBatches, World, agree_on_replica_batches
+from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
-
-__all__ = ["PRIVATE_NAMES", "install"]
 
 PRIVATE_NAMES = (
     "transformers:Trainer.__init__",
@@ -67,7 +64,7 @@ def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
     replace, completions = registry.patches.replace, CompletionTrainers(registry)
     replace(Trainer, "__init__", lambda stock: completions.constructing(_is_sharded, stock))
-    replace(Trainer, "_inner_training_loop", _accumulating_micro_steps)
+    replace(Trainer, "_inner_training_loop", lambda stock: _accumulating_micro_steps(registry, stock))
     replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
     replace(Trainer, "set_initial_training_values", _counting_batches_once)
     replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
@@ -83,7 +80,7 @@ def install(registry: Registry) -> None:
     replace(Trainer, "_save_checkpoint", marking_unfinished)
 
 
-def _accumulating_micro_steps(stock: Any) -> Any:
+def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
     """Where replicas take different batches, an optimizer step is as many micro-batches as the busiest of them has.
 
     For the time of the loop; before and after, the arguments are what the user gave.
@@ -97,7 +94,7 @@ def _accumulating_micro_steps(stock: Any) -> Any:
         is_whole = _is_sharded(trainer) and takes_whole_batches(trainer)
         if _is_sharded(trainer):
             expect_splittable(trainer)
-        batches = _replica_batches(trainer)
+        batches = _replica_batches(registry, trainer)
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)
         if batches is None:
@@ -145,7 +142,7 @@ def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
         over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(trainer)
         if not over_replicas or not _is_sharded(trainer):
             return stock(trainer, *args, **kwargs)
-        with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(trainer)):
+        with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
             return stock(trainer, *args, **kwargs)
 
     return get_dataloader
@@ -269,12 +266,14 @@ def _counting_tokens_once(stock: Any) -> Any:
     return track_num_input_tokens
 
 
-def _replica_batches(trainer: Any) -> ReplicaBatches | None:
+def _replica_batches(registry: Registry, trainer: Any) -> ReplicaBatches | None:
     """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
-    if not _is_sharded(trainer):
+    if not _is_sharded(trainer) or registry.is_pipelined(trainer.model):
         return None
-    ds_config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-    return agree_on_replica_batches(World.current(), lambda: section_of(ds_config))
+    if (prepared := registry.find(trainer.model)) is not None:
+        replica = prepared.model.replica
+        return None if replica.batch_split is None else ReplicaBatches(replica.batch_split, replica.replica_id)
+    return registry.request_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).batches_of(dist.get_rank())
 
 
 def _is_sharded(trainer: Any) -> bool:

@@ -15,13 +15,11 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
 from ds_hetero.errors import ConfigError, VersionError
 from ds_hetero.integrations.accelerate import gathering_over_replicas, one_process_per_replica
-from ds_hetero.integrations.transformers.forward_mode import Wanted, sharded_calls, wanted_results
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.trl.trainers import needs_whole_sequences
-
-__all__ = ["calls_sharded", "evaluating", "expect_equal_replicas", "takes_whole_batches", "training_step"]
 
 # Before this release the Trainer rounds the number of labels that it divides such losses by.
 _OLDEST = Version("5.20")
@@ -48,7 +46,7 @@ def expect_equal_replicas(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def calls_sharded(trainer: Any) -> Iterator[None]:
-    """Have the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
+    """Let the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
 
     Raises:
         VersionError: transformers' Trainer would divide such losses by a rounded number.

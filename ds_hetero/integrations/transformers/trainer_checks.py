@@ -1,4 +1,4 @@
-"""What a Trainer must be like to train on shards, checked before its loop begins, and batches that it must have."""
+"""Requirements of a Trainer on shards, and of its batches, checked before its loop begins."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.integrations.trl.trainers import expect_known
-
-__all__ = ["expect_labels", "expect_splittable", "naming_trainer"]
 
 _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or in a loop by handle.sharded_call."
 

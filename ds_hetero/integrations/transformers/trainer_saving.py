@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError
 from ds_hetero.integrations.accelerate import asks_for_engine
-from ds_hetero.integrations.registry import Registry
-from ds_hetero.job.checkpoint_folder import why_not_written
+from ds_hetero.job.checkpoints.checkpoint_folder import why_not_written
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["failing_together", "marking_unfinished", "saving_stages"]
 
 
 def saving_stages(registry: Registry, stock: Any) -> Any:

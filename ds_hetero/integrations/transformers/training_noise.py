@@ -13,13 +13,11 @@ from torch import nn
 
 from ds_hetero.errors import ConfigError
 
-__all__ = ["expect_no_noise", "scale_noise"]
-
 _ALPHA = "neftune_noise_alpha"
 
 
 def scale_noise(embeddings: nn.Module | None, tokens: int, length: int) -> Callable[[], None]:
-    """Have a forward on a shard add the noise of the whole sequence; return what puts the amplitude back.
+    """Let a forward on a shard add the noise of the whole sequence; return the call that puts the amplitude back.
 
     Args:
         embeddings: the model's input embeddings; without NEFTune nothing happens.

@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_hetero.engine.forward_mode import sharding, wanted_results
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.accelerate import gathered_from_replicas, one_process_per_replica, size_of_accelerate
-from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers.forward_mode import sharding, wanted_results
 from ds_hetero.integrations.trl.trainers import expect_known, generating_class
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["CompletionTrainers", "count_replicas", "expect_tried"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +129,7 @@ def expect_tried(trainer: Any) -> None:
 
 
 def count_replicas(arguments: Any, num_replicas: int) -> None:
-    """Have the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
+    """Let the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
 
     Args:
         arguments: of the trainer; ``generation_batch_size`` is set to what all replicas take in one generation.

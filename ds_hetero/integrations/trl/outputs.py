@@ -1,10 +1,8 @@
-"""What TRL's models return."""
+"""Outputs of TRL's models."""
 
 from __future__ import annotations
 
 from typing import Any
-
-__all__ = ["PRIVATE_NAMES", "is_one_shorter"]
 
 PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", "trl.trainer.utils:FusedCausalLMOutput")
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_hetero.engine.patching import expect_package
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.patching import expect_package
 from ds_hetero.integrations.trl.outputs import PRIVATE_NAMES
-
-__all__ = ["WORKS", "expect_known", "generating_class", "needs_whole_sequences"]
 
 WORKS = ">=1.16,<2"
 _WORKS_BY_TOKENS = ">=0.29,<2"

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from math import fsum
 from operator import mul
 
-from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
+from ds_hetero.planner.documents.bins import Bins, DocumentPart, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.splits import share
-
-__all__ = ["over_all_units", "over_all_units_s", "over_one_node", "over_one_node_at_least_s", "over_one_node_s"]
 
 
 def over_all_units(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
@@ -53,7 +51,7 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
         Infinity and nothing where memory does not suffice.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    dealt = deal([Part(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
+    dealt = deal([DocumentPart(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
     if dealt is None or any(len(pieces) > 1 for pieces in dealt):
         return float("inf"), []
     by_node: list[list[int]] = [[] for _ in range(costs.num_nodes)]

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-__all__ = ["Bins", "Part", "Pieces", "deal", "water_fill"]
-
 Pieces = list[tuple[int, int]]  # (bin, tokens)
 Queue = list[tuple[float, int]]  # (load, bin), ascending
 
@@ -26,8 +24,8 @@ LEAST_FRAGMENT_TOKENS = 256
 GRAINS = ((4096, 64), (0, 16))  # fragments of at least so many tokens on average are multiples of so many
 
 
-class Part(NamedTuple):
-    """What is to be dealt: a document, or what a node holds of it.
+class DocumentPart(NamedTuple):
+    """Piece to be dealt: a document, or a node's share of it.
 
     Args:
         document: its index.
@@ -86,7 +84,11 @@ class Bins:
 
 
 def deal(
-    parts: Sequence[Part], bins: Bins, budget_s: float, least_tokens: int = LEAST_FRAGMENT_TOKENS, widen: int = 1
+    parts: Sequence[DocumentPart],
+    bins: Bins,
+    budget_s: float,
+    least_tokens: int = LEAST_FRAGMENT_TOKENS,
+    widen: int = 1,
 ) -> list[Pieces] | None:
     """Place every part: whole on the bin that ends first, or cut if that would take longer than the budget.
 
@@ -178,7 +180,7 @@ class _Queues:
         insort(queue, (self._loads_s[i], i))
 
 
-def _cut(part: Part, bins: Bins, budget_s: float, least_tokens: int, widen: int) -> Pieces | None:
+def _cut(part: DocumentPart, bins: Bins, budget_s: float, least_tokens: int, widen: int) -> Pieces | None:
     """Cut a part over the fewest bins that hold it within the budget, or over as many as have room for it."""
     _, length, tokens = part
     free = []

@@ -17,8 +17,6 @@ from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.score import Loads, loads_of
 from ds_hetero.splits import share
 
-__all__ = ["ByHeads", "loads_by_heads", "place_by_heads"]
-
 MOST_FRAGMENTS = 3072  # of documents over all units: planning takes milliseconds with thousands of documents too
 WORTH_EXCHANGING = 0.98  # of the predicted time: less gain is not worth the waiting
 

@@ -22,8 +22,6 @@ from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.two_level import GOOD, Effort, node_bins, two_level
 
-__all__ = ["PlacedLengths", "place_everywhere", "place_lengths"]
-
 EFFORTS = (
     Effort(0.0, 0.0),
     Effort(0.02, 0.02),

@@ -1,4 +1,4 @@
-"""What documents cost the units of a schedule: seconds per token, per square of a length, and per token received.
+"""Costs of documents for the units of a schedule: seconds per token, per square of a length, and per token received.
 
 A unit is an all-to-all group of the schedule, by its ring position. The numbers come from the calibrated cost model
 (`unit_costs`) or from a schedule's token weights alone (`UnitCosts.from_weights`).
@@ -15,8 +15,6 @@ from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 from ds_hetero.schedule import Schedule
-
-__all__ = ["TILE_ROWS", "UnitCosts"]
 
 HEAD_DIM = 128  # where only a schedule is known
 EVEN_LENGTH_PER_WIDTH = 10  # attention of a document takes as long as the rest at about ten times the hidden size

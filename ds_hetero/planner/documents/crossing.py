@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 
-__all__ = ["Crossing", "crossing_of", "routed_s_per_byte"]
-
 WORTH_PROXIES = 0.9  # three hops are more messages than one
 
 

@@ -9,8 +9,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DISTRIBUTIONS", "LengthDistribution"]
-
 KIB = 1024
 BINS = ((64, KIB), *((KIB << i, KIB << (i + 1)) for i in range(8)))  # <1K, 1-2K, 2-4K ... 128-256K tokens
 

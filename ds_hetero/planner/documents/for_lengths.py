@@ -24,8 +24,6 @@ from ds_hetero.planner.explain import describe
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.schedule import Schedule
 
-__all__ = ["LengthsCandidate", "PlannedForLengths", "plan_for_lengths"]
-
 SAME = 1.001  # a candidate that is not faster by more than this loses to one before it
 
 

@@ -1,11 +1,10 @@
-"""What documents cost the units of a schedule, from the calibrated cost model."""
+"""Costs of documents for the units of a schedule, from the calibrated cost model."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.arrays import Floats
 from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.documents.costs import TILE_ROWS, UnitCosts
@@ -13,14 +12,11 @@ from ds_hetero.planner.documents.crossing import routed_s_per_byte
 from ds_hetero.planner.documents.traffic import KVBytes
 from ds_hetero.schedule import Schedule
 
-__all__ = ["kv_bytes", "unit_costs"]
-
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
-RESIDENT = ("model_states", "gathered", "ring_buffers")  # memory that does not grow with a rank's tokens
 
 
 def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
-    """What documents cost the units of ``schedule``.
+    """Costs of documents for the units of ``schedule``.
 
     A unit is as slow as its slowest rank, whose share of the unit's tokens and heads is the schedule's. Short keys and
     the tiles on a document's diagonal are linear in its length and count per token, as do the all-to-alls of a unit.
@@ -127,13 +123,14 @@ def _most_tokens(cost: CalibratedCostModel, schedule: Schedule) -> tuple[int, ..
     The buffers are those of the stream at the workload's length. A unit that the schedule gives no tokens gets none.
     """
     grouping, tokens_D, heads_D = cost.arrays(schedule)
-    parts = cost.memory_parts(grouping, tokens_D, heads_D)
-    fixed = {*RESIDENT, "logits"} if cost.workload.tiled_logits else set(RESIDENT)
-    fixed_D = sum((part for name, part in parts.items() if name in fixed), np.zeros(len(tokens_D)))
-    grows_D = sum((part for name, part in parts.items() if name not in fixed), np.zeros(len(tokens_D)))
-    times_D: Floats = np.where(
-        grows_D > 0, (cost.capacity_bytes_D - fixed_D) / np.where(grows_D > 0, grows_D, 1.0), np.inf
-    )
+    times_D = np.full(len(tokens_D), np.inf)
+    for parts in cost.memory_moments(grouping, tokens_D, heads_D).values():
+        grows_D = parts.activations + parts.layer + parts.exchange_buffers
+        grows_D = grows_D + (0.0 if cost.workload.tiled_logits else parts.logits)
+        left_D = cost.capacity_bytes_D - (parts.total - grows_D)
+        fixed_fits_D = np.where(left_D < 0, 0.0, np.inf)
+        of_moment_D = np.where(grows_D > 0, left_D / np.where(grows_D > 0, grows_D, 1.0), fixed_fits_D)
+        times_D = np.minimum(times_D, of_moment_D)
     tokens_K = grouping.by_group(np.add, tokens_D)
     most_K = np.clip(grouping.by_group(np.minimum, times_D) * tokens_K, 0, MAX_SEQ_LEN)
     return tuple(int(most) for most in np.nan_to_num(most_K, nan=0.0))

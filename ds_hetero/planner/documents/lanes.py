@@ -16,8 +16,6 @@ from ds_hetero.planner.documents.crossing import crossing_of
 from ds_hetero.schedule import Schedule
 from ds_hetero.splits import share
 
-__all__ = ["make_placement"]
-
 
 def make_placement(
     schedule: Schedule,

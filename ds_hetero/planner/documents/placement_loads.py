@@ -1,4 +1,4 @@
-"""What units and nodes do in a given placement: of documents, or of the stream.
+"""Loads of units and nodes in a given placement, of documents or of the stream.
 
 In the stream an interval needs the keys of its first document from that document's start, and of all others only its
 own; so loads follow from the ends of the intervals, however many documents there are.
@@ -16,8 +16,6 @@ from ds_hetero.planner.documents.by_heads import loads_by_heads
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.crossing import crossing_of
 from ds_hetero.planner.documents.score import Loads, crossing_s, loads_of
-
-__all__ = ["placement_loads", "stream_loads"]
 
 
 def placement_loads(placement: Placement, documents: Sequence[Range], costs: UnitCosts) -> Loads:
@@ -88,7 +86,7 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
 
 
 def _entering(lane: Lane, crossed: Sequence[int], costs: UnitCosts) -> list[float]:
-    """What enters over the link of every unit: of the tokens that a node receives as much as of all tokens."""
+    """Tokens that enter over the link of every unit: the same share of a node's tokens as of all tokens."""
     entering = [0.0] * len(costs.node)
     if costs.num_nodes == 1:
         return entering

@@ -16,8 +16,6 @@ from ds_hetero.planner.documents.lanes import make_placement
 from ds_hetero.planner.documents.placement_loads import stream_loads
 from ds_hetero.schedule import Schedule
 
-__all__ = ["DocumentPlacer", "check_documents", "check_memory", "place_documents"]
-
 
 @dataclass(frozen=True, slots=True)
 class DocumentPlacer:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_hetero.planner.documents.bins import Bins, Part, Pieces, water_fill
-
-__all__ = ["rebalance"]
+from ds_hetero.planner.documents.bins import Bins, DocumentPart, Pieces, water_fill
 
 MOST_MOVES = 16
 MOST_WHOLE = 4  # whole parts of the slowest bin that are tried, longest first
@@ -19,7 +17,9 @@ MOST_WHOLE = 4  # whole parts of the slowest bin that are tried, longest first
 class _Times:
     """Time of every bin: outside attention, in it, and receiving, which hides under attention."""
 
-    def __init__(self, parts: Sequence[Part], placed: list[Pieces], bins: Bins, receive_s: Sequence[float]) -> None:
+    def __init__(
+        self, parts: Sequence[DocumentPart], placed: list[Pieces], bins: Bins, receive_s: Sequence[float]
+    ) -> None:
         self.parts, self.placed, self.bins, self.receive_s = parts, placed, bins, receive_s
         self.received_s = [0.0] * len(receive_s)
         for part, pieces in zip(parts, placed, strict=True):
@@ -38,14 +38,14 @@ class _Times:
             self.bins.put(i, part.length, sign * tokens)
         self._count(part, pieces, sign)
 
-    def _count(self, part: Part, pieces: Pieces, sign: int) -> None:
+    def _count(self, part: DocumentPart, pieces: Pieces, sign: int) -> None:
         if len(pieces) > 1:
             for i, tokens in pieces:
                 self.received_s[i] += sign * (part.length - tokens) * self.receive_s[i]
 
 
 def rebalance(
-    parts: Sequence[Part], placed: list[Pieces], bins: Bins, receive_s: Sequence[float], good_s: float
+    parts: Sequence[DocumentPart], placed: list[Pieces], bins: Bins, receive_s: Sequence[float], good_s: float
 ) -> None:
     """Change the pieces of parts on the slowest bin while all bins that a change concerns become faster than it was.
 

@@ -16,13 +16,11 @@ from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.from_model import kv_bytes, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
-from ds_hetero.planner.documents.remap import remapped_s
 from ds_hetero.planner.documents.score import Loads, ideal_s, loads_of
 from ds_hetero.planner.documents.strategies import PLACEMENT_STRATEGIES
 from ds_hetero.planner.documents.traffic import exchange_bytes, ring_bytes
+from ds_hetero.planner.published.zeppelin.remap import remapped_s
 from ds_hetero.schedule import Schedule
-
-__all__ = ["DocumentsReport", "documents_of", "report_documents"]
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.crossing import crossing_of
 
-__all__ = ["Loads", "crossing_s", "ideal_s", "loads_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What units and nodes do in one block.
+    """Loads of units and nodes in one block.
 
     Args:
         tokens: of every unit.

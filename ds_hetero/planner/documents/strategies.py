@@ -1,4 +1,4 @@
-"""Ways to place documents, by name: the planner's, Zeppelin's, and every document over all units."""
+"""Ways to place documents, by name: the planner's, published planners', and every document over all units."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from ds_hetero.planner.documents.baselines import over_all_units
 from ds_hetero.planner.documents.bins import Pieces
 from ds_hetero.planner.documents.candidates import place_lengths
 from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.zeppelin import zeppelin
-
-__all__ = ["PLACEMENT_STRATEGIES"]
+from ds_hetero.planner.published.registry import PLANNERS
 
 
 def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
@@ -19,6 +17,6 @@ def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
 
 PLACEMENT_STRATEGIES: dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]] = {
     "plan": _plan,
-    "zeppelin": zeppelin,
+    **{planner.name: planner.documents for planner in PLANNERS if planner.documents is not None},
     "everywhere": over_all_units,
 }

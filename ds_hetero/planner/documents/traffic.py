@@ -1,4 +1,4 @@
-"""What one layer puts on the wire for a placement, by kind of link, counted by the table that the engine sends by."""
+"""Traffic of one layer for a placement, by kind of link, counted by the table that the engine sends by."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ds_hetero.placement import Placement
 from ds_hetero.ring_table import RingTable
-
-__all__ = ["LINK_KINDS", "KVBytes", "exchange_bytes", "ring_bytes"]
 
 LINK_KINDS = ("inside_nodes", "between_nodes")
 

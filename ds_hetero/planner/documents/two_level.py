@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from math import fsum
 from typing import NamedTuple
 
-from ds_hetero.planner.documents.bins import Bins, Part, Pieces, deal
+from ds_hetero.planner.documents.bins import Bins, DocumentPart, Pieces, deal
 from ds_hetero.planner.documents.costs import UnitCosts
 from ds_hetero.planner.documents.rebalance import rebalance
-
-__all__ = ["GOOD", "Effort", "node_bins", "two_level"]
-
 
 GOOD = 1.02  # over the ideal time: a placement within it is not made better
 
@@ -54,7 +51,7 @@ def two_level(
     units = costs.units_by_node
     nodes = node_bins(costs)
     longest_first = [lengths[j] for j in order]
-    parts = list(map(Part, order, longest_first, longest_first))
+    parts = list(map(DocumentPart, order, longest_first, longest_first))
     if len(units) == 1:
         by_node: list[Pieces] | None = [[(0, tokens)] for tokens in longest_first]
     else:
@@ -65,14 +62,14 @@ def two_level(
     if len(units) > 1:
         # Attention of a node is that of its units together, so what it receives counts per unit.
         rebalance(parts, by_node, nodes, costs.cross_s, bound_s * GOOD)
-    inside: list[list[Part]] = [[] for _ in units]
-    across: list[list[Part]] = [[] for _ in units]
+    inside: list[list[DocumentPart]] = [[] for _ in units]
+    across: list[list[DocumentPart]] = [[] for _ in units]
     for part, pieces in zip(parts, by_node, strict=True):
         if len(pieces) == 1:
             inside[pieces[0][0]].append(part)
         else:
             for node, tokens in pieces:
-                across[node].append(Part(part.document, part.length, tokens))
+                across[node].append(DocumentPart(part.document, part.length, tokens))
     placed: list[Pieces] = [[] for _ in lengths]
     for node, of_node in enumerate(units):
         bins = Bins(
@@ -102,7 +99,12 @@ def node_bins(costs: UnitCosts) -> Bins:
 
 
 def _inside(
-    bins: Bins, across: Sequence[Part], inside: Sequence[Part], budget_s: float, least_tokens: int, widen: int
+    bins: Bins,
+    across: Sequence[DocumentPart],
+    inside: Sequence[DocumentPart],
+    budget_s: float,
+    least_tokens: int,
+    widen: int,
 ) -> list[Pieces] | None:
     """Place what one node holds on its units.
 

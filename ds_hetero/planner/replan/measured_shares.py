@@ -11,8 +11,6 @@ from statistics import fmean, median
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["ProportionalEstimate", "attention_shares"]
-
 _STEPS_TO_BALANCE = 12  # of the fixed point for contiguous groups
 _DIGITS = 6  # of token weights, for people who read schedules
 _MOST_GROWTH = 16  # of a group's share in one of these steps

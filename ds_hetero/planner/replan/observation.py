@@ -1,4 +1,4 @@
-"""What some optimizer steps under one schedule cost every rank: the evidence that re-planning decides on."""
+"""Costs of some optimizer steps under one schedule on every rank: the evidence that re-planning decides on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, median
 from typing import Any
-
-__all__ = ["Observation", "mean_observation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

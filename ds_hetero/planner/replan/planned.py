@@ -22,10 +22,8 @@ from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
 from ds_hetero.planner.replan.measured_shares import ProportionalEstimate
 from ds_hetero.planner.replan.observation import Observation
-from ds_hetero.planner.replan.policy import Decision, GainEstimate, Policy
+from ds_hetero.planner.replan.policy import GainEstimate, Policy, ProposedChange
 from ds_hetero.schedule import Schedule
-
-__all__ = ["PlannedEstimate", "PlannedEstimates", "Replanner"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class Replanner:
         self._estimates = estimates
         self._policies = [Policy(estimate, min_gain) for estimate in estimates]
 
-    def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[Decision | None]:
+    def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[ProposedChange | None]:
         """Return the decision for every replica; None where its schedule stays."""
         return [
             policy.decide(schedule, observation) if schedule.sp_size > 1 else None

@@ -25,8 +25,6 @@ from typing import Protocol
 from ds_hetero.planner.replan.observation import Observation, mean_observation
 from ds_hetero.schedule import Schedule
 
-__all__ = ["Decision", "GainEstimate", "Policy"]
-
 RECENT_OBSERVATIONS = 20  # in which a change counts against the next one
 LEAST_GAIN = 0.01  # what counts as min_gain for that where the user gave less
 CERTAINTY = 3.0  # standard errors
@@ -44,7 +42,7 @@ class GainEstimate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class ProposedChange:
     """A change of schedule.
 
     Args:
@@ -74,7 +72,7 @@ class Policy:
         self._gains: list[float] = []
         self._fruitless: Observation | None = None  # the last search, on this one, found nothing worth having
 
-    def decide(self, schedule: Schedule, observation: Observation) -> Decision | None:
+    def decide(self, schedule: Schedule, observation: Observation) -> ProposedChange | None:
         """Take an observation of the present schedule into account; None to keep the schedule."""
         self._num_observations += 1
         estimate = self._estimate(schedule, observation)
@@ -93,7 +91,7 @@ class Policy:
 
     @property
     def required_gain(self) -> float:
-        """What a change has to save now."""
+        """Seconds that a change has to save now."""
         recent = sum(self._num_observations - number < RECENT_OBSERVATIONS for number in self._changes)
         return max(self._min_gain, LEAST_GAIN) * 2**recent if recent else self._min_gain
 
@@ -112,7 +110,7 @@ class Policy:
     def _give_up(self, observation: Observation) -> None:
         self._candidate, self._fruitless = None, observation
 
-    def _change(self, schedule: Schedule) -> Decision | None:
+    def _change(self, schedule: Schedule) -> ProposedChange | None:
         """To the candidate, or to a schedule that is still better by all observations of the candidate together."""
         assert self._candidate is not None
         estimate = self._estimate(schedule, mean_observation(self._evidence))
@@ -120,7 +118,7 @@ class Policy:
         best = max(options, key=estimate.gain)
         self._changes.append(self._num_observations)
         self._candidate = self._fruitless = None
-        return Decision(schedule=best, gain=estimate.gain(best))
+        return ProposedChange(schedule=best, gain=estimate.gain(best))
 
 
 def _moved(before: Observation, now: Observation, tolerance: float) -> bool:

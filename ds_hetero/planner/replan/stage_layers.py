@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.plans import Pipeline, Plan
 
-__all__ = ["PipelineSpeeds", "StageSpeed", "best_layers", "pipeline_s", "with_layers"]
-
 LEAST_GAIN = 1e-6  # of the time, for which a layer moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpeed:
-    """What a stage takes for a micro-batch, in seconds.
+    """Seconds of a stage for a micro-batch.
 
     Args:
         forward_s: of one layer.
@@ -39,7 +37,7 @@ class StageSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpeeds:
-    """What a pipeline was measured to take.
+    """Measured seconds of a pipeline.
 
     Args:
         stages: first to last.

@@ -1,12 +1,10 @@
-"""What a unit of work costs one rank, from step to step: the median over some steps, and how far to trust it."""
+"""Cost of a unit of work on one rank, from step to step: the median over some steps, and how far to trust it."""
 
 from __future__ import annotations
 
 from collections import deque
 from math import log, sqrt
 from statistics import median
-
-__all__ = ["UnitCost"]
 
 LEAST_ERROR = 0.003  # relative; few steps can agree by chance
 _KEPT_CHANGES = 64

@@ -14,9 +14,6 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints, distinct
 
-__all__ = ["best_levels", "cover", "minimal_covers"]
-
-
 MAX_PATTERNS = 20_000
 THRIFT = (0.05, 0.0, 0.5)
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from ds_hetero.cost.terms.grouping import Grouping
 
-__all__ = ["EvaluationBudget"]
-
 CALL_S = 5e-4
 RANK_S = 3e-7
 PAIR_S = 1.2e-8

@@ -20,8 +20,6 @@ from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import whole_shares
 from ds_hetero.schedule import Group, Schedule
 
-__all__ = ["canonical", "make_problem", "schedule_of"]
-
 
 def make_problem(
     cost: CostModel, *, layout: str | None = None, token_unit: int = 1, head_units: tuple[int, ...] = ()
@@ -89,7 +87,7 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
 
 def schedule_of(problem: Problem, assignment: Assignment, rank_of: Ints) -> Schedule:
     """An assignment as a schedule of the cluster's own ranks, with whole tokens."""
-    tokens = whole_shares(assignment.tokens, problem.seq_len, problem.token_unit)
+    tokens = _that_fit(problem, assignment, whole_shares(assignment.tokens, problem.seq_len, problem.token_unit))
     groups = tuple(
         Group(
             ranks=tuple(rank_of[group].tolist()),
@@ -104,3 +102,17 @@ def schedule_of(problem: Problem, assignment: Assignment, rank_of: Ints) -> Sche
         groups=groups,
         layout="zigzag" if problem.zigzag and len(groups) > 1 else "contiguous",
     )
+
+
+def _that_fit(problem: Problem, assignment: Assignment, tokens: Ints) -> Ints:
+    """Whole tokens; where rounding overfills a rank, a unit of its goes to the rank with most room."""
+    grouping, tokens = problem.grouping(assignment.groups), tokens.copy()
+    for _ in range(len(tokens)):
+        need_D = problem.cost.memory_bytes(grouping, tokens.astype(np.float64), assignment.heads)
+        room_D = np.where(tokens > 0, problem.cost.capacity_bytes_D - need_D, 0.0)
+        fullest, emptiest = int(room_D.argmin()), int(room_D.argmax())
+        if room_D[fullest] >= 0 or room_D[emptiest] <= 0:
+            break
+        tokens[fullest] -= problem.token_unit
+        tokens[emptiest] += problem.token_unit
+    return tokens

@@ -17,8 +17,6 @@ from ds_hetero.planner.search.ring_order import ring_orders
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
 from ds_hetero.planner.search.shortlist import Shortlist
 
-__all__ = ["best_assignment", "best_order", "spread_heads", "starts"]
-
 Mask = Bools
 
 EXPONENTS = (1.0, 0.5, 0.0)  # heads in proportion to this power of speed: slow links favour equal ones

@@ -16,9 +16,7 @@ import numpy as np
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import Assignment, Problem, Tried
-from ds_hetero.planner.search.proposals import MAX_TABLE, STEPS, filled, is_paired, proposals, two_units
-
-__all__ = ["IMAX", "STEPS", "descend", "round_to_units"]
+from ds_hetero.planner.search.proposals import MAX_TABLE, filled, is_paired, proposals, two_units
 
 IMAX = 100  # rounds, HexiSeq's value
 MIN_GAIN = 1e-6  # relative; less is rounding

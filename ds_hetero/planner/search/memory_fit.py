@@ -17,9 +17,6 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
-__all__ = ["fit_memory", "fits_somehow", "has_room", "longest_sequence"]
-
-
 ROUNDS = 30
 MARGIN = 0.999  # of the room, so that rounding to whole tokens still fits
 
@@ -69,7 +66,7 @@ def has_room(cost: CostModel) -> bool:
     return bool((least_D <= cost.capacity_bytes_D).all())
 
 
-def longest_sequence(cost: CostModel) -> int:
+def longest_of_assignment(cost: CostModel) -> int:
     """About how many tokens of a sequence would fit on this cluster, by bisection; 0 if the model itself does not."""
     if not has_room(cost):
         return 0

@@ -21,8 +21,6 @@ from ds_hetero.planner.search.bin_covers import best_levels
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS
 from ds_hetero.planner.search.problem import Problem
 
-__all__ = ["M1", "active_sets", "distinct_partitions", "groupings", "neighbours", "with_idle"]
-
 T = TypeVar("T")
 Mask = Bools
 

@@ -17,8 +17,6 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares
 
-__all__ = ["LEAST_GAIN", "Assignment", "Problem", "Tried"]
-
 KEPT_RANKS = 128  # ranks up to which groupings are kept
 LEAST_GAIN = 1e-9  # relative; what another order of the groups must save
 FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many times as many after these
@@ -123,12 +121,12 @@ class Problem:
 
     @cached_property
     def tried(self) -> dict[tuple[bytes, ...], Tried]:
-        """What descents have tried in vain, by grouping, tokens and heads that they started from."""
+        """Assignments that descents have tried in vain, by grouping, tokens and heads that they started from."""
         return {}
 
     @cached_property
     def of_heads(self) -> dict[tuple[bytes, ...], Any]:
-        """What moves from assignments of the same grouping and heads share; see `proposals`."""
+        """Values that moves from assignments of the same grouping and heads share; see `proposals`."""
         return {}
 
     def best(
@@ -198,7 +196,7 @@ class Problem:
         return self.cost.bound_s * float(min(ratios))
 
     def grouping(self, groups: Sequence[Ints]) -> Grouping:
-        """What the cost model takes; ``groups`` in ring order. One partition is one object, with its tables."""
+        """Grouping for the cost model; ``groups`` in ring order. One partition is one object, with its tables."""
         key = tuple([group.tobytes() for group in groups])
         made = self._groupings.get(key)
         if made is None:

@@ -15,8 +15,6 @@ from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.problem import Assignment, Problem, Tried
 
-__all__ = ["MAX_TABLE", "STEPS", "Moves", "filled", "is_paired", "proposals", "two_units"]
-
 Masks = Bools
 
 STEPS = (0.3, 0.1, 0.03, 0.01, 0.003)
@@ -120,7 +118,7 @@ def _add_unit_moves(
 
 
 class _OfHeads:
-    """What moves depend on if only tokens change: classes and sets of ranks, and the moves of heads.
+    """Values that moves depend on if only tokens change: classes and sets of ranks, and the moves of heads.
 
     Attributes:
         rank_class: see `_rank_classes`.

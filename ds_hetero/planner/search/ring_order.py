@@ -15,9 +15,6 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints, distinct
 from ds_hetero.planner.search.problem import Problem
 
-__all__ = ["ring_orders"]
-
-
 ALL_ORDERS = 5  # groups up to which every order is tried
 TOUR = 96  # groups up to which a tour is improved by 2-opt
 

@@ -17,16 +17,14 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, FEW_RANKS, THOROUGH_RANKS, EvaluationBudget
-from ds_hetero.planner.search.closed_forms import best_assignment, best_order, starts
-from ds_hetero.planner.search.descent import STEPS, descend, round_to_units
+from ds_hetero.planner.search.closed_forms import M1_IDLE, ONE_PARTITION, best_assignment, best_order, starts
+from ds_hetero.planner.search.descent import descend, round_to_units
 from ds_hetero.planner.search.memory_fit import has_room
-from ds_hetero.planner.search.partitions import neighbours
+from ds_hetero.planner.search.partitions import active_sets, groupings, neighbours, with_idle
 from ds_hetero.planner.search.problem import Assignment, Problem
+from ds_hetero.planner.search.proposals import STEPS
 from ds_hetero.planner.search.shares import cap_shares
 from ds_hetero.planner.search.shortlist import Shortlist, best_of, working
-
-__all__ = ["first_look", "search"]
-
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with. Of a node
@@ -37,6 +35,7 @@ FEW_STAGES = ((6, 1.15, STEPS[:2]), (3, 1.05, STEPS[1:4]), (1, 1.0, STEPS))
 THOROUGH_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
+MOST_SETS = 12  # of working ranks that are tried once more, those of the best bounds
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
 
@@ -68,6 +67,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     best = [_reorder(problem, start, EvaluationBudget.for_ranks(problem.num_ranks).split(M2)) for start in best]
     if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
         best = best_of([*best, *_from_whole_tokens(problem)], M2)
+    best = _with_other_ranks(problem, best)
     best = best_of([_tidy(problem, _trade(problem, start)) for start in best], M2)
     refined = {working(f) for f in best}
     return [*best, *(f for f in best_of(passed, M2) if working(f) not in refined)][:M2]
@@ -90,6 +90,43 @@ def _stages(num_ranks: int) -> tuple[tuple[int, float, tuple[float, ...]], ...]:
     if num_ranks <= THOROUGH_RANKS:
         return THOROUGH_STAGES
     return FEW_STAGES if num_ranks <= FEW_RANKS else STAGES
+
+
+def _with_other_ranks(problem: Problem, found: list[Assignment]) -> list[Assignment]:
+    """Put first what is faster than all that was found because other ranks work in it, if there is such.
+
+    Stage I shares one small budget among all sets of working ranks: where links are slow, many of them could win, and
+    most are not looked at. Here each has a part of a budget of its own, and so have those that work in the best one.
+    """
+    if not found or not EXHAUSTIVE_RANKS < problem.num_ranks <= REGROUP:
+        return found
+    best = min(found, key=lambda each: each.time_s)
+    for _ in range(REGROUP_ROUNDS):
+        start = _start_of_other_ranks(problem, best)
+        if start is None:
+            break
+        budget = EvaluationBudget.for_ranks(problem.num_ranks)
+        start = _regroup(problem, start, budget.split(2))
+        best = descend(problem, start, STEPS, budget)
+        found = [best, *found]
+    return found
+
+
+def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | None:
+    """The fastest start of other sets of working ranks, if it is faster than ``best`` as it stands."""
+    sets = [active for active in (best.tokens > 0, *active_sets(problem)) if problem.bound_s(active) < best.time_s]
+    sets = sorted(sets, key=problem.bound_s)[:MOST_SETS]
+    start, limit_s, budget = None, best.time_s * (1 - TIDY), EvaluationBudget.for_ranks(problem.num_ranks)
+    for i, active in enumerate(sets):
+        of_set = budget.split(len(sets) - i)
+        for groups in groupings(problem, active, M1_IDLE):
+            if of_set.is_spent(ONE_PARTITION):
+                break
+            option = best_assignment(problem, with_idle(problem, groups, active), active, of_set, limit_s)
+            if option is not None and option.time_s < limit_s:
+                start, limit_s = option, option.time_s
+        budget.left_s += of_set.left_s
+    return start
 
 
 def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:

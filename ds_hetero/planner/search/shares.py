@@ -15,8 +15,6 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints, distinct
 
-__all__ = ["apportion", "cap_shares", "fill_groups", "fill_ranks", "triangle_fill", "two_speed_fill", "whole_shares"]
-
 QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from ds_hetero.planner.search.problem import Assignment
 
-__all__ = ["Shortlist", "best_of", "working"]
-
 
 class Shortlist:
     """The best assignments so far, one per partition of the working ranks; of equal ones the earlier.

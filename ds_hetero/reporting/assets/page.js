@@ -104,6 +104,8 @@
     const place = Object.fromEntries(spec.nodes.map((node) => [node.name, at(node)]));
     // An arc leaves its line by at most `bulge` pixels, so that it stays clear of the names above and below.
     const curve = (source, target) => Math.min(0.2, 2 * bulge / Math.hypot(place[source][0] - place[target][0], place[source][1] - place[target][1]));
+    // A link's arc rises above the ranks that it passes, and its text with it.
+    const above = (source, target) => Math.sign(place[target][0] - place[source][0]) * curve(source, target);
     const written = { backgroundColor: colour("ground"), padding: [1, 2] };
     const hidden = (max) => ({ type: "value", show: false, min: 0, max });
     return {
@@ -123,7 +125,7 @@
         ],
         links: spec.links.map(([source, target, text, isRing]) => ({
           source, target, text, symbol: isRing ? ["none", "arrow"] : ["none", "none"], symbolSize: 9,
-          lineStyle: { color: isRing ? colour("accent") : soft, width: isRing ? 2 : 1, type: isRing ? "solid" : "dashed", curveness: isRing ? curve(source, target) : 0 },
+          lineStyle: { color: isRing ? colour("accent") : soft, width: isRing ? 2 : 1, type: isRing ? "solid" : "dashed", curveness: isRing ? curve(source, target) : above(source, target) },
           label: { show: Boolean(text) && Math.abs(place[source][0] - place[target][0]) > 100 },  // else over the names
         })),
       }],

@@ -32,12 +32,10 @@ from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
-__all__ = ["AttentionSpec", "attention"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """What a layer's attention computes, and with which kernel.
+    """Attention of a layer: its mask, its scale, and its kernel.
 
     Args:
         kernel: computes the blocks; see `ds_hetero.runtime.attention.kernels.select`.

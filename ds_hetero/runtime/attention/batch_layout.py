@@ -1,4 +1,4 @@
-"""What all ranks of a replica must know of a batch before the first attention layer, agreed once per forward.
+"""Layout of a batch that all ranks of a replica agree on before the first attention layer, once per forward.
 
     placement   which positions each rank holds, as the loader made it; found again where a framework has lost it
     rows        documents of every batch row: attention acts inside a document, padding belongs to none
@@ -43,8 +43,6 @@ from ds_hetero.runtime.documents import (
 )
 from ds_hetero.runtime.replica import Replica, part_of_replica
 from ds_hetero.schedule import Schedule
-
-__all__ = ["BatchLayout", "agree_on_batch", "batch_layout"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 from ds_hetero.runtime.collectives import pairs_by_order
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
-__all__ = ["NOTHING", "Channel", "Message", "PendingReceives"]
-
 
 class Message(NamedTuple):
     """A contiguous tensor to receive or to send.
@@ -35,7 +33,7 @@ class Message(NamedTuple):
 
 
 class PendingReceives:
-    """What is received before a step, in flight. `Channel.finish` waits for sends, so no step waits for a slow peer."""
+    """Receives in flight that end before a step. `Channel.finish` waits for sends, so no step waits for a slow peer."""
 
     def __init__(self, pending: Sequence[_Pending]) -> None:
         self._pending = pending

@@ -23,16 +23,6 @@ from ds_hetero.placement import Placement
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = [
-    "Exchange",
-    "Member",
-    "gather_output_heads",
-    "gather_sequence",
-    "make_exchange",
-    "scatter_output",
-    "scatter_sequence",
-]
-
 
 @dataclass(frozen=True)
 class Member:

@@ -20,8 +20,6 @@ from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, PackedBlo
 from ds_hetero.runtime.attention.kv_blocks import index_of
 from ds_hetero.runtime.attention.ring_steps import KernelCall
 
-__all__ = ["BlockCall", "Call", "PackedCall", "packed_calls"]
-
 
 class Call(Protocol):
     """One call of a kernel: forward, and backward of the same queries and keys.

@@ -11,8 +11,6 @@ from torch import Tensor
 from ds_hetero.placement import Range
 from ds_hetero.runtime.attention.ring_steps import Ring
 
-__all__ = ["add_columns_", "block_like", "index_of", "local_kv", "only", "pack_kv"]
-
 
 def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
     """This rank's KV as it travels; no tensor if no other group needs it."""

@@ -1,4 +1,4 @@
-"""What one member of a lane holds of others, and how it comes and goes: keys and values, or their gradients.
+"""Buffers of one member of a lane, and how they are sent and received: keys and values, or their gradients.
 
 A block is a list with one [2, B, heads, n, D] tensor per sub-ring, see `ds_hetero.runtime.attention.ring`. A proxy
 holds parts of blocks, some of their tokens, until it passes them on.
@@ -16,8 +16,6 @@ from ds_hetero.rounds import Round, Transfer
 from ds_hetero.runtime.attention.channel import NOTHING, Channel, Message, PendingReceives
 from ds_hetero.runtime.attention.kv_blocks import add_columns_, block_like, only
 from ds_hetero.runtime.attention.ring_steps import Ring
-
-__all__ = ["GradientBlocks", "KVBlocks", "LaneMail"]
 
 
 class KVBlocks:
@@ -44,7 +42,7 @@ class KVBlocks:
         return block_like(self._like, self._ring, self._ring.table.num_columns(transfer), self._dtype)
 
     def leaving(self, transfer: Transfer) -> list[Tensor]:
-        """What a transfer takes away, contiguous."""
+        """Rows that a transfer takes away, contiguous."""
         part = transfer.part
         if part is None:
             return self.whole[transfer.source]
@@ -149,7 +147,7 @@ class LaneMail:
             self._pending[due] = self._pending[due] + pending
 
     def pending(self, step: int) -> PendingReceives:
-        """What must be here before a step; `NOTHING` if it needs nothing new."""
+        """Receives that must end before a step; `NOTHING` if it needs nothing new."""
         return self._pending.pop(step, NOTHING)
 
     def put_away(self, step: int) -> None:

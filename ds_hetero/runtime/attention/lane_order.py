@@ -20,8 +20,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from ds_hetero.runtime.attention.channel import NOTHING, PendingReceives
 from ds_hetero.runtime.step_clock import RING_WAIT, Clock
 
-__all__ = ["Rounds", "run_as_ready", "run_in_order"]
-
 Rounds = Iterator[PendingReceives]
 
 

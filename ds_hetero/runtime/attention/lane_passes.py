@@ -17,12 +17,10 @@ from ds_hetero.runtime.attention.lane_order import Rounds
 from ds_hetero.runtime.attention.ring_steps import KernelCall, Ring
 from ds_hetero.runtime.step_clock import ATTENTION, UNTIMED, Clock
 
-__all__ = ["LaneBackward", "LaneForward", "RingContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class RingContext:
-    """What the forward and the backward of one attention layer have in common.
+    """Context that the forward and the backward of one attention layer share.
 
     Args:
         rings: this rank's part in the ring of each of its lanes, in the placement's order.

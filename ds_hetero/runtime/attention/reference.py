@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["dense_attention", "dense_lse", "heads_of_ranks", "merged_attention", "tokens_of_ranks"]
-
 Visible = Tensor | Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,7 +85,7 @@ def merged_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def heads_of_ranks(shards_BHsD: Sequence[Tensor], heads: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """What each rank of a group holds after an exchange from tokens to heads: [B, h, S, D], all tokens of its heads.
+    """Each rank's tensor after an exchange from tokens to heads: [B, h, S, D], all tokens of its heads.
 
     Args:
         shards_BHsD: every rank's tokens, in the order of the ranks.
@@ -100,7 +98,7 @@ def heads_of_ranks(shards_BHsD: Sequence[Tensor], heads: Sequence[tuple[int, int
 def tokens_of_ranks(
     parts_BhSD: Sequence[Tensor], heads: Sequence[tuple[int, int]], tokens: Sequence[int]
 ) -> list[Tensor]:
-    """What each rank of a group holds after an exchange from heads to tokens: [B, H, s, D], all heads of its tokens.
+    """Each rank's tensor after an exchange from heads to tokens: [B, H, s, D], all heads of its tokens.
 
     Where ranges of heads overlap, their parts add up, as the gradients of a shared KV head do.
 

@@ -24,8 +24,6 @@ from ds_hetero.runtime.attention.lane_order import Rounds, run_as_ready, run_in_
 from ds_hetero.runtime.attention.lane_passes import LaneBackward, LaneForward, RingContext
 from ds_hetero.runtime.step_clock import ATTENTION, RING_WAIT
 
-__all__ = ["ring_backward", "ring_forward"]
-
 # Operations a pair of query and key and element of a head: QK^T and PV forward; the scores again, dV, dP, dQ and dK
 # backward (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10

@@ -18,8 +18,6 @@ from ds_hetero.rounds import Round
 from ds_hetero.runtime.attention.kernels import Band
 from ds_hetero.schedule import Schedule
 
-__all__ = ["KernelCall", "Ring", "SubRing", "make_rings"]
-
 
 class KernelCall(NamedTuple):
     """One kernel call.
@@ -56,7 +54,7 @@ class SubRing:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What one rank does for one lane, of one batch layout and for one kind of mask.
+    """Ring steps of one rank for one lane, of one batch layout and for one kind of mask.
 
     Args:
         table: blocks and transfers of all members of the lane.

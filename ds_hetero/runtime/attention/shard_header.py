@@ -1,4 +1,4 @@
-"""What one rank sees of a batch, and the header by which the ranks of a replica compare it."""
+"""A batch as one rank sees it, and the header by which the ranks of a replica compare it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ds_hetero.runtime.documents import BOUNDARIES, MASK, POSITIONS
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["ABSENT", "Header", "LocalBatch", "all_gather_in_replica", "expect_one_batch", "gather_headers"]
-
 Header = Mapping[str, int]  # of one rank, by the names in `_HEADER`
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,7 +25,7 @@ ABSENT = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalBatch:
-    """What one rank sees of a batch.
+    """A batch as one rank sees it.
 
     Args:
         batch_size: rows of the batch: B.
@@ -55,7 +53,7 @@ class LocalBatch:
         return POSITIONS if self.attention_mask is None else MASK
 
     def header(self) -> list[int]:
-        """What every rank tells the others, in the order of ``_HEADER``."""
+        """Numbers that every rank sends to the others, in the order of ``_HEADER``."""
         position_sum = position_moment = padding = boundaries = ABSENT
         if self.position_ids is not None:
             positions = self.position_ids.to(torch.int64).expand(self.batch_size, -1)

@@ -11,8 +11,6 @@ from ds_hetero.runtime.attention.shard_header import ABSENT, Header, LocalBatch
 from ds_hetero.runtime.documents import PositionRuns, documents_from_cu_seqlens, position_moments, rows_of
 from ds_hetero.schedule import Schedule
 
-__all__ = ["KnownPlacement", "expect_same_documents", "has_plain_positions", "known_placement", "placement_of_shards"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlacement:

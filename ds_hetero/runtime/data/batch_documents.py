@@ -21,8 +21,6 @@ from ds_hetero.runtime.documents import (
     rows_of,
 )
 
-__all__ = ["with_documents"]
-
 
 def with_documents(batch: WholeBatch) -> WholeBatch:
     """The same batch with its documents, of one row where it can be.

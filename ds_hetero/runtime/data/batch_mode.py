@@ -18,8 +18,6 @@ from typing import Any
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.loader_names import LoaderNames
 
-__all__ = ["DIVIDED", "OWN", "SHARED", "LoaderReport", "decide", "describe", "expect_unsharded"]
-
 SHARED, OWN, DIVIDED = "same", "own", "dealt"  # as users and saved states write them
 
 _REMEDY = (
@@ -29,7 +27,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderReport:
-    """What one rank reports of its loader.
+    """Report of one rank on its loader.
 
     Args:
         replica: id of the rank's replica.
@@ -48,8 +46,8 @@ class LoaderReport:
     first: str | None = None
 
 
-def describe(dataloader: Any, names: LoaderNames, replica: int, requested: str | None = None) -> LoaderReport:
-    """What ``dataloader`` shows about itself, without reading from it."""
+def describe_loader(dataloader: Any, names: LoaderNames, replica: int, requested: str | None = None) -> LoaderReport:
+    """Describe ``dataloader`` without reading from it."""
     shards = names.shards_of(dataloader)
     map_style = hasattr(getattr(dataloader, "dataset", None), "__getitem__")
     try:
@@ -65,7 +63,7 @@ def describe(dataloader: Any, names: LoaderNames, replica: int, requested: str |
     )
 
 
-def decide(reports: Sequence[LoaderReport]) -> tuple[str | None, str]:
+def decide_batch_mode(reports: Sequence[LoaderReport]) -> tuple[str | None, str]:
     """The mode of the whole job and why, from the reports of all ranks of the world; mode None: compare first batches.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the ranks do together to get their next batches: one fetch; the three ways are in `fetchers`.
+"""One fetch, by which the ranks get their next batches together; its three ways are in `fetchers`.
 
 Every batch is placed as it is read, and cut for that placement. Then each fetch makes one small all_gather over the
 whole job, by which every rank learns whether another has failed, whether a replica's ranks disagree, and whether one
@@ -25,8 +25,6 @@ from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["Fetcher", "Progress", "Report", "Reports", "ShortStep", "exchange_reports"]
-
 _OK, _ERROR = range(2)
 
 
@@ -39,8 +37,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank reports at the beginning of a fetch.
+class FetchReport:
+    """Report of one rank at the beginning of a fetch.
 
     Args:
         replica: id of its replica.
@@ -59,18 +57,20 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Reports:
-    """What all ranks have reported at the beginning of a fetch.
+class FetchReports:
+    """Reports of all ranks at the beginning of a fetch.
 
     Args:
         number: of the fetch in the epoch.
         by_rank: the reports.
         payloads: what `Fetcher._payload` gave, by rank.
+        keeps_some: a rank keeps a batch of the fetch whole, see `WholeBatches.take_kept`.
     """
 
     number: int
-    by_rank: Sequence[Report]
+    by_rank: Sequence[FetchReport]
     payloads: Sequence[bytes]
+    keeps_some: bool = False
 
     def ranks_by_replica(self) -> dict[int, list[int]]:
         """Ranks of every replica."""
@@ -115,7 +115,7 @@ class ShortStep:
     def __init__(self) -> None:
         self._number: int | None = None
 
-    def expect_end_after(self, reports: Reports, split: BatchSplit) -> None:
+    def expect_end_after(self, reports: FetchReports, split: BatchSplit) -> None:
         """Take the reports of a step that has batches into account.
 
         Raises:
@@ -132,7 +132,9 @@ class ShortStep:
         self._number = None
 
 
-def exchange_reports(number: int, report: Report, payload: bytes, error: Exception | None) -> Reports:
+def exchange_reports(
+    number: int, report: FetchReport, payload: bytes, error: Exception | None, keeps_some: bool = False
+) -> FetchReports:
     """Tell all ranks what this rank has read for a fetch, or that it could not.
 
     Args:
@@ -140,6 +142,7 @@ def exchange_reports(number: int, report: Report, payload: bytes, error: Excepti
         report: of this rank.
         payload: for every rank.
         error: what kept this rank from reading.
+        keeps_some: this rank keeps a batch of the fetch whole.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
@@ -147,13 +150,15 @@ def exchange_reports(number: int, report: Report, payload: bytes, error: Excepti
     Raises:
         BatchError, StepError, PeerError: see `ds_hetero.runtime.data.loader.ShardedLoader`; on every rank.
     """
-    numbers = [_OK if error is None else _ERROR, *vars(report).values(), *own_calls.begin_fetch(number)]
+    status = _OK if error is None else _ERROR
+    numbers = [status, int(keeps_some), *vars(report).values(), *own_calls.begin_fetch(number)]
     with waiting_for_peers("reading the next batch"):
         rows, payloads = all_gather_bytes(numbers, payload if error is None else encode_failure(error))
     failures = {rank: payloads[rank] for rank, row in enumerate(rows) if row[0] == _ERROR}
     raise_failures(failures, error, "the next batch could not be read")
     expect_same_counts([Counts(*row[-len(Counts._fields) :]) for row in rows])
-    return Reports(number, [Report(*row[1 : -len(Counts._fields)]) for row in rows], payloads)
+    by_rank = [FetchReport(*row[2 : -len(Counts._fields)]) for row in rows]
+    return FetchReports(number, by_rank, payloads, keeps_some=any(row[1] for row in rows))
 
 
 class Fetcher(ABC):
@@ -190,9 +195,12 @@ class Fetcher(ABC):
             placed = batches.take(self.batches_per_fetch, replica.schedule)
         except Exception as raised:
             error = raised
-        report = self._report(replica, placed, number) if error is None else Report(replica.replica_id, 0)
+        report = self._report(replica, placed, number) if error is None else FetchReport(replica.replica_id, 0)
         payload = self._payload(placed) if error is None else b""
-        return self._shards(replica, placed, exchange_reports(number, report, payload, error))
+        whole = batches.batches
+        reports = exchange_reports(number, report, payload, error, whole.keeps_some)
+        whole.keeps_on_a_rank = reports.keeps_some
+        return self._shards(replica, placed, reports)
 
     @abstractmethod
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
@@ -207,19 +215,21 @@ class Fetcher(ABC):
         """How far an epoch is after ``num_steps`` steps."""
 
     def compatibility(self, replica: Replica) -> dict[str, Any]:
-        """What must be the same for a saved state to be of use."""
+        """Settings that must be the same for a saved state to be of use."""
         return {"batches": self.mode}
 
     @abstractmethod
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report: ...
+    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> FetchReport: ...
 
     def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
         return b""
 
     @abstractmethod
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]: ...
+    def _shards(
+        self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports
+    ) -> list[dict[str, Any]]: ...
 
-    def _expect_same_in_replicas(self, placed: Sequence[PlacedBatch], reports: Reports) -> None:
+    def _expect_same_in_replicas(self, placed: Sequence[PlacedBatch], reports: FetchReports) -> None:
         for ranks in reports.ranks_by_replica().values():
             if len({reports.by_rank[rank] for rank in ranks}) > 1:
                 self._raise_difference(placed, ranks)

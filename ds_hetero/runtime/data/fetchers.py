@@ -25,19 +25,17 @@ from ds_hetero.runtime.data.batch_mode import (
     OWN,
     SHARED,
     LoaderReport,
-    decide,
-    describe,
+    decide_batch_mode,
+    describe_loader,
     expect_unsharded,
 )
-from ds_hetero.runtime.data.fetch import Fetcher, Progress, Report, Reports, ShortStep
+from ds_hetero.runtime.data.fetch import Fetcher, FetchReport, FetchReports, Progress, ShortStep
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, steps_in_epoch
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
-
-__all__ = ["DividedBatches", "OwnBatches", "SharedBatches", "make_fetcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +55,10 @@ class SharedBatches(Fetcher):
         """See `Fetcher`."""
         return Progress(num_steps)
 
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
-        return Report(replica.replica_id, len(placed), _checksum(placed))
+    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> FetchReport:
+        return FetchReport(replica.replica_id, len(placed), _checksum(placed))
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
         self._expect_same_in_replicas(placed, reports)
         reports.expect_as_many({report.replica: report.batches for report in reports.by_rank})
         return [batch.shard(replica.rank) for batch in placed]
@@ -98,13 +96,13 @@ class OwnBatches(Fetcher):
         """See `Fetcher`."""
         return {**super().compatibility(replica), "sp_size": replica.sp_size}
 
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
-        return Report(replica.replica_id, len(placed))
+    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> FetchReport:
+        return FetchReport(replica.replica_id, len(placed))
 
     def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
         return b"".join(map(manifest, placed))
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
         ranks_by_replica = reports.ranks_by_replica()
         counts = {of: sum(reports.by_rank[rank].batches for rank in ranks) for of, ranks in ranks_by_replica.items()}
         reports.expect_as_many(counts)
@@ -161,13 +159,13 @@ class DividedBatches(Fetcher):
         """See `Fetcher`."""
         return {**super().compatibility(replica), "global_batch": self._split.samples}
 
-    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> Report:
+    def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> FetchReport:
         samples = self._reader.take_drawn(number).checksum if self._reader is not None else 0
         labels = [batch.num_labels() for batch, _ in placed]
         counted = _UNKNOWN if None in labels else sum(count or 0 for count in labels)
-        return Report(replica.replica_id, len(placed), _checksum(placed), samples, counted)
+        return FetchReport(replica.replica_id, len(placed), _checksum(placed), samples, counted)
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: Reports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
         reports.expect_same_samples()
         self._expect_same_in_replicas(placed, reports)
         by_replica = {report.replica: report for report in reports.by_rank}
@@ -207,16 +205,16 @@ def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, reques
     Raises:
         BatchError: the loaders contradict each other; on every rank.
     """
-    report = describe(batches.dataloader, batches.names, replica.replica_id, requested)
+    report = describe_loader(batches.dataloader, batches.names, replica.replica_id, requested)
     reports = on_all_ranks(lambda: report)
     if replica.batch_split is not None:
         return _divide(batches, replica, placer, reports)
-    mode, why = decide(reports)
+    mode, why = decide_batch_mode(reports)
     level = logging.INFO
     if mode is None:
         level = logging.WARNING
         reports = on_all_ranks(lambda: replace(report, first=_first_checksum(batches)))
-        mode, why = decide(reports)
+        mode, why = decide_batch_mode(reports)
     assert mode is not None
     if replica.rank == 0:
         meaning = {SHARED: "all ranks of a replica are given the same batch", OWN: "each rank is given its own batch"}

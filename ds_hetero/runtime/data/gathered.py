@@ -21,8 +21,6 @@ from ds_hetero.placement import Placement
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["gather_tokens"]
-
 
 def gather_tokens(shard: Tensor, placement: Placement, replica: Replica) -> Tensor:
     """Give every rank the results of all tokens.

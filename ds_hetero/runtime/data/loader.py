@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from ds_hetero.errors import BatchError
 from ds_hetero.placement import Placer, stream_placement
+from ds_hetero.runtime.data.epochs import STATE_VERSION, expect_compatible
 from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.fetchers import make_fetcher
 from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
@@ -31,10 +31,6 @@ from ds_hetero.runtime.data.planning_ahead import PlacerOfNow, PlanningAhead
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.replica import Replica
-
-__all__ = ["ShardedLoader"]
-
-_STATE_VERSION = 1
 
 
 class ShardedLoader:
@@ -59,6 +55,7 @@ class ShardedLoader:
         keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
         keep_inputs: cut labels only, see there.
         complete: adds to a batch what its model would make of the whole of it, before it is cut.
+        keeps: whether a batch is kept as the wrapped loader gives it, see `WholeBatches`.
         placer: decides who holds which positions of a batch.
         plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
             gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
@@ -88,18 +85,20 @@ class ShardedLoader:
         keep_labels: bool = False,
         keep_inputs: bool = False,
         complete: Callable[[Any], Any] = lambda batch: batch,
+        keeps: Callable[[Any], bool] = lambda batch: False,
         placer: Placer = stream_placement,
         plan_ahead: PlacerOfNow | None = None,
         by_documents: bool = False,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
-        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents, keep_inputs, complete)
+        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents, keep_inputs, complete, keeps)
         self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()
         self._num_skipped = 0
         self._state_before_fetch: Any = None  # of the wrapped loader
+        self._checksum_before_fetch: int | None = 0
         self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
 
     @property
@@ -137,6 +136,7 @@ class ShardedLoader:
         while True:
             if self._fetcher.uses_in_turn:
                 self._state_before_fetch = self._batches.state()
+            self._checksum_before_fetch = self._batches.checksum
             shards = self._fetcher.fetch(self.replica, epoch, progress.fetches)
             if not shards:
                 break
@@ -166,19 +166,22 @@ class ShardedLoader:
         """Where this rank is in the epoch, for `load_state_dict` on the same rank.
 
         Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
-        Any other is read from its beginning on resuming, and what was used is dropped; it must then give the same
-        batches in the same order, so seed its shuffling. Where replicas take different batches, other replicas may go
-        on, as long as the global batch is the same.
+        Any other is read from its beginning on resuming, and what was used is dropped, with the random states that the
+        epoch began with; it must then give the same batches in the same order, or is refused. Where replicas take
+        different batches, other replicas may go on, as long as the global batch is the same.
         """
+        is_amid_fetch = self._progress.used > 0
+        checksum = self._checksum_before_fetch if is_amid_fetch else self._batches.checksum
         loader_state = None
         if self._fetcher.resumes_loader:
-            loader_state = self._state_before_fetch if self._progress.used else self._batches.state()
+            loader_state = self._state_before_fetch if is_amid_fetch else self._batches.state()
         return {
             **self._compatibility(),
             "epoch": self._batches.epoch,
             "rounds": self._progress.fetches,
             "used": self._progress.used,
             "loader": loader_state,
+            "start": self._batches.start_of_epoch(is_begun=self._progress != Progress(), checksum=checksum),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,21 +189,17 @@ class ShardedLoader:
 
         Raises:
             BatchError: the state is of another version, or was taken when batches went to the ranks in another way.
+                The loader's next epoch raises it on every rank where the loader gives other batches than before.
         """
-        current = self._compatibility()
-        saved = {name: state.get(name) for name in current}
-        if saved != current:
-            raise BatchError(
-                f"a loader saved with {saved} cannot resume with {current} in the middle of an epoch. "
-                "Resume with as many ranks per replica, or the same global batch, and the same loader; or begin the "
-                "epoch anew."
-            )
+        expect_compatible(state, self._compatibility())
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self._running = None
         self._start = self._progress = Progress(state["rounds"], state["used"])
-        self._batches.resume(state["rounds"] * self._fetcher.batches_per_fetch, state["loader"])
-        self._state_before_fetch = self._batches.state()
+        per_fetch = self._fetcher.batches_per_fetch
+        num_again = per_fetch if state["used"] else 0
+        self._batches.resume(state["rounds"] * per_fetch, num_again, state["loader"], state["start"])
+        self._state_before_fetch, self._checksum_before_fetch = self._batches.state(), state["start"]["checksum"]
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
         """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
@@ -218,4 +217,4 @@ class ShardedLoader:
         return loader
 
     def _compatibility(self) -> dict[str, Any]:
-        return {"version": _STATE_VERSION, **self._fetcher.compatibility(self.replica)}
+        return {"version": STATE_VERSION, **self._fetcher.compatibility(self.replica)}

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["TORCH_LOADERS", "LoaderNames"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderNames:
@@ -73,6 +71,10 @@ class LoaderNames:
         for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+
+    def wraps_state(self, dataloader: Any) -> bool:
+        """Whether ``dataloader`` has a state, and it is that of another loader in it."""
+        return any(hasattr(dataloader, name) for name in self.with_state) and self.has_state(dataloader)
 
     def has_state(self, dataloader: Any) -> bool:
         """Whether ``dataloader`` can say where it is in its epoch, and be set to it."""

@@ -18,8 +18,6 @@ from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.schedule import Schedule
 
-__all__ = ["PlacerOfNow", "PlanningAhead"]
-
 PlacerOfNow = Callable[[], Placer]
 
 
@@ -41,10 +39,13 @@ class PlanningAhead:
         batches: the loader that they are read from.
         epoch: its batches.
         placer: gives what places a batch that is drawn now; every rank of a replica changes it between the same steps.
+
+    Attributes:
+        batches: as given.
     """
 
     def __init__(self, batches: WholeBatches, epoch: Iterator[WholeBatch], placer: PlacerOfNow) -> None:
-        self._batches, self._epoch, self._placer = batches, epoch, placer
+        self.batches, self._epoch, self._placer = batches, epoch, placer
         self._prepared: _Prepared | None = None
 
     def take(self, count: int, schedule: Schedule) -> list[PlacedBatch]:
@@ -57,7 +58,7 @@ class PlanningAhead:
         self._prepared = None
         if prepared is None:
             return [place(placer, schedule, batch) for batch in islice(self._epoch, count)]
-        self._batches.come_up()
+        self.batches.come_up()
         if prepared.error is not None:
             raise prepared.error
         if prepared.placed is not None and prepared.placer is placer and prepared.schedule == schedule:
@@ -70,10 +71,10 @@ class PlanningAhead:
         A loader of torch reads ahead by itself where it has workers. Any other iterable may make its next batch of
         what the model has learned by then, so that it is not asked before its time.
         """
-        if not isinstance(self._batches.dataloader, DataLoader) or self._batches.is_at_end:
+        if not isinstance(self.batches.dataloader, DataLoader) or self.batches.is_at_end:
             return
         placer = self._placer()
-        with self._batches.running_ahead():
+        with self.batches.running_ahead():
             try:
                 taken = list(islice(self._epoch, count))
             except Exception as error:

@@ -22,20 +22,19 @@ from torch.utils.data import DataLoader
 from ds_hetero.errors import BatchError
 from ds_hetero.plans import BatchSplit
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.batch_mode import describe, expect_unsharded
-from ds_hetero.runtime.data.fetch import Progress, Report, ShortStep, exchange_reports
+from ds_hetero.runtime.data.batch_mode import describe_loader, expect_unsharded
+from ds_hetero.runtime.data.epochs import STATE_VERSION, Epochs, expect_compatible
+from ds_hetero.runtime.data.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["MicroBatch", "SampleLoader", "Trainee", "on_device"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """What the loss of a micro-batch is weighed by.
+class MicroBatchWeights:
+    """Weights of the loss of a micro-batch.
 
     Args:
         index: among those of its optimizer step.
@@ -59,7 +58,7 @@ class Trainee(Protocol):
     def training(self) -> bool:
         """Whether batches are trained on, not evaluated."""
 
-    def give(self, batch: MicroBatch | None) -> None:
+    def give(self, batch: MicroBatchWeights | None) -> None:
         """The next loss will be of this micro-batch; None: of one that is not known."""
 
     def expect_used(self) -> None:
@@ -100,13 +99,16 @@ class SampleLoader:
         replica = trainee.replica
         assert replica.batch_split is not None and replica.sp_size == 1, replica
         self._trainee, self._device, self._names = trainee, device, names
-        self.dataloader: Any = dataloader
-        report = describe(dataloader, names, replica.replica_id, batches)
+        report = describe_loader(dataloader, names, replica.replica_id, batches)
         with waiting_for_peers("comparing the loaders of all ranks"):
             reports = on_all_ranks(lambda: report)
         expect_unsharded(reports, isinstance(dataloader, DataLoader))
         if isinstance(dataloader, DataLoader):
-            self.dataloader = replica_samples(dataloader, replica.batch_split, replica.replica_id)
+            dataloader = replica_samples(dataloader, replica.batch_split, replica.replica_id)
+        self.dataloader: Any = dataloader
+        self._epochs = Epochs(dataloader, names)
+        self._checksum_before_step: int | None = 0
+        self._epoch: int | None = None
         self._reader = reader_of(self.dataloader)
         self._short_step = ShortStep()
         self._has_read, self._latest = False, None  # a micro-batch, which fills up the steps that have too few
@@ -125,15 +127,44 @@ class SampleLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
+        self._epoch = epoch
         self._names.set_epoch(self.dataloader, epoch)
 
-    def state_dict(self) -> dict[str, int]:
-        """Where this rank is in the epoch: optimizer steps, and micro-batches of the next that are used."""
-        return {"steps": self._progress.fetches, "used": self._progress.used}
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is in the epoch, for `load_state_dict` on the same rank."""
+        checksum = self._checksum_before_step if self._progress.used else self._checksum
+        return {
+            "version": STATE_VERSION,
+            "global_batch": self._split[0].samples,
+            "epoch": self._epoch,
+            "steps": self._progress.fetches,
+            "used": self._progress.used,
+            "start": self._epochs.state(amid_epoch=self._progress != Progress(), checksum=checksum),
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next epoch where ``state`` was taken; the loader must give the same samples in the same order."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next epoch where ``state`` was taken; the one after that is whole.
+
+        Raises:
+            BatchError: the state is of another version, or of another global batch. The next epoch raises it on every
+                rank where the loader gives other samples than before.
+        """
+        split, replica_id = self._split
+        expect_compatible(state, {"version": STATE_VERSION, "global_batch": split.samples})
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
         self._start = self._progress = Progress(state["steps"], state["used"])
+        per_step, start = split.micro_batches[replica_id], state["start"]
+        self._checksum_before_step = start["checksum"]
+        if self._reader is not None:
+            self._reader.checksum = self._reader.expected = start["checksum"]
+        num_dropped = state["steps"] * per_step if self._reader is None else 0
+        self._epochs.resume(start, num_dropped, per_step if state["used"] else 0)
+
+    @property
+    def _checksum(self) -> int | None:
+        """Of what the epoch has given so far; None where that cannot be compared."""
+        return self._epochs.checksum if self._reader is None else self._reader.checksum
 
     def __iter__(self) -> Iterator[Any]:
         if not self._trainee.training:
@@ -145,6 +176,7 @@ class SampleLoader:
         self._trainee.give(None)
         batches = self._open(progress.fetches)
         for number in count(progress.fetches):
+            self._checksum_before_step = self._checksum
             micro_batches = self._fetch(batches, number)
             if not micro_batches:
                 break
@@ -166,17 +198,16 @@ class SampleLoader:
 
     def _open(self, first_step: int) -> Iterator[Any]:
         """The wrapped loader's batches; it is opened, and may fail, when the first is taken."""
-        split, replica_id = self._split
         if self._reader is None:
-            yield from islice(self.dataloader, first_step * split.micro_batches[replica_id], None)
+            yield from self._epochs.read()
             return
         self._reader.first_step = first_step
-        for batch in self.dataloader:
+        for batch in self._epochs.read():
             self._reader.first_step = 0
             yield batch
         self._reader.first_step = 0
 
-    def _fetch(self, batches: Iterator[Any], number: int) -> list[tuple[MicroBatch, Any]]:
+    def _fetch(self, batches: Iterator[Any], number: int) -> list[tuple[MicroBatchWeights, Any]]:
         """This rank's micro-batches of an optimizer step; none at the epoch's end.
 
         Args:
@@ -197,7 +228,7 @@ class SampleLoader:
                 _expect_samples(batch, size)
         except Exception as raised:
             error = raised
-        report = Report(replica_id, len(taken), samples=checksum, labels=sum(sizes))
+        report = FetchReport(replica_id, len(taken), samples=checksum, labels=sum(sizes))
         reports = exchange_reports(number, report, b"", error)
         reports.expect_same_samples()
         if not any(of_rank.batches for of_rank in reports.by_rank):
@@ -215,7 +246,7 @@ class SampleLoader:
         num_fillers = split.micro_steps - len(taken)
         sizes, taken = [*sizes, *[0] * num_fillers], [*taken, *[self._latest] * num_fillers]
         return [
-            (MicroBatch(index=index, samples=size, samples_of_step=samples_of_step), batch)
+            (MicroBatchWeights(index=index, samples=size, samples_of_step=samples_of_step), batch)
             for index, (size, batch) in enumerate(zip(sizes, taken, strict=True))
         ]
 

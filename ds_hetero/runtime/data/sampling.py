@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
 from ds_hetero.plans import BatchSplit
-
-__all__ = ["Drawn", "ReplicaSampler", "ReplicaStream", "all_samples", "reader_of", "replica_samples", "steps_in_epoch"]
+from ds_hetero.runtime.data.epochs import add_to_checksum, expect_same_checksum
 
 _COPIED = (
     "num_workers",
@@ -36,14 +35,57 @@ class Drawn(NamedTuple):
 
     Args:
         samples: how many; None where they were drawn by another process, or the epoch is over.
-        checksum: of their indices; 0 where these are not known.
+        checksum: of their indices, or of a stream's first one; 0 where these are not known.
     """
 
     samples: int | None = None
     checksum: int = 0
 
 
-class ReplicaSampler(Sampler[list[int]]):
+class _Steps:
+    """Draws for the steps of an epoch, those of all replicas, and which of them are left out.
+
+    Attributes:
+        first_step: of the next epoch; those before are drawn and left out.
+        checksum: of what the steps that were taken have drawn; None where another process drew it.
+        expected: what `checksum` is to be after the steps that are left out; None where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.first_step = 0
+        self.checksum: int | None = 0
+        self.expected: int | None = None
+        self._drawn: dict[int, Drawn] = {}
+
+    def take_drawn(self, step: int) -> Drawn:
+        """Return what was drawn for a step, once."""
+        drawn = self._drawn.pop(step, Drawn())
+        self._add(drawn)
+        return drawn
+
+    def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
+        """The samples of the steps that are not left out, ``size`` of them a step.
+
+        Raises:
+            BatchError: those of the steps that are left out are not what they were.
+        """
+        first_step, self.checksum = self.first_step, 0
+        self._drawn.clear()
+        steps = _chunks(samples, size)
+        for chosen in islice(steps, first_step):
+            self._add(_drawn(chosen))
+        if first_step:
+            expect_same_checksum(self.checksum, self.expected, f"{first_step} steps")
+        for step, chosen in enumerate(steps, first_step):
+            self._drawn[step] = _drawn(chosen)
+            yield chosen
+
+    def _add(self, drawn: Drawn) -> None:
+        known = self.checksum is not None and drawn.samples is not None
+        self.checksum = add_to_checksum(self.checksum or 0, drawn) if known else None
+
+
+class ReplicaSampler(_Steps, Sampler[list[int]]):
     """Batch sampler of one replica over the batch sampler of one process.
 
     Args:
@@ -53,13 +95,12 @@ class ReplicaSampler(Sampler[list[int]]):
     """
 
     def __init__(self, batch_sampler: Any, split: BatchSplit, replica: int) -> None:
+        super().__init__()
         self.batch_sampler, self.split, self.replica = batch_sampler, split, replica
-        self.first_step = 0  # of the next epoch; those before are drawn and left out
-        self._drawn: dict[int, Drawn] = {}
 
     @property
     def sampler(self) -> Any:
-        """What yields single samples, if anything does."""
+        """The sampler that yields single samples, if there is one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -83,13 +124,9 @@ class ReplicaSampler(Sampler[list[int]]):
                 part.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        first_step = self.first_step
-        self._drawn.clear()
         samples = chain.from_iterable(self.batch_sampler)
-        for step, chosen in enumerate(_chunks(samples, self.split.samples)):
-            if step >= first_step:
-                self._drawn[step] = Drawn(len(chosen), zlib.crc32(repr(chosen).encode()))
-                yield from (chosen[a:b] for a, b in self.split.micro_batches_of(self.replica, len(chosen)))
+        for chosen in self._samples_by_step(samples, self.split.samples):
+            yield from (chosen[a:b] for a, b in self.split.micro_batches_of(self.replica, len(chosen)))
 
     def __len__(self) -> int:
         full, rest = divmod(self.num_samples, self.split.samples)
@@ -108,12 +145,8 @@ class ReplicaSampler(Sampler[list[int]]):
         samples = len(self.sampler)
         return samples - samples % size if self.drop_last else samples
 
-    def take_drawn(self, step: int) -> Drawn:
-        """Return what was drawn for a step, once."""
-        return self._drawn.pop(step, Drawn())
 
-
-class ReplicaStream(IterableDataset[Any]):
+class ReplicaStream(_Steps, IterableDataset[Any]):
     """The samples of one replica out of an iterable dataset.
 
     Args:
@@ -125,10 +158,9 @@ class ReplicaStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
+        super().__init__()
         self.dataset, self.split, self.replica = dataset, split, replica
-        self.first_step = 0
         self.batch_size, self.drop_last = batch_size, drop_last
-        self._drawn: dict[int, Drawn] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the parts inside which epoch comes next."""
@@ -136,16 +168,13 @@ class ReplicaStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        self._drawn.clear()
         samples: Iterable[Any] = self.dataset
         if self.drop_last:
             full = (batch for batch in _chunks(samples, self.batch_size) if len(batch) == self.batch_size)
             samples = chain.from_iterable(full)
-        for step, chosen in enumerate(_chunks(samples, self.split.samples)):
-            if step >= self.first_step:
-                self._drawn[step] = Drawn(len(chosen))
-                for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
-                    yield from chosen[a:b]
+        for chosen in self._samples_by_step(samples, self.split.samples):
+            for a, b in self.split.micro_batches_of(self.replica, len(chosen)):
+                yield from chosen[a:b]
 
     @property
     def num_samples(self) -> int:
@@ -156,10 +185,6 @@ class ReplicaStream(IterableDataset[Any]):
         """
         samples = len(self.dataset)
         return samples - samples % self.batch_size if self.drop_last else samples
-
-    def take_drawn(self, step: int) -> Drawn:
-        """Return what was drawn for a step, once; the samples of a stream have no indices to compare."""
-        return self._drawn.pop(step, Drawn())
 
 
 def replica_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
@@ -195,7 +220,7 @@ def all_samples(dataloader: Any) -> DataLoader[Any]:
 
 
 def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
-    """What chooses the samples in a loader from `replica_samples`, also after accelerate has made another one of it."""
+    """The sampler of a loader from `replica_samples`, also after accelerate has made another one of it."""
     for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
         if isinstance(part, ReplicaSampler | ReplicaStream):
             return part
@@ -209,6 +234,12 @@ def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
         TypeError: the number of samples is not known.
     """
     return -(-reader.num_samples // reader.split.samples)
+
+
+def _drawn(chosen: list[Any]) -> Drawn:
+    """Draws of a step: indices, or samples of a stream, of which one is enough to see another order."""
+    indices = all(isinstance(one, int) for one in chosen)
+    return Drawn(len(chosen), zlib.crc32(repr(chosen).encode()) if indices else add_to_checksum(0, chosen[:1]))
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -24,8 +24,6 @@ from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
 from ds_hetero.runtime.data.shards import PlacedBatch, cut
 from ds_hetero.runtime.replica import Replica
 
-__all__ = ["exchange_shards", "manifest"]
-
 
 def manifest(placed: PlacedBatch) -> bytes:
     """A line of JSON, and the pickled entries that are not tensors, if there are any."""

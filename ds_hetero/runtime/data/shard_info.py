@@ -1,4 +1,4 @@
-"""What belongs to a shard and has to arrive with it, on the only thing that every framework passes on: a tensor.
+"""Information that has to arrive with a shard, on the only thing that every framework passes on: a tensor.
 
 Frameworks take a batch apart and hand some of its tensors to the model, others to a loss, so the loader attaches a
 `ShardInfo` to the shard's ``position_ids``. A copy of the tensor (``.to()``, a slice) does not have it.
@@ -13,14 +13,12 @@ from torch import Tensor
 from ds_hetero.placement import Placement
 from ds_hetero.runtime.documents import PositionRuns
 
-__all__ = ["WHOLE_POSITIONS", "ShardInfo", "attach", "is_part", "shard_info"]
-
 WHOLE_POSITIONS = "position_ids of whole sequences"  # the entry of a batch that `ShardInfo.whole_positions` was
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardInfo:
-    """What the loader knows of a shard.
+    """Information of the loader on a shard.
 
     Args:
         placement: for which the shard was cut; a rank may hold shards from before a change of schedule.
@@ -53,7 +51,7 @@ def attach(tensor: Tensor, info: ShardInfo) -> Tensor:
 
 
 def shard_info(tensor: Tensor | None) -> ShardInfo | None:
-    """What was attached to ``tensor``; None for a copy, for another's tensor and for None."""
+    """Information that was attached to ``tensor``; None for a copy, for another's tensor and for None."""
     return getattr(tensor, "ds_hetero_shard", None)
 
 

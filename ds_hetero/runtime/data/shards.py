@@ -30,22 +30,8 @@ from torch import Tensor
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.placement import Placement, Placer, Rows
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, shard_info
-from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, position_runs
+from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, expect_one_set_of_boundaries, position_runs
 from ds_hetero.schedule import Schedule
-
-__all__ = [
-    "IGNORE_INDEX",
-    "PACKING",
-    "PLACEHOLDER_POSITION",
-    "PlacedBatch",
-    "WholeBatch",
-    "cut",
-    "filler_batch",
-    "model_inputs",
-    "place",
-    "read_batch",
-    "text_positions",
-]
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
 
@@ -104,7 +90,7 @@ class WholeBatch:
         The checksum covers up to 2^20 elements, evenly spaced: the ids of a million tokens, a sample of embeddings.
         """
         tensors = {**self.sequences, **self.constants}
-        return {name: _fingerprint(tensor) for name, tensor in sorted(tensors.items())}
+        return {name: shard_fingerprint(tensor) for name, tensor in sorted(tensors.items())}
 
 
 class PlacedBatch(NamedTuple):
@@ -162,6 +148,7 @@ def read_batch(batch: Any, keep_labels: bool = False, keep_inputs: bool = False)
     tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
     objects = {name: entry for name, entry in batch.items() if not isinstance(entry, Tensor)}
     batch_size, length = _batch_and_length(tensors)
+    expect_one_set_of_boundaries(batch)
     positions = tensors.pop("position_ids", None)
     objects.pop("position_ids", None)  # None, as some collators put it
     if keep_inputs and positions is not None:
@@ -282,6 +269,8 @@ def _batch_and_length(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     if any(len(shape) < 2 for shape in shapes.values()) or len({shape[:2] for shape in shapes.values()}) > 1:
         raise BatchError(f"tokens must be input_ids [B, L] or inputs_embeds [B, L, H], got shapes {shapes}.")
     batch_size, length = next(iter(shapes.values()))[:2]
+    if not batch_size * length:
+        raise BatchError(f"a batch without tokens has nothing to train on, got shapes {shapes}. Leave it out.")
     return batch_size, length
 
 
@@ -317,7 +306,8 @@ def _moved_left(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], end], dim=1)
 
 
-def _fingerprint(tensor: Tensor) -> str:
+def shard_fingerprint(tensor: Tensor) -> str:
+    """Type, shape and checksum, see `WholeBatch.fingerprints`."""
     flat = tensor.detach().reshape(-1)
     every = max(1, -(-flat.numel() // _CHECKED_ELEMENTS))
     sample = flat[::every].cpu().contiguous()

@@ -1,1 +1,1 @@
-"""What a rank knows of the other ranks when it waits for them: what they have called, and whether they still run."""
+"""A rank's knowledge of the ranks that it waits for: their calls, and whether they still run."""

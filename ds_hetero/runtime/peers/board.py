@@ -1,4 +1,4 @@
-"""What the ranks of a job write for one another in its key-value store, where no collective can help any more.
+"""Messages of the ranks of a job in its key-value store, where no collective can help any more.
 
     asked            how often ranks have asked where the others are; who sees it grow writes its status
     status/RANK      where that rank is
@@ -11,17 +11,17 @@ A store that cannot be reached raises `torch.distributed.DistError` or a Runtime
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ds_hetero.runtime.peers.calls import History
-
-__all__ = ["ENDED", "FAILED", "STOPPED", "Board", "Collective", "End", "Status", "default_group"]
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
@@ -90,6 +90,10 @@ class Board:
     Args:
         attempt: a name that these processes share, and no others: torchrun's store outlives them, and processes that it
             starts again would read the last words of those before.
+
+    Attributes:
+        has_lost_rank_0: whether rank 0 is seen to be gone. If it has kept the store, nothing is asked any more: torch
+            would print the stack of its C++ code before the error says who is gone.
     """
 
     def __init__(self, attempt: str = "") -> None:
@@ -97,6 +101,8 @@ class Board:
         _num_boards += 1  # the same on every rank, also where process groups are made one after another
         store = _get_default_store()
         clone = getattr(store, "clone", None)
+        self.has_lost_rank_0: Callable[[], bool] = lambda: False
+        self._is_kept_by_rank_0 = _is_kept_by_rank_0(store)
         self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}/{attempt}", store if clone is None else clone())
         self._num_ends_read = 0
         self._ends: list[End] = []
@@ -125,7 +131,7 @@ class Board:
         self._request(self._store.set, f"process/{rank}", json.dumps(process))
 
     def process(self, rank: int) -> dict[str, Any] | None:
-        """What a rank has introduced itself with."""
+        """The process that a rank has introduced itself with."""
         content: dict[str, Any] | None = self._read(f"process/{rank}")
         return content
 
@@ -169,11 +175,19 @@ class Board:
         return json.loads(self._request(self._store.get, key)) if has_key else None
 
     def _request(self, ask: Callable[..., T], *args: Any) -> T:
+        if self._is_kept_by_rank_0 and self.has_lost_rank_0():
+            raise dist.DistNetworkError("rank 0, which has kept the store, is gone")
         self._asked_at_s = time.monotonic()
         try:
             return ask(*args)
         finally:
             self._asked_at_s = None
+
+
+def _is_kept_by_rank_0(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def default_group() -> dist.ProcessGroup:

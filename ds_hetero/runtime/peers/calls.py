@@ -14,23 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from ds_hetero.errors import StepError
 
-__all__ = [
-    "BACKWARD",
-    "FETCH",
-    "FORWARD",
-    "INTERRUPTED",
-    "REMEDY",
-    "SAVE",
-    "STEP",
-    "Calls",
-    "Counts",
-    "History",
-    "expect_same_counts",
-    "own_calls",
-    "ranks_by_value",
-    "ranks_text",
-]
-
 FETCH = "the next batch"
 FORWARD = "a forward"
 BACKWARD = "a backward"
@@ -48,7 +31,7 @@ T = TypeVar("T")
 
 
 class Counts(NamedTuple):
-    """What this rank has done since its last fetch.
+    """Calls of this rank since its last fetch.
 
     Args:
         forwards: on shards and with gradients, where ranks wait for one another.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
 from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History, ranks_by_value, ranks_text
 
-__all__ = ["GONE", "STEP", "STORE_GONE", "Diagnosis", "Evidence", "diagnose", "diagnose_alone"]
-
 GONE, STEP = "PeerError", "StepError"
 _IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
 _LEFT_S = 1.0  # the same where it has left the loop over its batches
@@ -35,7 +33,7 @@ STORE_GONE = Diagnosis(
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank knows of the others.
+    """Evidence of a rank on the others.
 
     Args:
         statuses: answers to its question, by rank.
@@ -148,31 +146,30 @@ def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
 
     Collectives of one process group meet in their order. So the ranks of a group that are in the collective of the same
     number have to be in the same one; and where a rank waits for another that has not begun that collective, and that
-    one waits for a third or for the first likewise, all of them wait for ever.
+    one waits for a third or for the first likewise, all of them wait for ever. Which collective a rank waits for by a
+    handle is not known: it may be one of any group. Ranks that begin all collectives in one order never form a circle.
     """
-    waiting = {
-        rank: status.collective
-        for rank, status in statuses.items()
-        if status.collective is not None and status.unchanged_s >= _IN_COLLECTIVE_S
-    }
-    for rank, own in waiting.items():
+    waiting = {rank: s for rank, s in statuses.items() if s.waits and s.unchanged_s >= _IN_COLLECTIVE_S}
+    inside = {rank: s.collective for rank, s in waiting.items() if s.collective is not None}
+    for rank, own in inside.items():
         number = statuses[rank].counts.get(own.group)
-        alike = [r for r in own.ranks if r in waiting and waiting[r].group == own.group]
+        alike = [r for r in own.ranks if r in inside and inside[r].group == own.group]
         alike = [r for r in alike if statuses[r].counts.get(own.group) == number]
-        if len({waiting[r].name for r in alike}) > 1:
+        if len({inside[r].name for r in alike}) > 1:
             return _apart(alike, statuses)
     ahead = {
-        rank: [other for other in own.ranks if other in waiting and _is_behind(statuses, rank, other, own.group)]
-        for rank, own in waiting.items()
+        rank: [other for other in waiting if _is_behind(status, waiting[other])] for rank, status in waiting.items()
     }
-    if circle := _circle(ahead):
-        return _apart(circle, statuses)
-    return None
+    circle = _circle(ahead)
+    return _apart(circle, statuses) if inside.keys() & circle else None
 
 
-def _is_behind(statuses: Mapping[int, Status], rank: int, other: int, group: str) -> bool:
-    """Whether ``other`` has not begun the collective of ``group`` in which ``rank`` waits."""
-    return statuses[other].counts.get(group, 0) < statuses[rank].counts.get(group, 0)
+def _is_behind(status: Status, other: Status) -> bool:
+    """Whether ``other`` has not begun the collective in which ``status`` waits, as far as that one is known."""
+    groups = status.counts.keys() & other.counts.keys()
+    if status.collective is not None:
+        groups &= {status.collective.group}
+    return any(other.counts[group] < status.counts[group] for group in groups)
 
 
 def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:

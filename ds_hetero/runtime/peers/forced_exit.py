@@ -1,16 +1,14 @@
-"""What is to be done before a process that waits in vain is ended, where no exception can reach its main thread."""
+"""Calls before a process that waits in vain is ended, where no exception can reach its main thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["before_forced_exit", "run_before_forced_exit"]
-
 _calls: list[Callable[[str], object]] = []
 
 
 def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
-    """Have ``call`` be called with the reason before a process that waits in vain is ended, in the watch's thread.
+    """Register ``call``, which gets the reason before a process that waits in vain is ended, in the watch's thread.
 
     Returns:
         What takes this back.

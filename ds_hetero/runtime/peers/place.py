@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,8 +18,6 @@ from torch.distributed import distributed_c10d
 
 from ds_hetero.runtime.peers.board import Collective
 from ds_hetero.runtime.peers.calls import own_calls
-
-__all__ = ["Place", "Stay", "own_collectives", "own_place"]
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
@@ -103,10 +103,9 @@ def own_collectives() -> tuple[Collective | None, dict[str, int]]:
     """The collective of torch's that the main thread waits in, and how many it has begun, by process group.
 
     The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
-    both are read where they are, and a call costs nothing.
+    both are read where they are, and a call costs nothing. Numbers are those since `begin_counting`.
     """
-    groups: Any = distributed_c10d._world.pg_map
-    counts = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
+    counts = {name: number - _counts_before.get(name, 0) for name, number in _counts().items()}
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None or innermost.f_code.co_filename != distributed_c10d.__file__:
         return None, counts
@@ -114,6 +113,47 @@ def own_collectives() -> tuple[Collective | None, dict[str, int]]:
     if name not in _COLLECTIVES or not isinstance(group, dist.ProcessGroup):
         return None, counts
     return Collective(name, group.group_name, dist.get_process_group_ranks(group)), counts
+
+
+def begin_counting() -> None:
+    """Let `own_collectives` count from here on; every rank calls it at the same place.
+
+    gloo counts messages from rank to rank among the collectives, of which ranks send unequally many: these are counted,
+    too, and subtracted.
+    """
+    global _counts_before
+    _count_messages()
+    _num_messages.clear()
+    _counts_before = _counts()
+
+
+_counts_before: dict[str, int] = {}
+_num_messages: Counter[str] = Counter()  # of gloo, by process group
+_lock_of_messages = threading.Lock()
+
+
+def _counts() -> dict[str, int]:
+    """Collectives begun so far, by process group."""
+    groups: Any = distributed_c10d._world.pg_map
+    numbers = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
+    return {name: number - _num_messages[name] for name, number in numbers.items()}
+
+
+@functools.cache  # once per process
+def _count_messages() -> None:
+    for name in ("send", "recv", "recv_anysource"):
+        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
+
+
+def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_backend(group) == "gloo":
+            with _lock_of_messages:
+                _num_messages[group.group_name] += 1
+        return stock(group, *args, **kwargs)
+
+    return counted
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:

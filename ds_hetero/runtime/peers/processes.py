@@ -10,7 +10,8 @@ from typing import Any
 
 from ds_hetero.runtime.peers.board import Board
 
-__all__ = ["Processes"]
+_GONE = "ZX-"
+_EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and answers nobody
 
 
 class Processes:
@@ -39,7 +40,12 @@ class Processes:
 
     def dead(self) -> list[int]:
         """Ranks of this host whose process is gone."""
-        return self._in_state("ZX-")
+        return self._in_state(_GONE)
+
+    def has_lost_rank_0(self) -> bool:
+        """Whether rank 0 is of this host, and its process gone."""
+        process = self._here.get(0)
+        return process is not None and _state(process["pid"], process["started"])[0] in _GONE
 
     def stopped(self) -> list[int]:
         """Ranks of this host whose process is stopped by a signal."""
@@ -58,9 +64,10 @@ def _host() -> str:
 
 
 def _state(pid: int, started: str) -> tuple[str, str]:
-    """State letter and start time of a process; state "-" where it does not exist or is another one."""
+    """State letter and start time of a process; state "-" where it does not exist or is another one, "X" on its way."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "-", ""
-    return (fields[0], fields[19]) if started in ("", fields[19]) else ("-", "")
+    state = "X" if int(fields[6]) & _EXITING else fields[0]
+    return (state, fields[19]) if started in ("", fields[19]) else ("-", "")

@@ -13,8 +13,6 @@ from ds_hetero.errors import PeerError, StepError
 from ds_hetero.runtime.peers.diagnosis import STEP
 from ds_hetero.runtime.peers.watch import current_watch
 
-__all__ = ["current_phase", "is_lost_peer", "lost_peer_error", "waiting_for_peers"]
-
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|timed out|timeout|NCCL error|connection refused", re.I
@@ -23,7 +21,7 @@ _phase: ContextVar[str] = ContextVar("_phase", default="agreeing with the other 
 
 
 def current_phase() -> str:
-    """What this rank is doing with the others: of the innermost `waiting_for_peers`."""
+    """Phase of this rank's work with the others: that of the innermost `waiting_for_peers`."""
     return _phase.get()
 
 

@@ -20,10 +20,8 @@ from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, St
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
 from ds_hetero.runtime.peers.forced_exit import run_before_forced_exit
-from ds_hetero.runtime.peers.place import Stay, own_collectives
+from ds_hetero.runtime.peers.place import Stay, begin_counting, own_collectives
 from ds_hetero.runtime.peers.processes import Processes
-
-__all__ = ["Watch", "current_watch", "start_watch"]
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
@@ -39,7 +37,7 @@ _STORE_ANSWER_OF_STOPPED_S = 0.1  # the same where a process of this host is sto
 
 
 class Watch:
-    """What this rank knows of the others, by threads of its own.
+    """Watch of this rank over the others, by threads of its own.
 
     Args:
         group: of all ranks of the job.
@@ -51,8 +49,10 @@ class Watch:
         self.group, self._timeout_s = group, timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.diagnosis: Diagnosis | None = None
+        begin_counting()
         self._board = Board(attempt)
         self._processes = Processes(self._board, self.rank, self.size)
+        self._board.has_lost_rank_0 = self._processes.has_lost_rank_0
         self._answered = self._board.asked()
         self._stay = Stay()
         self._patience_s, self._patient_since_s = _PATIENCE_S, self._stay.since_s
@@ -83,7 +83,7 @@ class Watch:
         return self.diagnosis
 
     def say_last_words(self, how: str, text: str) -> None:
-        """Have the other ranks know why this one ends, the first time; see `End`."""
+        """Tell the other ranks why this one ends, the first time; see `End`."""
         self._own_end = self._own_end or End(self.rank, how, text)
         self._wake.set()
 
@@ -226,7 +226,7 @@ class Watch:
             self._has_lost_peer = False
 
     def _ask_all(self) -> Diagnosis | None:
-        """What the answers to one question allow to say."""
+        """Conclusion from the answers to one question."""
         number = self._board.ask()
         deadline = time.monotonic() + _ANSWER_S
         while self.diagnosis is None and self._own_end is None:

@@ -18,8 +18,6 @@ from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
-__all__ = ["SameBatches", "micro_batches", "of_at_most", "samples_of_step"]
-
 
 def samples_of_step(plan: Plan) -> int:
     """Sequences of an optimizer step over all pipelines: the global batch."""

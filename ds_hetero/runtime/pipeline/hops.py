@@ -21,11 +21,9 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.placement import Range
 from ds_hetero.plans import Plan, Stage
-from ds_hetero.plans.activations import Transfer, held_intervals, transfers
+from ds_hetero.plans.activations import ActivationTransfer, held_intervals, transfers
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
-
-__all__ = ["Boundary", "BoundaryGroups", "Receiving", "Sending", "make_boundary_groups"]
 
 
 class BoundaryGroups(NamedTuple):
@@ -146,7 +144,7 @@ class Boundary:
         """Elements that this rank sends for a micro-batch."""
         return sum(m.tokens for m in self._messages(length) if m.sender == self.rank) * rows * width
 
-    def _messages(self, length: int) -> tuple[Transfer, ...]:
+    def _messages(self, length: int) -> tuple[ActivationTransfer, ...]:
         return transfers(self.source, self.target, length)
 
 

@@ -21,13 +21,11 @@ from torch import Tensor
 from ds_hetero.plans import Pipeline, Plan
 from ds_hetero.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
-from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
-
-__all__ = ["MicroBatch", "Neighbours", "PipelineRunner", "StageCompute", "neighbours_of"]
+from ds_hetero.runtime.step_clock import UNTIMED, Clock
 
 
 class MicroBatch(Protocol):
-    """What the runner has to know of a micro-batch; the same on every rank of a pipeline."""
+    """Shape of a micro-batch for the runner; the same on every rank of a pipeline."""
 
     @property
     def rows(self) -> int:
@@ -130,7 +128,7 @@ class PipelineRunner(Generic[B]):
         compute: StageCompute[B],
         width: int,
         dtype: torch.dtype,
-        clock: PassClock = UNTIMED,
+        clock: Clock = UNTIMED,
     ) -> None:
         self._neighbours, self._compute = neighbours, compute
         self._width, self._dtype, self._clock = width, dtype, clock
@@ -211,7 +209,7 @@ class PipelineRunner(Generic[B]):
 
 
 class _Inbox(Generic[B]):
-    """What arrives over one boundary, one micro-batch asked for ahead of the one that is taken."""
+    """Inbox of one boundary; one micro-batch is asked for ahead of the one that is taken."""
 
     def __init__(self, boundary: Boundary | None, batches: Sequence[B], width: int, dtype: torch.dtype) -> None:
         self._boundary, self._batches, self._width, self._dtype = boundary, batches, width, dtype

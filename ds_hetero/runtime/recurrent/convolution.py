@@ -26,8 +26,6 @@ from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
-__all__ = ["convolution"]
-
 _FEW_RUNS = 16  # from which on tokens are picked one by one
 
 

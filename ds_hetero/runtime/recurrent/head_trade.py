@@ -27,8 +27,6 @@ from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 
-__all__ = ["HeadTrade", "gather_tokens", "head_trade", "scatter_tokens", "shared_heads", "to_sequence", "to_shards"]
-
 Cuts = tuple[Range, ...]
 """Heads ``[start, stop)`` of one tensor by rank; they may overlap."""
 

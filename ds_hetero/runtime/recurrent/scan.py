@@ -25,8 +25,6 @@ from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.splits import Split, share
 
-__all__ = ["head_cuts", "passes_states", "scan", "trade_heads"]
-
 
 def head_cuts(replica: Replica, num_heads: int) -> Cuts:
     """Heads ``[start, stop)`` of every rank of the replica, in proportion to the schedule's tokens."""

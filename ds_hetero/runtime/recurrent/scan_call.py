@@ -1,4 +1,4 @@
-"""What one layer that carries a state asks for.
+"""Call of a scan by one layer that carries a state.
 
 Dimension key: B batch, s this rank's tokens, L tokens of a sequence, H heads, G heads of an input that several share.
 """
@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-
-__all__ = ["PassedState", "Scan", "Tensors"]
 
 Tensors = Mapping[str, Tensor]
 """Inputs or parameters by name."""
@@ -36,7 +34,7 @@ class PassedState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scan:
-    """What one layer asks for.
+    """Call of a scan by one layer.
 
     Args:
         inputs: per token, [B, s, N, ...] with N = H or a divisor of it.

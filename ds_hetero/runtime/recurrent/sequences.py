@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from ds_hetero.placement import Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 
-__all__ = ["pieces_of", "sequences_of"]
-
 
 def sequences_of(batch: BatchLayout) -> tuple[Rows, ...]:
     """Return the batch's rows with the intervals through each of which one state runs, together in order.

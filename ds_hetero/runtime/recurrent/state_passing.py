@@ -34,8 +34,6 @@ from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 
-__all__ = ["Chains", "chains_of", "pass_states"]
-
 Place = tuple[int, int]
 """A chain, and where in it a piece is."""
 
@@ -193,7 +191,7 @@ def _nothing(call: Scan) -> Tensor:
 def _read(reader: Tensor, state: Tensor) -> Tensor:
     """[b, n, G, N] of [b, H, P, N]: [b, n, H, P]."""
     rows, tokens, groups, width = reader.shape
-    by_group = state.view(rows, groups, -1, width)
+    by_group = state.reshape(rows, groups, -1, width)  # no view: a rank's own state is in the order of its kernel
     out = reader.to(state.dtype).transpose(1, 2) @ by_group.transpose(2, 3)
     return out.transpose(1, 2).reshape(rows, tokens, *state.shape[1:3])
 

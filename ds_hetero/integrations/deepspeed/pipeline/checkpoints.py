@@ -23,11 +23,10 @@ from ds_hetero.gradient_sync.chunks import Box, box_size
 from ds_hetero.gradient_sync.transfers import local_tensor
 from ds_hetero.integrations.deepspeed.checkpoints import expect_one_save
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.integrations.deepspeed.random_states import restore_random_states
 from ds_hetero.integrations.deepspeed.saving import save_whole
 from ds_hetero.integrations.transformers.stages import whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
-
-__all__ = ["MODEL_CONFIG", "frozen_state", "load_any_plan", "read_parts", "save_pipelines", "whole_tensor"]
 
 _PARTS = "mp_rank_*_model_states.pt"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -91,7 +90,7 @@ def load_any_plan(
     folder = _folder(Path(load_dir), tag)
     if folder is None:
         return None, {}
-    expect_one_save(pipelined.engine, folder, with_optimizer=True)
+    manifest = expect_one_save(pipelined.engine, folder, with_optimizer=True)
     engine, optimizer = pipelined.engine, pipelined.engine.optimizer
     parts: list[Mapping[str, Any]] = []
 
@@ -112,6 +111,8 @@ def load_any_plan(
             setattr(engine, name, first[name])
         if load_lr_scheduler_states and engine.lr_scheduler is not None and first.get("lr_scheduler") is not None:
             engine.lr_scheduler.load_state_dict(first["lr_scheduler"])
+        if manifest is not None:
+            restore_random_states(folder, manifest)
     return str(folder), dict(first[_CLIENT_STATE])
 
 

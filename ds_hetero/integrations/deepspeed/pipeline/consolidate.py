@@ -21,10 +21,8 @@ from ds_hetero.integrations.transformers.stages.weight_files import (
     write_text,
     write_weights,
 )
-from ds_hetero.job.checkpoint_folder import expect_finished
-from ds_hetero.job.manifest import changed_parts, read_manifest
-
-__all__ = ["Consolidated", "consolidate"]
+from ds_hetero.job.checkpoints.checkpoint_folder import expect_finished
+from ds_hetero.job.checkpoints.manifest import changed_parts, read_manifest
 
 _ADAPTER = ".lora_"
 FILE_BYTES = 5 * 10**9  # of a file of weights at most, as transformers has it; one tensor may have more
@@ -32,7 +30,7 @@ FILE_BYTES = 5 * 10**9  # of a file of weights at most, as transformers has it; 
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """What was written.
+    """Files that were written.
 
     Args:
         step: optimizer steps done when the checkpoint was saved.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts, section_of
-from ds_hetero.integrations.deepspeed.hooks import install_hooks
+from ds_hetero.integrations.deepspeed.installer import Installer
 from ds_hetero.integrations.deepspeed.keys import expect_supported_keys
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
-from ds_hetero.integrations.deepspeed.pipeline.hooks import PIPELINE_HOOKS
 from ds_hetero.integrations.deepspeed.pipeline.lone_engine import (
     LoneRank,
     clipping_of,
-    expect_batch_of_pipelines,
     lone_configuration,
 )
-from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable
+from ds_hetero.integrations.deepspeed.pipeline.moving import expect_movable, move_layers
 from ds_hetero.integrations.deepspeed.pipeline.one_worker import LoneWorker
 from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     Groups,
@@ -47,13 +46,22 @@ from ds_hetero.integrations.deepspeed.pipeline.optimizer import (
     synchronizer_of,
 )
 from ds_hetero.integrations.deepspeed.protocols import Engine
-from ds_hetero.integrations.registry import Registry
-from ds_hetero.integrations.transformers.stages import StageModel, check_stages, is_on_meta
+from ds_hetero.integrations.transformers.facts import describe_model
+from ds_hetero.integrations.transformers.stages import (
+    StageModel,
+    check_cuttable,
+    check_stages,
+    impossible_inners,
+    is_on_meta,
+)
 from ds_hetero.job.capabilities import requested_kernel
-from ds_hetero.job.monitor import steps_between
-from ds_hetero.job.pipeline_monitor import PipelineMonitor
-from ds_hetero.job.pipeline_replanning import LayerReplanning
-from ds_hetero.job.start import expect_same_sections
+from ds_hetero.job.decide import JobStart
+from ds_hetero.job.decide_pipelines import check_pipelines_searchable, global_batch_of, inners_of
+from ds_hetero.job.facts import JobFacts
+from ds_hetero.job.monitoring.layer_search import LayerSearch
+from ds_hetero.job.monitoring.monitor import StepMonitor
+from ds_hetero.job.monitoring.replanning import Replanning
+from ds_hetero.job.start import World, agree_on_facts, announce_start, start_job
 from ds_hetero.plans import Plan, Stage
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
@@ -61,15 +69,13 @@ from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
-from ds_hetero.runtime.pipeline.stage_clock import StageClock
 from ds_hetero.runtime.replica import make_replica
+from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.schedule import Group, Schedule
-
-__all__ = ["PipelineInstaller"]
 
 
 class _Examined(NamedTuple):
-    """What a rank was given.
+    """Arguments of a rank.
 
     Args:
         groups: of the user's optimizer, with names for parameters.
@@ -80,33 +86,41 @@ class _Examined(NamedTuple):
     is_empty: bool
 
 
-class PipelineInstaller:
-    """One call of `deepspeed.initialize` with a plan of pipelines.
+class PipelineInstaller(Installer):
+    """Of an engine whose model is a stage of a pipeline."""
 
-    Args:
-        registry: of this process.
-        stock: DeepSpeed's own function.
-        given: the arguments of the call, by name.
-        ds_config: the configuration among them.
-        plan: what all ranks do.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        stock: Callable[..., Any],
-        given: Mapping[str, Any],
-        ds_config: Mapping[str, Any],
-        plan: Plan,
-    ) -> None:
-        self._registry, self._stock, self._given, self._ds_config, self._plan = registry, stock, given, ds_config, plan
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
         self._rank = dist.get_rank()
-        self._stage = plan.stage_of(self._rank)
-        self._clock = StageClock(default_device())
+        self._clock = StepClock(default_device())
         self._is_empty = False
-        section = section_of(ds_config)
+        self._start = self._agree_on_start()
+        self._section, self._plan = self._start.section, self._start.plan
+        self._stage = self._plan.stage_of(self._rank)
+
+    @waiting_for_peers("starting the job")
+    def _agree_on_start(self) -> JobStart:
+        """Let all ranks agree on the model and the plan, which may be searched for."""
+        model, world, request = self._given["model"], World.current(), self._registry.request_of(self._ds_config)
+        section, clusters, searches = request.section, self._registry.clusters, request.plan is None
         assert section is not None
-        self._replan = section.replan
+        # Other stages compute the attention that the model was built with.
+        has_kernel = request.plan is None or "sequence" in inners_of(request.plan)
+
+        def read_facts() -> JobFacts:
+            if searches:
+                check_cuttable(model)
+            of_model = replace(describe_model(model), is_split=has_kernel)
+            facts = JobFacts(section=section, model=of_model, training=read_training_facts(self._ds_config))
+            if searches:
+                check_pipelines_searchable(facts)
+            return facts
+
+        facts = agree_on_facts(world, read_facts, has_kernel=has_kernel)
+        start = start_job(world, facts, clusters, plan=request.plan, read_no_inners=lambda: impossible_inners(model))
+        if world.rank == 0:
+            announce_start(start)
+        return start
 
     @waiting_for_peers("building the engine")
     def install(self) -> tuple[Any, ...]:
@@ -118,20 +132,18 @@ class PipelineInstaller:
             HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         model: nn.Module = self._given["model"]
-        expect_same_sections(on_all_ranks(lambda: section_of(self._ds_config)))
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups
         if self._plan.activation_checkpointing is not None:
             _checkpoint_activations(model, "enable" if self._plan.activation_checkpointing else "disable")
-        if read_training_facts(self._ds_config).mixed_precision == "bfloat16":
+        if self._start.facts.training.mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
-        stage = StageModel(model, self._plan, self._rank)
+        stage = StageModel(model, self._plan, self._rank, self._section.tile_tokens)
         replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
-            section = section_of(self._ds_config)
-            stage.shard_sequences(replica, None if section is None else requested_kernel(section.attention, self._rank))
+            stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
         boundaries = make_boundary_groups(self._plan, made)
         engine, *rest = self._build(stage, named)
         runner = None
@@ -140,27 +152,32 @@ class PipelineInstaller:
             runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype, self._clock)
         stage.time_layers(self._clock)
         pipelined = PipelinedEngine(
-            engine=engine, plan=self._plan, stage=stage, runner=runner, monitor=self._monitor(engine), groups=made
+            engine=engine,
+            plan=self._plan,
+            stage=stage,
+            runner=runner,
+            clock=self._clock,
+            monitor=self._monitor(engine, lambda plan: move_layers(pipelined, plan)),
+            groups=made,
         )
-        install_hooks(pipelined, PIPELINE_HOOKS)
+        self._hook(pipelined)
         self._registry.note_pipelined(stage)
         return (engine, *rest)
 
-    def _monitor(self, engine: Engine) -> PipelineMonitor:
-        """What observes the steps, and re-plans if the section asks for it."""
-        replan = self._replan
-        interval = replan.interval_steps if replan.enabled else steps_between(engine.steps_per_print())
-        replanning = LayerReplanning(self._plan, replan) if replan.enabled else None
-        return PipelineMonitor(self._plan, self._clock, interval, engine.monitor, replanning)
+    def _monitor(self, engine: Engine, change_plan: Callable[[Plan], None]) -> StepMonitor:
+        """Monitor that observes the steps, and re-plans if the section asks for it."""
+        replan = self._section.replan
+        replanning = Replanning(self._plan, LayerSearch(replan.min_gain), change_plan) if replan.enabled else None
+        return self._registry.watch(self._start, self._clock, engine.steps_per_print(), engine.monitor, replanning)
 
     def _examine(self) -> _Examined:
         """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
         model: nn.Module = self._given["model"]
         expect_supported_keys(self._ds_config, pipelines=True)
-        expect_batch_of_pipelines(self._ds_config, samples_of_step(self._plan))
+        global_batch_of(self._start.facts.training, self._plan)
         check_stages(model, self._plan)
-        if self._replan.enabled:
-            expect_movable(self._plan, model)
+        if self._section.replan.enabled:
+            expect_movable(model)
         optimizer = self._given.get("optimizer")
         if isinstance(optimizer, Optimizer):
             expect_elementwise(type(optimizer))
@@ -177,18 +194,14 @@ class PipelineInstaller:
         return _Examined(groups_by_name(given, names), is_on_meta(model))
 
     def _build(self, stage: StageModel, named: Groups) -> tuple[Any, ...]:
-        """Have stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
-        arguments = {
-            **self._given,
-            "config": lone_configuration(self._ds_config, samples_of_step(self._plan)),
-            "config_params": None,
-            "optimizer": lambda _: self._optimizer(stage, named),
-            "model_parameters": None,
-            "mpu": LoneRank(self._registry.process_groups),
-            "mesh_param": None,
-        }
+        """Let stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
         with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
-            built: tuple[Any, ...] = self._stock(**arguments)
+            built = self._call_stock(
+                lone_configuration(self._ds_config, samples_of_step(self._plan)),
+                optimizer=lambda _: self._optimizer(stage, named),
+                model_parameters=None,
+                mpu=LoneRank(self._registry.process_groups),
+            )
         names = {parameter: name for name, parameter in stage.model.named_parameters()}
         built[0].param_names = names  # DeepSpeed's own would keep what was whole before tensor parallelism cut it
         built[0].enable_backward_allreduce = False
@@ -224,7 +237,7 @@ class PipelineInstaller:
 
 @contextlib.contextmanager
 def _left_on_meta(stage: StageModel) -> Iterator[None]:
-    """Have DeepSpeed neither move nor broadcast a model without weights, which is filled with the optimizer."""
+    """Let DeepSpeed neither move nor broadcast a model without weights, which is filled with the optimizer."""
     for parameter in stage.model.parameters():
         parameter.ds_optim_param = True  # type: ignore[attr-defined]
     stage.model.to = lambda *args, **kwargs: stage.model  # type: ignore[method-assign]

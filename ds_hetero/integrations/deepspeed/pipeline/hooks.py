@@ -1,8 +1,8 @@
-"""What an engine's methods do where its model is a stage of a pipeline: `PIPELINE_HOOKS`."""
+"""Hooks of an engine whose model is a stage of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,20 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.integrations.deepspeed.hooks import Hook, recording, waiting
-from ds_hetero.integrations.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.integrations.deepspeed.pipeline.hooked_engine import PipelinedEngine
-from ds_hetero.integrations.deepspeed.pipeline.moving import move_layers
+from ds_hetero.integrations.transformers.arguments import refusals
 from ds_hetero.integrations.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, samples_of_step
 
-__all__ = ["PIPELINE_HOOKS", "expect_passes", "keep_books", "report_times", "run_passes", "time_step"]
-
 _MEASURES = "fused_lm_head"  # by which TRL's trainers ask for outputs with what they log of tokens
-_NOT_FOR_MODELS = ("num_items_in_batch", "use_cache", "return_dict", _MEASURES)
+_ITEMS = "num_items_in_batch"
+_NOT_FOR_MODELS = (_ITEMS, "use_cache", "return_dict", _MEASURES)
 
 
 def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: Any, **batch: Any) -> Any:
@@ -44,6 +40,8 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
     """
     if args:
         raise BatchError("give the engine a batch by names: engine(**batch).")
+    if lines := refusals(batch, in_pipelines=True):
+        raise BatchError("the engine was given what pipelines do not take:\n" + "\n".join(lines))
     is_training = pipelined.engine.module.training and torch.is_grad_enabled()
     if is_training and pipelined.loss is not None:
         raise BatchError(
@@ -54,16 +52,19 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
     stage = pipelined.stage
     measures = torch.zeros(3, device=default_device()) if batch.get(_MEASURES) else None
     stage.measures = None if measures is None else measures.clone()
-    loss = _loss_of_passes(pipelined, whole, is_training)
+    loss = _loss_of_passes(pipelined, whole, batch.get(_ITEMS), is_training)
     dist.all_reduce(loss)
     if measures is not None:
         assert stage.measures is not None
         measures = measures if _is_copy(pipelined) else stage.measures
         dist.all_reduce(measures)
     if is_training:
-        pipelined.monitor.clock.join()
+        pipelined.clock.join()
         pipelined.loss = loss
-    return outputs_with(loss, measures)
+    else:
+        pipelined.clock.drop_step()
+    outputs = outputs_with(loss, measures)
+    return outputs.to_tuple() if batch.get("return_dict") is False else outputs
 
 
 def _is_copy(pipelined: PipelinedEngine) -> bool:
@@ -72,8 +73,8 @@ def _is_copy(pipelined: PipelinedEngine) -> bool:
     return stage is not None and stage.inner == "tensor" and dist.get_rank() != stage.ranks[0]
 
 
-def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: bool) -> Tensor:
-    """This rank's summand of the loss."""
+def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: Any, is_training: bool) -> Tensor:
+    """This rank's summand of the loss: of its labels, over ``num_items`` or over all of them."""
     plan, rank = pipelined.plan, dist.get_rank()
     place, stage = plan.place_of(rank), plan.stage_of(rank)
     dtype = torch.promote_types(pipelined.stage.dtype, torch.float32)
@@ -84,7 +85,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, is_training: 
     if place is None or stage is None:
         return nothing
     assert pipelined.runner is not None
-    scale = 1 / max(num_labels, 1)
+    scale = 1 / max(num_labels if num_items is None else float(num_items), 1)
     steps = [whole] if is_training else list(of_at_most(whole, samples_of_step(plan)))
     batches = [StageBatch(whole=rows, scale=scale) for step in steps for rows in micro_batches(plan, place[0], step)]
     sync = pipelined.engine.optimizer.sync
@@ -116,30 +117,3 @@ def expect_passes(pipelined: PipelinedEngine, step: Callable[..., Any], *args: A
         raise BatchError("engine.step() needs a forward of this step before it.")
     pipelined.loss = None
     return step(*args, **kwargs)
-
-
-def time_step(pipelined: PipelinedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """After the step the monitor may look at all ranks' times, and layers may move."""
-    result = step(*args, **kwargs)
-    plan = pipelined.monitor.record_step(pipelined.engine.global_samples)
-    if plan is not None:
-        move_layers(pipelined, plan)
-    return result
-
-
-def report_times(pipelined: PipelinedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Print the table of the ranks' times before the engine is gone."""
-    pipelined.monitor.report()
-    return destroy(*args, **kwargs)
-
-
-PIPELINE_HOOKS: Mapping[str, tuple[Hook, ...]] = {
-    "forward": (recording(FORWARD), waiting("running the passes of a step"), run_passes),
-    "backward": (recording(BACKWARD), keep_books),
-    "step": (recording(STEP), waiting("running the engine's step"), time_step, expect_passes),
-    "destroy": (report_times,),
-    "save_checkpoint": (recording(SAVE), waiting("saving a checkpoint"), save_pipelines),
-    "module_state_dict": (frozen_state,),
-    "load_checkpoint": (waiting("loading a checkpoint"), load_any_plan),
-}
-"""By method of the engine, the hooks around it: outermost first."""

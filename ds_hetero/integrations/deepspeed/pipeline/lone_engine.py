@@ -13,11 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from torch.distributed import ProcessGroup
 
-from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts
 from ds_hetero.runtime.replica import ProcessGroups
-
-__all__ = ["LoneRank", "clipping_of", "expect_batch_of_pipelines", "lone_configuration"]
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
@@ -65,34 +61,6 @@ class LoneRank:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_group = get_model_parallel_group
-
-
-def expect_batch_of_pipelines(ds_config: Mapping[str, Any], samples: int) -> None:
-    """Check that the batch sizes of ds_config.json are those of the plan.
-
-    Args:
-        ds_config: DeepSpeed's configuration.
-        samples: of an optimizer step of the plan.
-
-    Raises:
-        ConfigError: names the key, its value and what to do.
-    """
-    facts = read_training_facts(ds_config)
-    given = {
-        "train_batch_size": facts.train_batch_size,
-        "train_micro_batch_size_per_gpu": facts.micro_batch_size,
-    }
-    for key, value in given.items():
-        if value is not None and value != samples:
-            raise ConfigError(
-                f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. Every '
-                f"rank is given the global batch: set it to {samples}, or leave it out."
-            )
-    if facts.accumulation_steps not in (None, 1):
-        raise ConfigError(
-            f'"gradient_accumulation_steps" is {facts.accumulation_steps}; with pipelines it is 1, and the plan says '
-            "how many micro-batches a step has."
-        )
 
 
 def clipping_of(ds_config: Mapping[str, Any]) -> float:

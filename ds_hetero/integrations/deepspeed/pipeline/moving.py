@@ -24,14 +24,12 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 
-__all__ = ["expect_movable", "move_layers"]
-
 _VALUE = "value"  # of the parameter, beside the names of the optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a rank owns and holds, before and after.
+    """Parameters that a rank owns and holds, before and after.
 
     Args:
         old: boxes of what it owned, by parameter.
@@ -49,21 +47,15 @@ class _Holding:
     frozen_after: Mapping[str, tuple[int, ...]]
 
 
-def expect_movable(plan: Plan, stage_model: nn.Module) -> None:
-    """Refuse re-planning where layers cannot be moved.
+def expect_movable(stage_model: nn.Module) -> None:
+    """Refuse re-planning of a model whose layers cannot be moved.
 
     Args:
-        plan: that the job begins with.
         stage_model: whole, as the user gave it.
 
     Raises:
-        ConfigError: a stage of tensor parallelism, or buffers that are not the same in all layers.
+        ConfigError: its layers have buffers.
     """
-    if any(stage.inner == "tensor" for pipeline in plan.pipelines for stage in pipeline.stages):
-        raise ConfigError(
-            '"replan.enabled" moves layers between stages of one rank and of sequence parallelism; the plan has stages '
-            "of tensor parallelism, whose shards stay where they are. Leave it out, or use another plan."
-        )
     in_layers = [name for name, _ in stage_model.named_buffers() if ".layers." in f".{name}"]
     if in_layers:
         raise ConfigError(

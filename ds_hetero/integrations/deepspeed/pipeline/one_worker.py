@@ -1,4 +1,4 @@
-"""What frameworks that know sequence parallelism are shown of a job of pipelines: one worker on all ranks.
+"""View of a job of pipelines for frameworks that know sequence parallelism: one worker on all ranks.
 
 accelerate and the Trainer are given ``sp_size`` of all ranks, so that they count one worker and read the same batches
 on every rank; nothing is split over the sequence on that account.
@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.pipeline.lone_engine import LoneRank
-
-__all__ = ["LoneWorker", "OneWorker", "expect_one_worker"]
 
 
 class OneWorker:

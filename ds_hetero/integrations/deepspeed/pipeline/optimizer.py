@@ -19,17 +19,8 @@ from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.integrations.transformers.stages import StageModel
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.pipeline.stage_clock import StageClock
 from ds_hetero.runtime.replica import ProcessGroups
-
-__all__ = [
-    "PipelineOptimizer",
-    "expect_elementwise",
-    "groups_by_name",
-    "optimizer_of_section",
-    "owned_of_group",
-    "synchronizer_of",
-]
+from ds_hetero.runtime.step_clock import SYNC, StepClock
 
 _ELEMENTWISE = ("Adagrad", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _SECTION = {
@@ -63,7 +54,7 @@ class PipelineOptimizer(Optimizer):
         inner: Optimizer,
         sync: AsymmetricGradientSync,
         clip: float,
-        clock: StageClock,
+        clock: StepClock,
         names: Sequence[Sequence[str]],
     ) -> None:
         self.inner, self.sync, self._clip, self._clock, self._names = inner, sync, clip, clock, names
@@ -86,7 +77,7 @@ class PipelineOptimizer(Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owns, by parameter: boxes, values and optimizer state; and the groups' settings."""
+        """This rank's part, by parameter: boxes, values and optimizer state; and the groups' settings."""
         owned = {
             name: {
                 "shape": self.sync.shapes[name],
@@ -130,7 +121,7 @@ class PipelineOptimizer(Optimizer):
         Caller: every rank of the world, once after the passes of a step.
         Collectives: those of `AsymmetricGradientSync.finish`, ``grad_norm`` and ``gather``.
         """
-        with self._clock.synchronizing():
+        with self._clock.phase(SYNC, "reduce_gradients"):
             self.sync.finish()
             norm = self.sync.grad_norm()
         self._global_grad_norm = norm
@@ -144,12 +135,12 @@ class PipelineOptimizer(Optimizer):
                 owned.grad.mul_(factor)
         self.inner.step()
         self.inner.zero_grad(set_to_none=True)  # the next backward needs the room
-        with self._clock.synchronizing():
+        with self._clock.phase(SYNC, "gather_values"):
             self.sync.gather()
 
 
 def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[nn.Parameter]:
-    """What this rank owns of the parameters of a group; an empty parameter if it owns none.
+    """This rank's part of the parameters of a group; an empty parameter if it owns none.
 
     So every rank has the same groups.
     """

@@ -24,26 +24,16 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from ds_hetero.engine.ds_config import read_training_facts
+from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.facts import read_training_facts
 from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.integrations.deepspeed.zero.stage12 import WeightedZeroOptimizer
-from ds_hetero.integrations.patching import Patches
-from ds_hetero.job.start import JobStart
+from ds_hetero.job.decide import JobStart
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import check_weights, is_even
-
-__all__ = [
-    "OPTIMIZERS",
-    "PRIVATE_NAMES",
-    "Replacement",
-    "agree_on_weights",
-    "expect_possible",
-    "optimizers_in_place",
-    "stage3_checkpoints",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +47,7 @@ PRIVATE_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """What stands in the place of DeepSpeed's optimizer for one ZeRO stage.
+    """Replacement of DeepSpeed's optimizer for one ZeRO stage.
 
     Args:
         module: where the engine looks for DeepSpeed's class.
@@ -176,7 +166,7 @@ def expect_possible(
 
 @contextlib.contextmanager
 def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) -> Iterator[None]:
-    """Have an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
+    """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     training = read_training_facts(ds_config)
     if ours := OPTIMIZERS.get(training.zero_stage):

@@ -25,8 +25,6 @@ from ds_hetero.integrations.deepspeed.zero import stage12_checkpoint
 from ds_hetero.integrations.deepspeed.zero.stage12_checkpoint import RestoredGroup
 from ds_hetero.zero.partition import FlatGroup, Fragment, cut_flat_group
 
-__all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer", "gather_partitions"]
-
 _MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 PRIVATE_NAMES = (
     f"{_MODULE}:all_gather_dp_groups",
@@ -273,7 +271,7 @@ def gather_partitions(partitions: Sequence[Tensor], group: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _gathering_any_sizes() -> Iterator[None]:
-    """Have DeepSpeed's all-gather of updated parameters take parts of any size inside; equal ones go its own way."""
+    """Let DeepSpeed's all-gather of updated parameters take parts of any size inside; equal ones go its own way."""
     gather_equal = stock.all_gather_dp_groups
 
     def all_gather_dp_groups(

@@ -28,8 +28,6 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.splits import Split
 from ds_hetero.zero.partition import FlatGroup, moves, round_robin_order
 
-__all__ = ["LAYOUT", "RestoredGroup", "SavedGroup", "layout_to_save", "read_groups", "read_shard"]
-
 LAYOUT = "ds_hetero_layout"  # in every shard's state
 PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"  # DeepSpeed's, in its shards
 

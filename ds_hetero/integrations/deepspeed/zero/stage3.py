@@ -21,7 +21,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from torch import Tensor
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.integrations.deepspeed.zero.stage3_checkpoint import equal_shards
@@ -34,9 +35,8 @@ from ds_hetero.integrations.deepspeed.zero.stage3_shards import (
     recut,
     reduce_to_owners,
 )
+from ds_hetero.integrations.transformers.experts import containers_of_experts
 from ds_hetero.zero.partition import cut_as_deepspeed, is_even
-
-__all__ = ["PRIVATE_NAMES", "WeightedZeroOptimizer3", "check_stage3", "make_stage3_optimizer"]
 
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 PRIVATE_NAMES = (
@@ -98,6 +98,16 @@ def check_stage3(ds_config: Mapping[str, Any]) -> None:
             "stage3_use_all_reduce_for_fetch_params, which needs shards of one size. Remove it, or set "
             '"zero_partition": "uniform".'
         )
+
+
+def gather_experts_at_once(model: nn.Module) -> None:
+    """Let ZeRO-3 gather the experts of a layer as one, whichever of them the tokens of a rank choose.
+
+    Otherwise it counts every call inside, plans later gathers by that count, and ranks whose tokens choose other
+    experts wait for each other in different collectives. DeepSpeed does so itself for three classes of transformers.
+    """
+    for container in containers_of_experts(model):
+        set_z3_leaf_module(container, True)
 
 
 def make_stage3_optimizer(module: Any, *args: Any, weights: Sequence[float], **kwargs: Any) -> Any:
@@ -207,7 +217,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     # --- checkpoints -----------------------------------------------------------------------------------
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        """What this rank saves: shards of one size. All ranks call it together."""
+        """State that this rank saves: shards of one size. All ranks call it together."""
         state_dict: dict[str, Any] = super()._rigid_state_dict()
         flat_groups = state_dict[FP32_FLAT_GROUPS]
         state_dict[FP32_FLAT_GROUPS] = [

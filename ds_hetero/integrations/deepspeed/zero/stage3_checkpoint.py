@@ -29,8 +29,6 @@ from ds_hetero.integrations.deepspeed.zero.stage3_saved import (
 from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, is_weighted, parameter_moves
 from ds_hetero.zero.partition import cut_as_deepspeed
 
-__all__ = ["Stage3Checkpoints", "equal_shards"]
-
 CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of ZeRO-3 holds, and how a rank reads from it what it owns now.
+"""Content of a checkpoint of ZeRO-3, and how a rank reads from it the part that it owns now.
 
 Its files are DeepSpeed's: one pair for each rank that saved, with shards of one size. A rank takes the ranges that it
 owns from the files that have them, whatever the weights and the number of ranks are now.
@@ -31,8 +31,6 @@ from ds_hetero.integrations.deepspeed.protocols import Engine
 from ds_hetero.integrations.deepspeed.zero.stage3_shards import cut_of, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.zero.partition import Move, cut_as_deepspeed
-
-__all__ = ["Saved", "examine", "expect_same_parameters", "own_frozen_shards", "own_state", "read_file"]
 
 
 @dataclass(frozen=True)

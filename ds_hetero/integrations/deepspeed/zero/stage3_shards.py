@@ -28,19 +28,6 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.splits import Split
 from ds_hetero.zero.partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves
 
-__all__ = [
-    "Gathering",
-    "all_gather_shards",
-    "cut_of",
-    "gathering",
-    "is_weighted",
-    "own_shard",
-    "parameter_moves",
-    "recut",
-    "reduce_to_owners",
-    "writing_back",
-]
-
 _CUT = "ds_hetero_cut"
 
 

@@ -1,5 +1,6 @@
-"""The engine checks itself: a short piece of the first batch runs whole and sharded through the user's model.
+"""The engine checks itself: a short piece of a batch runs whole and sharded through the user's model.
 
+features     what a batch can show that those before it could not
 piece        the short batch, of the batch's own keys
 traceless    runs that leave gradients, hooks, buffers and random state as they were
 recorded_run outputs of all modules, and the gradients at them, of one run
@@ -7,6 +8,11 @@ comparison   errors by token and module, against the model's own rounding
 check        what all ranks do together, and the verdict
 """
 
-from ds_hetero.integrations.transformers.self_check.check import check_first_batch
+from ds_hetero.integrations.transformers.self_check.check import (
+    check_batch,
+    check_batches_of_ranks,
+    check_same_batch,
+)
+from ds_hetero.integrations.transformers.self_check.features import features_of
 
-__all__ = ["check_first_batch"]
+__all__ = ["check_batch", "check_batches_of_ranks", "check_same_batch", "features_of"]

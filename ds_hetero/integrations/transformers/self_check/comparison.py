@@ -15,22 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.integrations.transformers.self_check.recorded_run import Place, RecordedRun
+from ds_hetero.integrations.transformers.self_check.recorded_run import ModuleOutput, RecordedRun
 from ds_hetero.runtime.data.shards import cut
-
-__all__ = [
-    "GRADIENT",
-    "LOSS",
-    "OUTPUT",
-    "Difference",
-    "Errors",
-    "Held",
-    "compare",
-    "faults",
-    "least",
-    "noise_of",
-    "worst",
-]
 
 FACTOR = 8.0
 FLOOR = 2.0
@@ -40,7 +26,7 @@ OUTPUT, GRADIENT, LOSS = "output", "gradient", "loss"
 
 class _Key(NamedTuple):
     kind: str
-    place: Place
+    place: ModuleOutput
 
 
 Errors = dict[_Key, Tensor]
@@ -84,7 +70,7 @@ class Difference:
     ratio: float
 
 
-def compare(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
+def compare_runs(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
     """Return the errors of a sharded run: outputs in forward order, gradients in backward order, the loss."""
     errors: Errors = {}
     for kind, expected, seen in (
@@ -100,7 +86,7 @@ def compare(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
 def noise_of(whole: RecordedRun, shaken: RecordedRun, held: Held) -> dict[_Key, float]:
     """Return the largest error that rounding alone makes, from a whole run with slightly shaken embeddings."""
     everything = Held(((0, held.real.shape[1]),), held.real)
-    return {key: _largest(errors) for key, errors in compare(whole, shaken, everything).items()}
+    return {key: _largest(errors) for key, errors in compare_runs(whole, shaken, everything).items()}
 
 
 def least(first: Errors, again: Errors) -> Errors:
@@ -115,7 +101,7 @@ def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Diffe
     """Return the worst token of every module, in the order in which faults are named.
 
     Args:
-        errors: from `compare`.
+        errors: from `compare_runs`.
         noise: from `noise_of`.
         eps: unit of rounding of the model's data type.
     """
@@ -154,7 +140,7 @@ def _loss_error(whole: RecordedRun, sharded: RecordedRun) -> Errors:
     if whole.loss is None or sharded.loss is None or not isfinite(whole.loss):
         return {}
     error = abs(sharded.loss - whole.loss) / max(abs(whole.loss), 1e-30)
-    return {_Key(LOSS, Place("the loss", 0, 0)): torch.tensor([error])}
+    return {_Key(LOSS, ModuleOutput("the loss", 0, 0)): torch.tensor([error])}
 
 
 def _by_token(tensor: Tensor) -> Tensor:

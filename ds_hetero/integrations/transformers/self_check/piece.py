@@ -7,22 +7,29 @@ sorted by token id (no statistic of a part is that of the whole).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hetero.integrations.transformers.towers import Window
+from ds_hetero.placement import Range
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, read_batch
+from ds_hetero.runtime.documents import (
+    BOUNDARIES,
+    MASK,
+    POSITIONS,
+    documents_from_cu_seqlens,
+    documents_from_positions,
+)
 from ds_hetero.schedule import Schedule
-
-__all__ = ["has_left_padding", "has_restarts", "piece_of", "real_tokens", "window_of"]
 
 ROWS = 2
 TOKENS_PER_RANK = 24
 TOKENS_OF_SMALLEST_RANK = 4
 MOST_TOKENS = 512
+_OF_PACKING = ("cu_seq_lens_", "max_length_", "seq_idx")  # how the names of entries begin that mark documents alone
 
 
 def piece_of(
@@ -33,7 +40,7 @@ def piece_of(
     Args:
         batch: as the wrapped loader gave it: ``labels`` not moved, no position ids made.
         schedule: whose ranks are to have tokens of the piece.
-        inside_document: take the piece from the inside of the first document of a packed batch.
+        inside_document: take the longest documents of a packed batch, of one row each, without what marks documents.
         padding_predicts: keep the labels that padding predicts, of the first tokens after left padding.
 
     Returns:
@@ -44,12 +51,14 @@ def piece_of(
     batch_size, length = tokens.shape[:2]
     count = min(length, _next_prime(_num_tokens(schedule)))
     if inside_document:
-        start, count = 0, min(count, _first_restart(tensors, length) or length)
+        longest = _longest_documents(tensors, (batch_size, length))
+        count = min(count, *(stop - start for _, (start, stop) in longest))
+        places = [(row, start) for row, (start, _) in longest]
+        batch = {name: entry for name, entry in batch.items() if not name.startswith(_OF_PACKING)}
     else:
         start = _start(tensors, length, count)
-    piece = {
-        name: _cut_entry(name, entry, (batch_size, length), (start, start + count)) for name, entry in batch.items()
-    }
+        places = [(row, start) for row in range(min(ROWS, batch_size))]
+    piece = {name: _cut_entry(name, entry, (batch_size, length), places, count) for name, entry in batch.items()}
     _sort_last_row(piece)
     _borrow_labels(piece, tensors)
     _mask_labels_of_padding(piece, padding_predicts)
@@ -93,12 +102,14 @@ def real_tokens(piece: Mapping[str, Any]) -> Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool)
 
 
-def has_restarts(piece: Mapping[str, Any]) -> bool:
-    """Whether position ids alone mark the documents, which not every attention of one process reads."""
-    positions = piece.get("position_ids")
-    if not isinstance(positions, Tensor) or "cu_seq_lens_q" in piece:
-        return False
-    return bool(positions.reshape(-1, positions.shape[-1]).diff().ne(1).any())
+def marks_documents(piece: Mapping[str, Any]) -> str:
+    """The entry that marks several documents, which not every attention of one process reads; empty without."""
+    if piece.get(BOUNDARIES) is not None:
+        return BOUNDARIES if len(piece[BOUNDARIES]) > 2 else ""
+    positions = piece.get(POSITIONS)
+    if not isinstance(positions, Tensor) or piece.get(MASK) is not None:  # a mask rules out that they are searched
+        return ""
+    return POSITIONS if bool(positions.reshape(-1, positions.shape[-1]).diff().ne(1).any()) else ""
 
 
 def _num_tokens(schedule: Schedule) -> int:
@@ -120,31 +131,53 @@ def _start(tensors: Mapping[str, Tensor], length: int, count: int) -> int:
         padding = int(mask[:ROWS].ne(0).int().argmax(1).max())
         if padding:
             return min(max(padding - count // 4, 0), length - count)
-    restart = _first_restart(tensors, length)
+    restart = first_restart(tensors, length)
     return min(restart - count // 2, length - count) if restart is not None and restart >= count else 0
 
 
-def _first_restart(tensors: Mapping[str, Tensor], length: int) -> int | None:
-    positions = tensors.get("position_ids")
+def first_restart(tensors: Mapping[str, Tensor], length: int) -> int | None:
+    """Return where the second document of the first row begins; None if there is none."""
+    if BOUNDARIES in tensors:
+        inside = [cut for cut in tensors[BOUNDARIES].tolist() if 0 < cut < length]
+        return min(inside, default=None)
+    positions = tensors.get(POSITIONS)
     if positions is None or positions.shape[-1] != length:
         return None
     restarts = positions.reshape(-1, length)[0].diff().ne(1).nonzero()
     return int(restarts[0]) + 1 if len(restarts) else None
 
 
-def _cut_entry(name: str, entry: Any, shape: tuple[int, int], window: tuple[int, int]) -> Any:
-    (batch_size, length), (start, stop) = shape, window
+def _longest_documents(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> list[tuple[int, Range]]:
+    """Return the longest document of each row, with its row: those of the `ROWS` rows where they are longest."""
+    batch_size, length = shape
+    if BOUNDARIES in tensors:
+        documents = documents_from_cu_seqlens(tensors[BOUNDARIES].tolist(), length, batch_size)
+    else:
+        of_rows = documents_from_positions(tensors[POSITIONS].reshape(-1, length))
+        documents = [of_rows[row % len(of_rows)] for row in range(batch_size)]
+    longest = [(row, max(of_row, key=_size)) for row, of_row in enumerate(documents)]
+    return sorted(longest, key=lambda place: -_size(place[1]))[:ROWS]
+
+
+def _size(interval: Range) -> int:
+    start, stop = interval
+    return stop - start
+
+
+def _cut_entry(name: str, entry: Any, shape: tuple[int, int], places: Sequence[tuple[int, int]], count: int) -> Any:
+    """Take ``count`` tokens at each of the places, of a row and the position of its first token."""
+    (batch_size, length), start = shape, places[0][1]
     if not isinstance(entry, Tensor):
-        return min(int(entry), stop - start) if name.startswith("max_length_") else entry
+        return min(int(entry), count) if name.startswith("max_length_") else entry
     if name.startswith("cu_seq_lens_"):
-        inside = sorted({0, stop - start, *(int(cut) - start for cut in entry if start < int(cut) < stop)})
+        inside = sorted({0, count, *(int(cut) - start for cut in entry if start < int(cut) < start + count)})
         return torch.tensor(inside, dtype=entry.dtype)
-    if tuple(entry.shape[:2]) == (batch_size, length):
-        part = entry[:ROWS, start:stop]
-    elif name == "position_ids" and entry.shape[-1] == length:
-        part = entry[..., start:stop]
+    if tuple(entry.shape[:2]) == shape:
+        part = torch.stack([entry[row, begin : begin + count] for row, begin in places])
+    elif name == POSITIONS and entry.shape[-1] == length:
+        part = entry[..., start : start + count]
     elif entry.dim() and entry.shape[0] == batch_size:
-        part = entry[:ROWS]
+        part = entry[[row for row, _ in places]]
     else:
         part = entry
     return part.detach().clone().cpu()

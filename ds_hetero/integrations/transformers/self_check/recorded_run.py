@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Place", "RecordedRun", "record_run"]
+from ds_hetero.integrations.transformers.experts import containers_of_experts
 
 _EMBEDDINGS = "inputs_embeds"
-_EXPERTS = "Experts"  # how transformers ends the names of classes that hold all experts of a layer
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
 
 
-class Place(NamedTuple):
+class ModuleOutput(NamedTuple):
     """An output of a module.
 
     Args:
@@ -39,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run left.
+    """Record of a run.
 
     Args:
         outputs: [B, s, ...] by place, in the order in which the modules finished.
@@ -47,8 +46,8 @@ class RecordedRun:
         loss: None if the run had none.
     """
 
-    outputs: dict[Place, Tensor] = field(default_factory=dict)
-    gradients: dict[Place, Tensor] = field(default_factory=dict)
+    outputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)
+    gradients: dict[ModuleOutput, Tensor] = field(default_factory=dict)
     loss: float | None = None
 
 
@@ -93,8 +92,8 @@ class _Recorder:
         self._names = {module: name or type(model).__name__ for module, name in named}
         self._shape, self._shake = shape, shake
         self._num_calls: Counter[str] = Counter()
-        self._tensors: dict[Place, Tensor] = {}
-        self._copies: dict[Place, Tensor] = {}  # of outputs that a later module may change in place
+        self._tensors: dict[ModuleOutput, Tensor] = {}
+        self._copies: dict[ModuleOutput, Tensor] = {}  # of outputs that a later module may change in place
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -119,15 +118,14 @@ class _Recorder:
         return run
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
-        is_embedding = isinstance(module, nn.Embedding) and self._decoder is None
-        if is_embedding and isinstance(output, Tensor) and output.is_floating_point():
+        if self._decoder is None and isinstance(output, Tensor) and _embeds(module, args, output):
             output = self.as_leaf(output)
         name = self._names[module]
         call = self._num_calls[name]
         self._num_calls[name] += 1
         for position, tensor in zip(range(_MOST_TENSORS), _tensors_in(output), strict=False):
             if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
-                place = Place(name, call, position)
+                place = ModuleOutput(name, call, position)
                 self._copies[place] = self._by_token(tensor.detach()).clone()
                 if tensor.shape[0] >= self._shape[0]:  # gradients at what all rows share add up over the rows
                     self._tensors[place] = tensor
@@ -157,12 +155,22 @@ class _Recorder:
         return tensor.reshape(*self._shape, *rest)
 
 
+def _embeds(module: nn.Module, args: Any, output: Tensor) -> bool:
+    """Whether a module makes floating numbers of integers, as embeddings do and what PEFT puts in their place.
+
+    Around an embedding that has been called, gradients flow already.
+    """
+    reads_tokens = bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
+    is_first = isinstance(module, nn.Embedding) or (reads_tokens and not output.requires_grad)
+    return is_first and output.is_floating_point()
+
+
 def _inside_experts(model: nn.Module) -> set[nn.Module]:
     """Modules that a container of experts calls once for each expert that any token chose.
 
     Calls in two runs are not of the same tokens; what the container returns is looked at.
     """
-    containers = [module for module in model.modules() if type(module).__name__.endswith(_EXPERTS)]
+    containers = containers_of_experts(model)
     return {module for container in containers for module in container.modules() if module is not container}
 
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.integrations.transformers.attention import comparing_forwards
-from ds_hetero.integrations.transformers.forward_mode import sharding
+from ds_hetero.engine.forward_mode import comparing_forwards, sharding
 from ds_hetero.integrations.transformers.self_check.comparison import Held
 from ds_hetero.integrations.transformers.self_check.piece import real_tokens, window_of
 from ds_hetero.integrations.transformers.self_check.recorded_run import RecordedRun, record_run
@@ -29,8 +28,6 @@ from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
-
-__all__ = ["Runs", "WindowRuns"]
 
 _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
 

@@ -10,14 +10,12 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["traceless"]
-
 _LARGEST_KEPT_BUFFER = 1 << 20  # elements; statistics are small, tables of positions never change
 
 
 @contextlib.contextmanager
 def traceless(model: nn.Module) -> Iterator[None]:
-    """Have runs and backwards inside leave no trace in ``model`` or in the process.
+    """Let runs and backwards inside leave no trace in ``model`` or in the process.
 
     Parameters take no gradients inside, so no node of autograd ends at one of them and no gradient hook of any ZeRO
     stage fires. Full backward hooks are taken off, since ZeRO-3 fills its buckets in those of mixtures of experts.

@@ -18,11 +18,9 @@ from ds_hetero.integrations.transformers.stages.weight_files import (
 )
 from ds_hetero.runtime.collectives import on_all_ranks
 
-__all__ = ["whole_parameter", "write_stages"]
-
 
 class _Written(NamedTuple):
-    """What a stage has written.
+    """Files that a stage has written.
 
     Args:
         file: its name.

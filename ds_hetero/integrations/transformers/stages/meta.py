@@ -25,8 +25,6 @@ from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.integrations.transformers.stages.stored_weights import StoredWeights
 
-__all__ = ["PRIVATE_NAMES", "empty_model", "fill_buffers", "fill_parameters", "is_on_meta"]
-
 PRIVATE_NAMES = ("transformers:PreTrainedModel._init_weights",)
 
 _FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
@@ -187,7 +185,7 @@ def _draw(pretrained: PretrainedModel, place: _Place, before: Tensor, device: to
 
 
 def _init(pretrained: PretrainedModel, module: nn.Module, attribute: str | None = None) -> None:
-    """Have transformers initialize a module: the parameter of that name, or buffers alone."""
+    """Let transformers initialize a module: the parameter of that name, or buffers alone."""
     others = [p for name, p in module._parameters.items() if p is not None and name != attribute]
     for parameter in others:
         setattr(parameter, _FILLED, True)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ds_hetero.errors import ModelError
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 
-__all__ = ["Absent", "DecoderParts", "parts_of", "with_memory", "without_memory"]
-
 
 class Absent(nn.Module):
     """A module of another stage: it gives back what it is given."""

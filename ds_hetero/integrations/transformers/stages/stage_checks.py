@@ -1,4 +1,4 @@
-"""What a transformers model must be like to run as stages of a pipeline, checked before it is cut.
+"""Requirements of a transformers model that runs as stages of a pipeline, checked before it is cut.
 
 The cut relies on a decoder that does nothing but run its parts in order. Two short forwards without any layer show it:
 they must give back the hidden states that they are given, and hand the layers the same arguments whatever those are.
@@ -22,8 +22,6 @@ from ds_hetero.integrations.transformers.stages.parts import Absent, DecoderPart
 from ds_hetero.integrations.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.devices import default_device
-
-__all__ = ["check_cuttable", "check_stages", "impossible_inners"]
 
 _HEAD = "ForCausalLM"
 _PROBE_TOKENS = 4
@@ -144,7 +142,7 @@ class _Recording(Absent):
 
 @contextlib.contextmanager
 def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[Any]]]:
-    """Have the decoder run no layer and no norm inside, and record what it hands to its layers."""
+    """Let the decoder run no layer and no norm inside, and record the arguments of its layers."""
     layers = getattr(decoder, parts.layers)
     kept, after = list(layers), {name: getattr(decoder, name) for name in parts.after}
     recorded: list[list[Any]] = []

@@ -22,26 +22,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ds_hetero.engine.forward_mode import sharding
 from ds_hetero.errors import BatchError, ModelError
-from ds_hetero.integrations.transformers.forward_mode import sharding
 from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.sharded_model import ShardedModel
 from ds_hetero.integrations.transformers.stages.export import write_stages
 from ds_hetero.integrations.transformers.stages.meta import fill_parameters
 from ds_hetero.integrations.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.integrations.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
+from ds_hetero.integrations.transformers.tiles import Tiles
 from ds_hetero.placement import stream_placement
 from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
 from ds_hetero.runtime.loss import measure_tokens
-from ds_hetero.runtime.pipeline.stage_clock import UNTIMED, PassClock
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import UNTIMED, Clock, StepClock
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
-__all__ = ["StageBatch", "StageModel", "outputs_with"]
-
 _LABELS = "shift_labels"
-_TAKEN = ("input_ids", "position_ids", "attention_mask", _LABELS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +73,7 @@ class StageModel:
             out of it and freed.
         plan: of pipelines; a rank that is idle in it keeps nothing.
         rank: this process's.
+        tile_tokens: tokens of a sequence of which MLPs and logits are computed at once; None for all.
 
     Attributes:
         plan: of the job.
@@ -85,7 +84,7 @@ class StageModel:
         is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, rank: int, tile_tokens: int | None = None) -> None:
         assert plan.model is not None
         place, num_layers = plan.place_of(rank), plan.model.num_layers
         stage = plan.stage_of(rank)
@@ -99,9 +98,11 @@ class StageModel:
         self._names = _names_of_whole_model(model)
         layers = (0, 0) if stage is None or stage.layers is None else stage.layers
         self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
+        # Of all layers, before they are taken out: those that move here later are computed in tiles too.
+        self._tiles = None if tile_tokens is None else Tiles(self._pretrained, self._decoder, tile_tokens)
         self._absent: dict[int, nn.Module] = {}
         self._take_out(layers)
-        self._clock = UNTIMED
+        self._clock: Clock = UNTIMED
         self._timers: list[RemovableHandle] = []
         self._is_running = False
         self.measures: Tensor | None = None
@@ -130,11 +131,17 @@ class StageModel:
         """
         fill_parameters(self.model, self._names, device)
 
-    def time_layers(self, clock: PassClock) -> None:
-        """Tell a clock when the layers of the stage begin and end."""
+    def time_layers(self, clock: StepClock) -> None:
+        """Let a clock take the phases of the stage, and when its layers begin and end."""
         self._clock = clock
+        if self._sharded is not None:
+            self._sharded.clock = clock
+        self._time_layers()
+
+    def _time_layers(self) -> None:
         for timer in self._timers:
             timer.remove()
+        clock = self._clock
         held = [layer for layer in self._layers if not isinstance(layer, Absent)]
         if held:
             self._timers = [
@@ -162,7 +169,7 @@ class StageModel:
                 self._put_away(i)
             elif i in self._absent:
                 layers[i] = with_memory(self._absent.pop(i), device).train(self._decoder.training)
-        self.time_layers(self._clock)
+        self._time_layers()
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -171,7 +178,7 @@ class StageModel:
         return {**content, "architectures": [type(self._pretrained).__name__]}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds, by the names of the whole model; a tied parameter under its first name."""
+        """This rank's parameters, by the names of the whole model; a tied parameter under its first name."""
         held = self.model.named_parameters(remove_duplicate=False)
         return {self._names[name]: parameter for name, parameter in held}
 
@@ -212,22 +219,45 @@ class StageModel:
             BatchError: the batch has entries that a stage cannot take.
         """
         inputs = self._inputs(batch)
+        if self._sharded is None:
+            self._clock.count_batch(batch.rows, batch.length, batch.length)
         labels = inputs.pop(_LABELS, None)
         is_placeholder = hidden is not None and hidden.shape[1] == 0
         if hidden is not None:
             inputs.pop("input_ids")
             inputs["inputs_embeds"] = nn.functional.pad(hidden, (0, 0, 0, 1)) if is_placeholder else hidden
+        if self._tiles is not None:
+            self._tiles.begin(self._rank_tokens(batch.length))
         with self._forward_of_stage():
             if self.is_last:
-                logits = self._pretrained(**inputs, use_cache=False).logits  # type: ignore[operator]
                 if labels is None:
                     raise BatchError("a batch needs labels, of which the last stage computes the loss.")
-                if self.measures is not None:
-                    self.measures += measure_tokens(logits, labels)
-                return cross_entropy_sum(logits, labels) * batch.scale
+                return self._loss_sum(inputs, labels) * batch.scale
             output: Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
         tokens = output.shape[1] if hidden is None else hidden.shape[1]
         return output[:, : self._tokens(batch.length, tokens)]
+
+    def _loss_sum(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Token losses of this rank added up, and `measures` with them."""
+
+        def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            watched = () if self.measures is None else (measure_tokens(logits, labels),)
+            return (cross_entropy_sum(logits, labels), *watched)
+
+        if self._tiles is None:
+            loss_sum, *watched = of_logits(self._pretrained(**inputs, use_cache=False).logits, labels)  # type: ignore[operator]
+        else:
+            made, run = self._decoder(**inputs, use_cache=False), self._pretrained.forward
+            loss_sum, *watched = self._tiles.sums(run, made, {**inputs, _LABELS: labels}, of_logits)
+        if self.measures is not None:
+            self.measures += watched[0]
+        return loss_sum
+
+    def _rank_tokens(self, length: int) -> tuple[int, ...]:
+        """Tokens of a sequence on every rank of this stage."""
+        if self._stage is None or self._stage.schedule is None:
+            return (length,)
+        return stream_placement(self._stage.schedule, length).rank_tokens
 
     def _tokens(self, length: int, otherwise: int) -> int:
         """Tokens of this rank, 0 where a column of placeholders stands for none."""
@@ -236,11 +266,8 @@ class StageModel:
         return stream_placement(self._stage.schedule, length).tokens(self._rank)
 
     def _inputs(self, batch: StageBatch) -> dict[str, Any]:
-        """What a forward takes of a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
+        """Inputs of a forward from a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
         device = next(iter(self.model.parameters())).device
-        unknown = [*(name for name in batch.whole.sequences if name not in _TAKEN), *batch.whole.constants]
-        if unknown:
-            raise BatchError(f"pipelines take batches of {', '.join(_TAKEN)} and labels alone, got {unknown}.")
         assert self._stage is not None
         if self._stage.schedule is None:
             return {name: tensor.to(device) for name, tensor in batch.whole.sequences.items()}

@@ -12,8 +12,6 @@ from torch import Tensor
 from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ModelError
 
-__all__ = ["StoredWeights"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 

@@ -14,8 +14,6 @@ from ds_hetero.integrations.transformers.model_checks import pretrained_of
 from ds_hetero.integrations.transformers.protocols import PretrainedModel
 from ds_hetero.plans import Plan
 
-__all__ = ["check_tensor_model", "check_tensor_stages", "cut_by_tensor_parallelism", "partial_parameters"]
-
 _STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PARTIAL = "replicated_with_grad_allreduce"  # weights per head: whole on every rank, whose gradient is a summand
 

@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoint_folder import why_not_written
-
-__all__ = ["file_name", "make_folder", "write_index", "write_text", "write_weights"]
+from ds_hetero.job.checkpoints.checkpoint_folder import why_not_written
 
 
 def file_name(number: int, count: int) -> str:

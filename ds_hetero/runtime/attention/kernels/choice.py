@@ -13,8 +13,6 @@ from ds_hetero.runtime.attention.kernels.interface import AttentionKernel
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 
-__all__ = ["KERNELS", "KernelEntry", "available", "select"]
-
 
 @dataclass(frozen=True, slots=True)
 class KernelEntry:

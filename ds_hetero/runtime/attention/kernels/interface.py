@@ -1,4 +1,4 @@
-"""What a block-attention kernel takes and gives, and how the results for several blocks of keys are merged.
+"""Arguments and results of a block-attention kernel, and how the results for several blocks of keys are merged.
 
 Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size.
 """
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_hetero.runtime.attention.kernels.tiles import Band
-
-__all__ = ["AttentionKernel", "Band", "PackedBlocks", "SavedForward", "Scores", "merge_"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedForward:
-    """What the backward of attention needs of its forward.
+    """Results of the forward that the backward of attention needs.
 
     Args:
         q: [B, H, Q, D].

@@ -8,9 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
-
-__all__ = ["backward_each", "boundaries", "forward_each"]
+from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.tiles import Band
 
 
 def forward_each(

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, SavedForward, Scores, merge_
-
-__all__ = ["band_mask", "plain_backward", "plain_forward"]
+from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores, merge_
+from ds_hetero.runtime.attention.kernels.tiles import Band
 
 _QUERIES, _KEYS = 256, 1024  # at most this much of the score matrix is in memory at a time, per sample and head
 
 
 def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> Tensor | None:
-    """What is visible, [queries, keys] as booleans; None if everything is."""
+    """Visible keys, [queries, keys] as booleans; None if everything is visible."""
     lo = -torch.inf if band.lo is None else band.lo
     hi = torch.inf if band.hi is None else band.hi
     if lo <= keys.start - (queries.stop - 1) and keys.stop - 1 - queries.start <= hi:

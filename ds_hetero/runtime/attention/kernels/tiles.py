@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["CHUNK", "LEAF", "Band", "Tile", "decompose"]
-
 # Measured with 1, 2 and 8 heads of 64 at 372 to 4,096 tokens, one thread. Leaves of 128 lose 4 % at 1,024 tokens, and
 # leaves of 32 save nothing. Without chunks the overhead of calls eats the gain at 1 head, with chunks of 1,024 the
 # caches do at 8.

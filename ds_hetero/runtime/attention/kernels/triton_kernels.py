@@ -21,8 +21,6 @@ Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
 import triton
 import triton.language as tl
 
-__all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel"]
-
 _SIZES = [
     "num_rows",
     "num_queries",
@@ -100,7 +98,7 @@ def _phase(bounds, PHASE: tl.constexpr):
 
 @triton.jit
 def _place(TABLE, BLOCK: tl.constexpr, num_queries, num_keys, lo, hi, MANY: tl.constexpr):
-    """What this program works on: (first token, first query and key of the block, queries, keys, lo, hi)."""
+    """Place that this program works on: (first token, first query and key of the block, queries, keys, lo, hi)."""
     if MANY:
         entry = TABLE + tl.program_id(0) * 7
         q_start, k_start = tl.load(entry + 1).to(tl.int64), tl.load(entry + 3).to(tl.int64)

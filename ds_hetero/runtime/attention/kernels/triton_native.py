@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.interface import Band, PackedBlocks, SavedForward, Scores
-
-__all__ = ["BlockSizes", "Launch", "TritonKernel", "block_sizes", "triton_is_slow", "triton_refusal"]
+from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.tiles import Band
 
 _LOG2_E = 1.4426950408889634
 

@@ -1,0 +1,99 @@
+"""The best plan of a small cluster, by trying every set of blocks, every grouping into pipelines and every order.
+
+Layers and micro-batches of each are those of `cuts` and `batches`, which are checked apart. Equal blocks are
+interchangeable, so multisets are enumerated; idle devices are allowed. All orders of a grouping are left out at once
+where even pipelines with the least fill and the least period of any of their orders are too slow. For up to about six
+devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import inf
+
+from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, Pool
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to
+from ds_hetero.planner.pipelines.search.batches import batch_bound_s
+from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, Shape
+
+MAX_DEVICES = 8
+
+
+def solve_pipelines_exact(
+    evaluate: Evaluator, sizes: Sequence[int] = (1, 2), max_size: int = 2, below: float = inf
+) -> PlanCandidate | None:
+    """Return the best plan with one micro-batch size for all pipelines; None if nothing fits.
+
+    Args:
+        evaluate: judges plans.
+        sizes: of micro-batches.
+        max_size: devices of a block.
+        below: value that a plan must undercut; None is returned if none does.
+
+    Raises:
+        PlanError: the cluster has too many devices for this.
+    """
+    pools = evaluate.costs.pools
+    if evaluate.costs.cluster.num_ranks > MAX_DEVICES:
+        raise PlanError(f"the exact reference takes up to {MAX_DEVICES} devices.")
+    orders_of = cache(lambda group: sorted(set(itertools.permutations(group))))
+    fastest = cache(lambda group, size, count: _fastest(evaluate, orders_of(group), size, count))
+    best: PlanCandidate | None = None
+    for chosen in itertools.product(*(list(_blocks_of(pool, max_size)) for pool in pools.pools)):
+        blocks = Counter(block for of_pool in chosen for block in of_pool)
+        rate = sum(block.total(evaluate.objective.per_s) * number for block, number in blocks.items())
+        for groups in _partitions(tuple(blocks.items())):
+            for size in sizes:
+                times = [fastest(group, size, len(groups)) for group in groups]
+                fitting = [each for each in times if each is not None]
+                if len(fitting) < len(times):
+                    continue
+                fill_s, period_s = zip(*fitting, strict=True)
+                bound_s = batch_bound_s(fill_s, period_s, [size] * len(groups), evaluate.samples)
+                if evaluate.objective.value(evaluate.costs.step_s(bound_s, NO_SYNC, 0.0), rate, 0.0) >= below:
+                    continue
+                for pipelines in itertools.product(*map(orders_of, groups)):
+                    candidate = evaluate(tuple(Shape(of_pipeline, size) for of_pipeline in pipelines), below)
+                    if candidate is not None and candidate.value < below:
+                        best, below = candidate, candidate.value
+    return best
+
+
+def _fastest(
+    evaluate: Evaluator, orders: Sequence[tuple[DeviceBlock, ...]], size: int, count: int
+) -> tuple[float, float] | None:
+    """Least fill and least period of any cut of any order of a pipeline's blocks; None if none fits."""
+    cuts = [cut for blocks in orders for cut in evaluate.cuts(blocks, size, count)]
+    return (min(cut.fill_s for cut in cuts), min(cut.period_s for cut in cuts)) if cuts else None
+
+
+def _blocks_of(pool: Pool, max_size: int) -> Iterator[tuple[DeviceBlock, ...]]:
+    """Every multiset of blocks of a pool, idle devices allowed."""
+    allowed = sizes_up_to(len(pool.ranks), max_size)
+    for count in range(len(pool.ranks) + 1):
+        for chosen in itertools.combinations_with_replacement(allowed, count):
+            if sum(chosen) <= len(pool.ranks):
+                yield tuple(block_of(pool, size) for size in chosen)
+
+
+def _partitions(items: tuple[tuple[DeviceBlock, int], ...]) -> Iterator[list[tuple[DeviceBlock, ...]]]:
+    """Every way to share a multiset of blocks among pipelines; pipelines are interchangeable."""
+    blocks = [block for block, _ in items]
+
+    def parts(left: tuple[int, ...], top: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+        if not any(left):
+            yield []
+            return
+        for part in itertools.product(*(range(count + 1) for count in left)):
+            if any(part) and part <= top:
+                for rest in parts(tuple(a - b for a, b in zip(left, part, strict=True)), part):
+                    yield [part, *rest]
+
+    counts = tuple(count for _, count in items)
+    if counts:
+        for partition in parts(counts, counts):
+            yield [tuple(b for b, n in zip(blocks, part, strict=True) for _ in range(n)) for part in partition]

@@ -1,0 +1,250 @@
+"""How good and how fast the search for pipelines is.
+
+    python -m benchmarks.pipelines_planner exact [--clusters 200]
+        against the exact optimum on random clusters of 3 to 6 devices
+    python -m benchmarks.pipelines_planner growth [--devices 64 320 1024 4096]
+        CPU seconds, gap to the bound, re-planning
+
+Times are CPU seconds of one thread, so that other work on the machine does not count. The exit code is 1 if a figure
+that must be reached is not: within 1 % of the optimum on 99 % of the clusters and 3 % at worst, never slower than
+HexiScale or Tangram; a first plan within 1 s, the final one within 5 s for up to 1,024 devices; re-planned within 2 %
+of a search from nothing, after at most 50 ms for the first plan and 1 s for the last.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.measure.exact_pipelines import solve_pipelines_exact
+from benchmarks.measure.results import FOLDER, header, write
+from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.cost.workload import Workload
+from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models import load_model
+from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.planner.pipelines.replan import replan
+from ds_hetero.planner.pipelines.search.bound import balance_bound_s
+from ds_hetero.planner.pipelines.search.evaluate import Evaluator
+from ds_hetero.planner.pipelines.search.search import Search, default_effort_s
+from ds_hetero.planner.published.hexiscale import plan_hexiscale
+from ds_hetero.planner.published.tangram import plan_tangram
+
+WORK = Workload(seq_len=4096)
+DEVICES = ("A800-SXM-80GB", "RTX-4090", "RTX-3090")
+MOST_TIMED = 1024  # devices up to which a search must end in time
+
+
+def random_cluster(rng: random.Random) -> Cluster:
+    """3 to 6 devices on nodes of 1 to 3, over 0.7, 3 or 10 GB/s."""
+    left, nodes = rng.randint(3, 6), []
+    while left:
+        count = min(left, rng.randint(1, 3))
+        nodes.append({"name": f"n{len(nodes)}", "device": rng.choice(DEVICES), "count": count})
+        left -= count
+    network = {"bandwidth_gb_per_s": rng.choice((0.7, 3, 10)), "latency_us": 10}
+    return cluster_from_dict({"nodes": nodes, "network": network})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One small cluster with a task that fits on it.
+
+    Args:
+        over_optimum: value of the search over the exact one, both by the closed form.
+        hexiscale: step of HexiScale's plan over ours, by the last word; None where it has none.
+        tangram: likewise.
+        search_s: CPU seconds of the search.
+    """
+
+    over_optimum: float
+    hexiscale: float | None
+    tangram: float | None
+    search_s: float
+
+
+def exact(clusters: int, seconds: float, kept: Path | None) -> dict[str, Any]:
+    """The search against the exact optimum and against HexiScale and Tangram, under the calibrated model.
+
+    Args:
+        clusters: random ones on which some plan fits.
+        seconds: of CPU, after which no further one is begun.
+        kept: file of one line per cluster; those that it has are not run again.
+    """
+    rng, cases, tried = random.Random(0), list[Case](), 0
+    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept is not None and kept.exists() else []
+    started = time.process_time()
+    while len(cases) < clusters and time.process_time() - started < seconds:
+        task = draw(rng)
+        if tried < len(known):
+            case = None if known[tried] is None else Case(**known[tried])
+        else:
+            case = small_case(*task)
+            if kept is not None:
+                with kept.open("a") as lines:
+                    lines.write(json.dumps(None if case is None else asdict(case)) + "\n")
+        tried += 1
+        if case is not None:
+            cases.append(case)
+    return {
+        "clusters": len(cases),
+        "without_any_plan": tried - len(cases),
+        "within_0.1_percent": mean(case.over_optimum < 1.001 for case in cases),
+        "within_1_percent": mean(case.over_optimum < 1.01 for case in cases),
+        "worst": max(case.over_optimum for case in cases) - 1,
+        "search_cpu_s": mean(case.search_s for case in cases),
+        "hexiscale": ratios([case.hexiscale for case in cases]),
+        "tangram": ratios([case.tangram for case in cases]),
+    }
+
+
+def exact_failures(row: dict[str, Any]) -> list[str]:
+    """What an outcome of `exact` does not reach."""
+    failures = []
+    if row["within_1_percent"] < 0.99 or row["worst"] > 0.03:
+        failures.append(f"within 1 % in {row['within_1_percent']:.1%} only, or {row['worst']:.1%} off at worst")
+    rivals = {name: row[name]["faster_than_ours"] for name in ("hexiscale", "tangram")}
+    return failures + [f"{name} is faster in {number} clusters" for name, number in rivals.items() if number]
+
+
+def ratios(over_ours: Sequence[float | None]) -> dict[str, Any]:
+    """What other planners' steps are over ours."""
+    planned = [ratio for ratio in over_ours if ratio is not None]
+    return {
+        "plans": len(planned),
+        "faster_than_ours": sum(ratio < 1 - 1e-9 for ratio in planned),
+        "least": min(planned),
+        "median": median(planned),
+        "most": max(planned),
+    }
+
+
+def draw(rng: random.Random) -> tuple[Cluster, ModelSpec, int]:
+    """A random cluster, model and global batch."""
+    cluster, model = random_cluster(rng), load_model(rng.choice(("llama-3.2-3b", "llama-2-7b", "llama-2-13b")))
+    return cluster, model, rng.choice((8, 16, 32, 64))
+
+
+def small_case(cluster: Cluster, model: ModelSpec, samples: int) -> Case | None:
+    """All searches of one task; None if no plan fits, which ours must find as well."""
+    costs = CalibratedStageCosts(cluster, model, WORK)
+    goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * WORK.seq_len)
+    before = time.process_time()
+    result = Search(Evaluator(costs, samples, goal), (1, 2), effort_s=default_effort_s(cluster.num_ranks)).run()
+    search_s = time.process_time() - before
+    ours = inf if result is None else result.closed_form_value
+    better = solve_pipelines_exact(Evaluator(costs, samples, goal), below=ours)
+    assert result is not None or better is None, "the exact reference fits where the search finds nothing"
+    hexiscale, tangram = plan_hexiscale(costs, goal, samples), plan_tangram(costs, goal, samples)
+    if result is None:
+        assert hexiscale is None and tangram is None
+        return None
+    ours_s = plan_pipelines(cluster, model, WORK, samples, costs=costs, micro_batch_sizes=(1, 2)).step_s
+    return Case(
+        over_optimum=1.0 if better is None else ours / better.value,
+        hexiscale=None if hexiscale is None else hexiscale.step_s / ours_s,
+        tangram=None if tangram is None else tangram.candidate.step_s / ours_s,
+        search_s=search_s,
+    )
+
+
+def fleet(devices: int) -> Cluster:
+    """Nodes of 8: two of 3090, five of 4090 and one of A800 in every 64."""
+    nodes = []
+    for i in range(devices // 64):
+        nodes += [
+            {"name": f"a{i}", "device": "RTX-3090", "count": 8, "repeat": 2},
+            {"name": f"b{i}", "device": "RTX-4090", "count": 8, "repeat": 5},
+            {"name": f"c{i}", "device": "A800-SXM-80GB", "count": 8},
+        ]
+    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+
+
+def growth(devices: int) -> dict[str, Any]:
+    """First and final plan of a fleet, and re-planning after losses."""
+    cluster, model, samples = fleet(devices), load_model("llama-30b"), 8 * devices
+    firsts: list[float] = []
+    started = time.process_time()
+    found = plan_pipelines(
+        cluster, model, WORK, samples, progress=lambda *_: firsts.append(time.process_time() - started)
+    )
+    searched = time.process_time() - started
+    row: dict[str, Any] = {
+        "devices": devices,
+        "first_cpu_s": firsts[0],
+        "final_cpu_s": searched,
+        "step_s": found.step_s,
+        "over_balance_bound": found.step_s / balance_bound_s(found.costs, samples) - 1,
+        "plans": found.num_evaluated,
+    }
+    lost = {64: [60], 320: list(range(0, 320, 40)), 1024: list(range(16, 24))}.get(devices, list(range(8)))
+
+    def make_costs(left: Cluster) -> list[CalibratedStageCosts]:
+        return [CalibratedStageCosts(left, model, found.costs.workload)]  # type: ignore[attr-defined]
+
+    started = time.process_time()
+    again = replan(found.plan, cluster, make_costs, lost=lost)
+    row["replan_cpu_s"] = time.process_time() - started
+    row["replan_first_wall_s"] = again.first_after_s
+    scratch = plan_pipelines(cluster.without(lost), model, WORK, samples, costs=make_costs(cluster.without(lost))[0])
+    row["replan_over_scratch"] = again.finished.step_s / scratch.step_s - 1
+    return row
+
+
+def growth_failures(row: dict[str, Any]) -> list[str]:
+    """What an outcome of `growth` does not reach, for up to `MOST_TIMED` devices."""
+    limits = {"first_cpu_s": 1, "final_cpu_s": 5, "replan_first_wall_s": 0.05, "replan_cpu_s": 1}
+    limits["replan_over_scratch"] = 0.02
+    if row["devices"] > MOST_TIMED:
+        return []
+    return [f"{row['devices']} devices: {name} {row[name]:.3g}" for name, most in limits.items() if row[name] > most]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 if everything that must be reached is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("exact", "growth"))
+    parser.add_argument("--clusters", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3600, help="of CPU, for exact")
+    parser.add_argument("--kept", type=Path, help="file that exact continues after it was stopped")
+    parser.add_argument("--devices", type=int, nargs="+", default=[64, 320, 1024])
+    parser.add_argument("--output", type=Path, help="benchmarks/results/pipelines_planner_WHAT.json if left out")
+    options = parser.parse_args(arguments)
+    outcome = header(" ".join(["python -m benchmarks.pipelines_planner", *(arguments or sys.argv[1:])]))
+    if options.what == "exact":
+        rows = [exact(options.clusters, options.seconds, options.kept)]
+        failures = exact_failures(rows[0])
+        print(json.dumps(rows[0]))
+    else:
+        rows, failures = [], []
+        for devices in options.devices:
+            rows.append(growth(devices))
+            failures += growth_failures(rows[-1])
+            print(json.dumps(rows[-1]), flush=True)
+    write(
+        {**outcome, "rows": rows, "failures": failures},
+        options.output or FOLDER / f"pipelines_planner_{options.what}.json",
+    )
+    for failure in failures:
+        print(f"not reached: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Inputs of commands: options, a cluster, a model and a workload, schedules, plans, lengths of documents."""

@@ -1,0 +1,52 @@
+"""Options that several commands share. Those of a cluster, a model and a training are in `scenario`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ds_hetero.common.reading import shortened
+from ds_hetero.errors import PlanError
+
+FILE = click.Path(path_type=Path)
+
+
+class _Tokens(click.ParamType):  # type: ignore[type-arg]  # generic in new releases of click, and not in 8.1
+    """A number of tokens: ``131072``, ``128K`` or ``1M``."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the number."""
+        digits, unit = (value[:-1], value[-1].upper()) if str(value)[-1:].upper() in ("K", "M") else (value, "")
+        try:
+            return int(digits) * {"": 1, "K": 1024, "M": 1024**2}[unit]
+        except ValueError:
+            self.fail(f"{value!r} is no number of tokens, such as 131072, or 128K for 128 x 1024.", param, ctx)
+
+
+TOKENS = _Tokens()
+
+LAYOUT = click.option("--layout", help="zigzag or contiguous; left out, the planner's choice.")
+PARALLEL = click.option(
+    "--parallel", default="sequence", help="sequence: one replica; full: pipelines of unequal stages."
+)
+GLOBAL_BATCH = click.option("--global-batch", type=int, help="Sequences per optimizer step, for --parallel full.")
+PLAN_FILE = click.option("--plan", type=FILE, help="Plan file of pipelines, instead of --schedule.")
+SEED = click.option("--seed", type=int, default=0, help="Of the batches that are drawn from a distribution.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+
+
+def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:
+    """Return ``--global-batch`` where ``--parallel`` asks for pipelines; None where it does not.
+
+    Raises:
+        PlanError: an unknown kind of parallelism, or one without the batch that it needs.
+    """
+    if parallel not in ("sequence", "full"):
+        raise PlanError(f"--parallel {shortened(parallel)} is unknown; it is sequence or full.")
+    if parallel == "full" and global_batch is None:
+        raise PlanError("--parallel full shares the samples of a step among pipelines. Give --global-batch.")
+    return global_batch if parallel == "full" else None

@@ -1,0 +1,274 @@
+"""Inputs of most commands: a cluster, a model, a workload and the cost model that judges them; and plans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds_hetero.baselines import STRATEGIES
+from ds_hetero.cli.inputs.options import FILE, TOKENS
+from ds_hetero.cli.outputs.printing import check_out
+from ds_hetero.cluster.files import load_cluster
+from ds_hetero.cluster.notation import device_remarks, read_notation
+from ds_hetero.cluster.prices import read_prices, with_prices
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.paths import is_file, is_pipe
+from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.cost import CalibratedCostModel, make_cost_model
+from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError, ScheduleError
+from ds_hetero.models import load_model
+from ds_hetero.planner.planning import check_workload
+from ds_hetero.planner.strategies import strategy
+from ds_hetero.plans import Plan, read_plan
+from ds_hetero.plans.reading import SCENARIO
+from ds_hetero.reporting.described_plan import PlanScenario
+from ds_hetero.schedule import Schedule
+
+if TYPE_CHECKING:
+    from ds_hetero.cost.stages.stage import StageCosts
+    from ds_hetero.planner.pipelines.finish import Finished
+
+_CLUSTER_HELP = "Cluster file, YAML or JSON, or the name of a ready one"
+CLUSTER_FILE = click.option("--cluster", required=True, help=f"{_CLUSTER_HELP}.")
+CLUSTERS_OF_REPLICAS = click.option(
+    "--cluster", required=True, multiple=True, help="Cluster of one replica; once per replica, in rank order."
+)
+_CLUSTER = (
+    click.option("--cluster", help=f"{_CLUSTER_HELP}."),
+    click.option("--gpus", help='Instead of --cluster: "5090,3090x2", or "8xH100 | 8xA100" for two nodes.'),
+    click.option("--network", help="Between the nodes of --gpus: 25 for GB/s of one direction, or 200Gbit/s."),
+    click.option("--price", help="Money for one hour of a card, by card: 5090=0.5,3090=0.2."),
+    click.option("--save-cluster", type=FILE, help="Write the cluster of --gpus here, .yaml or .json."),
+)
+_MODEL = click.option("--model", required=True, help="Hugging Face config.json or its folder, or a preset.")
+_SEQ_LEN_HELP = "Tokens of a sequence, over all ranks; 128K is 128 x 1024, 1M is 1024K."
+_BATCH = (
+    click.option("--micro-batch", type=int, default=1, help="Sequences per micro-batch."),
+    click.option("--micro-batches", type=int, default=1, help="Micro-batches per iteration."),
+)
+_CAUSAL = click.option("--causal/--full", default=True, help="Causal or full attention.")
+_MEMORY = (
+    click.option("--zero-stage", type=int, default=3, help="ZeRO stage, 0 to 3."),
+    click.option(
+        "--checkpointing/--no-checkpointing",
+        "activation_checkpointing",
+        default=True,
+        help="Activation checkpointing of every layer.",
+    ),
+    click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens."),
+    click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory."),
+    click.option("--offload-optimizer", is_flag=True, help="Optimizer state in the host's memory."),
+)
+_COST_MODEL = click.option(
+    "--cost-model",
+    default="calibrated",
+    help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(PlanScenario):
+    """Training of a model on clusters, from the options of a command: one cluster, or one per replica."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The only cluster."""
+        (cluster,) = self.clusters
+        return cluster
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of one replica on the cluster.
+
+        Raises:
+            PlanError: the replica has fewer tokens than ranks, or the cost model is unknown.
+        """
+        check_workload(self.cluster, self.workload)
+        return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
+
+    @property
+    def cost_of_documents(self) -> CalibratedCostModel:
+        """The cost model, if it is one that places documents.
+
+        Raises:
+            PlanError: it is not, or see `cost`.
+        """
+        cost = self.cost
+        if not isinstance(cost, CalibratedCostModel):
+            raise PlanError(f"documents are placed under the calibrated cost model, not the {cost.name} one.")
+        return cost
+
+    def stage_costs(self, cluster: Cluster | None = None) -> StageCosts:
+        """Return the cost model of pipelines, on the cluster or on another one.
+
+        Raises:
+            PlanError: the cost model is unknown.
+        """
+        from ds_hetero.cost.stages.models import make_stage_costs
+        from ds_hetero.planner.pipelines.uneven import ScheduleFinder
+
+        find = ScheduleFinder()
+        return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload, find)
+
+    def with_workload(self, **changes: Any) -> Scenario:
+        """Return the same with some fields of the workload changed."""
+        return replace(self, workload=replace(self.workload, **changes))
+
+
+def scenario_options(
+    cluster: Callable[..., Any] | None = None,
+    *,
+    tiled_loss: bool = True,
+    batch: bool = True,
+    memory: bool = True,
+    cost_model: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options that describe a scenario; the command gets it, read and checked, as ``scenario``.
+
+    Args:
+        cluster: the option that names clusters by file; left out, the options that describe one in any way.
+        tiled_loss: what holds where it is left out.
+        batch: with ``--micro-batch`` and ``--micro-batches``.
+        memory: with ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp``, ``--offload-activations`` and
+            ``--offload-optimizer``.
+        cost_model: with ``--cost-model``; without it is the calibrated one.
+    """
+    tiled = click.option(
+        "--tiled-loss/--whole-loss", "tiled_logits", default=tiled_loss, help="Compute the loss in tiles of tokens."
+    )
+    options = (
+        *(_CLUSTER if cluster is None else (cluster,)),
+        _MODEL,
+        click.option("--seq-len", type=TOKENS, required=True, help=_SEQ_LEN_HELP),
+        *(_BATCH if batch else ()),
+        _CAUSAL,
+        *(_MEMORY if memory else ()),
+        tiled,
+        *((_COST_MODEL,) if cost_model else ()),
+    )
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def with_scenario(**arguments: Any) -> Any:
+            def taken(*names: str) -> dict[str, Any]:
+                return {name: arguments.pop(name) for name in names if name in arguments}
+
+            scenario = Scenario(
+                clusters=_read_clusters(**taken("cluster", "gpus", "network", "price", "save_cluster")),
+                workload=Workload(**taken(*(field.name for field in fields(Workload)))),
+                model=load_model(arguments.pop("model")),
+                cost_model=arguments.pop("cost_model", "calibrated"),
+            )
+            return function(scenario=scenario, **arguments)
+
+        command: Callable[..., Any] = with_scenario
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _read_clusters(
+    cluster: str | Sequence[str] | None,
+    gpus: str | None = None,
+    network: str | None = None,
+    price: str | None = None,
+    save_cluster: Path | None = None,
+) -> tuple[Cluster, ...]:
+    """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
+
+    Args:
+        cluster: file or name, or one per replica.
+        gpus: line of cards, see `ds_hetero.cluster.notation`.
+        network: between its nodes.
+        price: line of prices, see `ds_hetero.cluster.prices`.
+        save_cluster: cluster file to write.
+
+    Raises:
+        ClusterError: a cluster is none.
+        PlanError: the file cannot be written.
+    """
+    if (cluster is None) == (gpus is None):
+        raise click.UsageError("give either --cluster or --gpus.")
+    if gpus is None:
+        if network is not None or save_cluster is not None:
+            raise click.UsageError("--network and --save-cluster belong to --gpus.")
+        clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
+        _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
+        return tuple(c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
+    notation = read_notation(gpus, network)
+    loaded = load_cluster(notation.content)
+    if price is not None:
+        prices = read_prices(price, loaded)
+        loaded = with_prices(loaded, prices)
+        notation.content["devices"] = {name: {"price_per_hour": value} for name, value in prices.items()}
+    if save_cluster is not None:
+        from ds_hetero.cluster.writing import check_cluster_file, write_cluster
+
+        check_cluster_file("--save-cluster", save_cluster)
+        check_out(save_cluster, "--save-cluster")
+        write_cluster(notation.content, save_cluster)
+    _say((*notation.remarks, *device_remarks(loaded.devices)))
+    return (loaded,)
+
+
+def _say(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        print(f"note: {remark}.", file=sys.stderr)
+
+
+def read_schedule(source: str, cost: CostModel) -> Schedule:
+    """Read a schedule file or the output of ``ds-hetero plan --json``, or make a schedule by the name of a strategy.
+
+    Raises:
+        ScheduleError: no such file, not JSON, not a schedule, or several replicas.
+        PlanError: the strategy has no schedule for this cluster.
+    """
+    if not is_file(source) and source in STRATEGIES:
+        return strategy(source, cost)
+    if not (is_file(source) or is_pipe(source)):
+        raise ScheduleError(
+            f"cannot read schedule {shortened(source)}: it is neither a readable file nor a strategy. "
+            f"Strategies: {', '.join(STRATEGIES)}."
+        )
+    data = read_file(source, "schedule", ScheduleError)
+    if isinstance(data, Mapping) and "schedule" in data:
+        data = data["schedule"]
+    if isinstance(data, Mapping) and "replicas" in data:
+        raise ScheduleError(
+            f"{shortened(source)} holds several replicas. Give the schedule of one, and the cluster it runs on."
+        )
+    if isinstance(data, Mapping):
+        data = {key: value for key, value in data.items() if key != SCENARIO}
+    return Schedule.from_dict(data)
+
+
+def read_plan_file(path: Path) -> Plan:
+    """Read a plan file, or what ``ds-hetero plan --json`` printed.
+
+    Raises:
+        PlanError, ScheduleError: it cannot be read, or is no plan.
+    """
+    data = read_file(path, "plan", PlanError)
+    return read_plan(data["plan"] if isinstance(data, dict) and "plan" in data else data)
+
+
+def judge_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
+    """Read a plan of pipelines and predict it under the scenario's cost model, with its own choice of recomputation.
+
+    Raises:
+        PlanError, ScheduleError: it cannot be read, is no plan, is for another model or cluster, or does not fit.
+    """
+    from ds_hetero.planner.pipelines.given import judge_given
+
+    plan = read_plan_file(path)
+    return plan, *judge_given(plan, scenario.cost_model, scenario.cluster, scenario.model, scenario.workload)

@@ -1,0 +1,146 @@
+"""How commands write: one JSON object for machines, tables and lines for people, and files that can be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.text import time_text
+from ds_hetero.cost.prediction import Prediction
+from ds_hetero.errors import PlanError
+from ds_hetero.plans.reading import SCENARIO
+
+PICTURES = (".svg", ".png")
+PLANS = (".json", ".html")
+
+
+def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = ()) -> None:
+    """Refuse a file that cannot be written, before anything is computed for it.
+
+    Args:
+        out: the file; None where none is written.
+        option: that names it.
+        endings: of names, each of which is a kind of file that can be written; any name where there are none.
+
+    Raises:
+        PlanError: another ending, its folder does not exist or may not be written to, or it is a folder itself.
+    """
+    if out is None:
+        return
+    if endings and out.suffix not in endings:
+        raise PlanError(f"{option} must end in {' or '.join(endings)}, got {shortened(str(out))}.")
+    try:
+        folder, is_folder = out.resolve().parent, out.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that no file can have
+        raise PlanError(f"{option} {shortened(str(out))} cannot be written: {_reason(error)}.") from None
+    if is_folder or not os.access(folder, os.W_OK):
+        where = shortened(str(folder))
+        reason = "it is a folder" if is_folder else f"{where} is no folder that may be written to"
+        raise PlanError(f"{option} {shortened(str(out))} cannot be written: {reason}.")
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write the file that ``--out`` names.
+
+    Raises:
+        PlanError: it cannot be written, for a reason that `check_out` does not see, such as a full disk.
+    """
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--out {shortened(str(out))} cannot be written: {_reason(error)}.") from None
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else shortened(str(error))
+
+
+def write_plan(out: Path, plan: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
+    """Write a plan with what it was made for: as its file, or where ``out`` ends in .html as the page of ``report``."""
+    if out.suffix == ".html":
+        from ds_hetero.plans import read_plan
+        from ds_hetero.reporting.described_plan import DescribedPlan, read_scenario
+        from ds_hetero.reporting.plan_page import plan_page
+
+        write_out(out, plan_page(DescribedPlan(plan=read_plan(plan), scenario=read_scenario(scenario))))
+        return
+    write_out(out, json.dumps({**plan, SCENARIO: scenario}, indent=1) + "\n")
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(data, allow_nan=False))
+
+
+def print_written(out: Path | None, remark: str = "") -> None:
+    """Say what was written, if anything was."""
+    if out is not None:
+        print(f"written to {out}{remark}")
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    title: str | None = None,
+    *,
+    caption: str | None = None,
+    numbers: bool = False,
+) -> None:
+    """Print a table.
+
+    Args:
+        columns: their heads.
+        rows: their cells; None draws a line.
+        title: above it.
+        caption: below it.
+        numbers: all columns but the first are aligned at the right.
+    """
+    from rich.console import Console  # takes longer to import than most commands to run, and JSON needs none
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers and i else "left")
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    Console().print(table)
+
+
+def prediction_lines(prediction: Prediction) -> list[str]:
+    """Prediction of a schedule, in two lines."""
+    return [
+        f"predicted:  {time_text(prediction.block_s)} per block, {time_text(prediction.iteration_s)} per iteration, "
+        f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)})",
+        f"bottleneck: {prediction.bottleneck.text}",
+    ]
+
+
+def terms_text(prediction: Prediction) -> str:
+    """The terms of a block as shares of it."""
+    names = ("non-attention", "all-to-all", "ring")
+    return ", ".join(f"{name} {share}" for name, share in zip(names, term_shares(prediction), strict=True))
+
+
+def term_shares(prediction: Prediction) -> list[str]:
+    """Shares of a block: outside attention, all-to-all, ring."""
+    terms = prediction.terms
+    parts = (terms.non_attention_s, terms.all_to_all_s, terms.ring_steps_s)
+    return [f"{100 * seconds / prediction.block_s:.0f} %" for seconds in parts]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

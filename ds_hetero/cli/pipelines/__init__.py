@@ -1,1 +1,0 @@
-"""Commands for pipelines of unequal stages: plan, compare, simulate, show, replan."""

@@ -1,0 +1,76 @@
+"""``ds-hetero replan``: plan pipelines again after devices are lost or added, and say what must move."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, FILE
+from ds_hetero.cli.inputs.scenario import CLUSTER_FILE, Scenario, read_plan_file, scenario_options
+from ds_hetero.cli.outputs.printing import check_out, print_json, print_written, write_out
+from ds_hetero.cluster.files import load_cluster
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.pipelines import replan as planner
+from ds_hetero.planner.pipelines.explain import shape_text
+
+
+@click.command
+@click.option("--plan", type=FILE, required=True, help="Plan file of pipelines.")
+@scenario_options(CLUSTER_FILE, batch=False, memory=False)
+@click.option("--lost", type=int, multiple=True, help="Ranks that are lost: --lost 5 9.")
+@click.argument("more_lost", type=int, nargs=-1, metavar="")
+@click.option("--lost-node", multiple=True, help="A node whose ranks are all lost.")
+@click.option("--added", help="Cluster file of nodes that are new.")
+@click.option("--out", type=FILE, help="New plan file to write, .json.")
+@AS_JSON
+def replan(
+    scenario: Scenario,
+    plan: Path,
+    lost: Sequence[int],
+    more_lost: Sequence[int],
+    lost_node: Sequence[str],
+    added: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan pipelines again after devices are lost or added, and say what must move."""
+    if more_lost and not lost:
+        ranks = " ".join(map(str, more_lost))
+        raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
+    check_out(out, endings=(".json",))
+    if not lost and not lost_node and added is None:
+        raise PlanError("say what has changed: --lost RANK, --lost-node NAME or --added CLUSTER_FILE.")
+    old, cluster = read_plan_file(plan), scenario.cluster
+    names = [node.name for node in cluster.nodes]
+    unknown = [name for name in lost_node if name not in names]
+    if unknown:
+        raise PlanError(
+            f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
+        )
+    gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node}
+    own = True if old.activation_checkpointing is None else old.activation_checkpointing
+    choices = (own, not own) if scenario.cost_model == "calibrated" else (own,)
+    replanned = planner.replan(
+        old,
+        cluster,
+        lambda left: [scenario.with_workload(activation_checkpointing=one).stage_costs(left) for one in choices],
+        lost=sorted({*gone, *lost, *more_lost}),
+        added=None if added is None else load_cluster(added),
+    )
+    if out is not None:
+        write_out(out, json.dumps(replanned.plan.to_dict(), indent=1) + "\n")
+    if as_json:
+        print_json(replanned.to_dict())
+        return
+    before = (old.predicted or {}).get("step_s")
+    was = f" (before: {time_text(before)})" if before else ""
+    print(f"{shape_text(replanned.finished.candidate)}, {time_text(replanned.finished.step_s)} per step{was}")
+    print(f"first plan after {time_text(replanned.first_after_s)}: {time_text(replanned.first_s)} per step")
+    moves = ", ".join(f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items()))
+    print(f"state to move: {moves or 'none'}")
+    print_written(out)

@@ -1,0 +1,219 @@
+"""Memory of one layer on a rank: one formula per kind of layer, however ranks share its work.
+
+Every memory of this package is made of these: of jobs that share sequences (`ds_hetero.cost.terms.memory`), and of
+stages of pipelines (`ds_hetero.cost.stages.memory`).
+
+Dimension key: D ranks, K groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.heads import kv_heads_of_ranks
+from ds_hetero.cost.workload import Workload
+from ds_hetero.model_shapes import ModelSpec
+
+LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss, where nobody says its size
+MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP, likewise
+WIDE = 4  # bytes of fp32
+
+Bytes = Floats | float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShare:
+    """Shares of ranks in a layer, in a micro-batch of all its sequences; numbers by rank, ``[D]``.
+
+    Args:
+        tokens: outside attention.
+        tokens_at_once: of an MLP in tiles, those of a tile; else all.
+        rows: of queries in attention: tokens by heads.
+        kv_rows: of keys, and as many of values.
+        visited: of the keys that visit a group last, with which the backward begins, as far as this rank sees them.
+        visiting: of the longest block of keys that visits.
+        in_ring: whether any do.
+        copied: attention's output is copied on its way to its projection, as an exchange does.
+        cut: ranks that cut products by heads and columns; norms and residuals are whole on every one.
+    """
+
+    tokens: Floats
+    tokens_at_once: Floats
+    rows: Floats
+    kv_rows: Floats
+    visited: Bytes = 0.0
+    visiting: Bytes = 0.0
+    in_ring: bool = False
+    copied: bool = True
+    cut: int = 1
+
+    @classmethod
+    def of_sequence(
+        cls, model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
+    ) -> LayerShare:
+        """Return the shares of ranks that share sequences; leading dimensions of the arguments are kept."""
+        batch = workload.micro_batch
+        length_K = grouping.by_group(np.add, tokens_D)
+        length_D = batch * length_K[..., grouping.group_of]
+        kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
+        visited_K = _last_visible(grouping, length_K, workload.causal)
+        return cls(
+            tokens=batch * tokens_D,
+            tokens_at_once=mlp_tokens(workload, tokens_D),
+            rows=length_D * heads_D,
+            kv_rows=length_D * kv_D,
+            visited=batch * visited_K[..., grouping.group_of] * kv_D,
+            visiting=batch * length_K.max(axis=-1, keepdims=True) * kv_D,
+            in_ring=grouping.num_groups > 1,
+        )
+
+    @classmethod
+    def of_cut(cls, model: ModelSpec, workload: Workload, size: int) -> LayerShare:
+        """Return the share of each of ``size`` ranks that cut layers by heads and columns, or of one rank alone."""
+        tokens = np.array([float(workload.micro_batch * workload.seq_len)])
+        return cls(
+            tokens=tokens,
+            tokens_at_once=mlp_tokens(workload, np.array([float(workload.seq_len)])),
+            rows=tokens * model.num_heads / size,
+            kv_rows=tokens * max(model.num_kv_heads / size, 1),
+            copied=False,
+            cut=size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMemory:
+    """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most.
+
+    Args:
+        given: its input.
+        kept: what its backward needs.
+        of_mlp: the MLP's part of that.
+        made: what its MLP's backward makes.
+        ring_buffers: keys and values that visit, their gradients, partial results.
+        exchange_buffers: what is packed for the exchange of heads.
+        kept_by_all: what the backwards of all layers of the model need.
+    """
+
+    given: Bytes
+    kept: Bytes
+    of_mlp: Bytes
+    made: Bytes
+    ring_buffers: Bytes
+    exchange_buffers: Bytes
+    kept_by_all: Bytes
+
+    def mapped(self, function: Callable[[Bytes], float]) -> LayerMemory:
+        """Return numbers of one rank, each by a function of the numbers of all."""
+        return LayerMemory(**{entry.name: function(getattr(self, entry.name)) for entry in fields(self)})
+
+
+def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> LayerMemory:
+    """Return what autograd keeps of a decoder layer of transformers, and what its backward makes.
+
+    Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
+    input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation. Attention
+    keeps q, k, v, its output and its log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP
+    keeps its input alone, which is its norm's output.
+
+        ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
+        exchange_buffers   packed q, k, v of the all-to-all, or what goes into a scan
+    """
+    element, hidden, head_dim = workload.element_bytes, model.hidden_size, model.head_dim
+    tokens = share.tokens
+    mlp = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / share.cut
+    norm, inner = (WIDE + 2 * element) * hidden, element * (4 if model.gated_mlp else 2) * mlp
+    of_mlp = norm + (0 if workload.tiled_mlp else inner)
+    projected = element * model.num_heads / share.cut * head_dim if share.copied else 0.0
+    exchanged = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited) + WIDE * share.rows
+    attention = tokens * (norm + of_mlp + projected) + exchanged
+    kept, by_all = _joined(model, attention, tokens * (norm + of_mlp + _recurrent_bytes(model, element)))
+    made = element * tokens * (2 * mlp + hidden)
+    if workload.tiled_mlp:  # the inner activations of a tile, their gradients, and the gradient of the layer
+        made = share.tokens_at_once * (inner + element * 2 * mlp) + element * tokens * hidden
+    ring = head_dim * (4 * (element + WIDE) * share.visiting + WIDE * share.rows)
+    packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim if share.copied else 0
+    return LayerMemory(
+        given=element * tokens * hidden,
+        kept=kept,
+        of_mlp=tokens * of_mlp,
+        made=made,
+        ring_buffers=ring * share.in_ring,
+        exchange_buffers=tokens * max(packed, _scan_bytes(model, element)),
+        kept_by_all=by_all,
+    )
+
+
+def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
+    """Logits of a tile, or of all tokens: in the compute type, in fp32 and their gradient, ``[D]``."""
+    tokens = _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.tiled_logits else None)
+    return tokens * model.vocab_size * (workload.element_bytes + 2 * WIDE)
+
+
+def mlp_tokens(workload: Workload, tokens_D: Floats) -> Floats:
+    """Tokens of a micro-batch whose inner activations of an MLP exist at once, of tokens of a sequence, ``[D]``."""
+    return _at_once(workload, tokens_D, MLP_TILE_TOKENS if workload.tiled_mlp else None)
+
+
+def _at_once(workload: Workload, tokens_D: Floats, usual: int | None) -> Floats:
+    """All tokens without tiles; else those of a tile, of which all ranks have as many as the one with most tokens."""
+    tokens = workload.micro_batch * tokens_D
+    if usual is None:
+        return tokens
+    if workload.tile_tokens is None:
+        return np.minimum(tokens, usual)
+    count = np.maximum(np.ceil(tokens_D.max(axis=-1, keepdims=True) / workload.tile_tokens), 1)
+    return np.asarray(workload.micro_batch * np.ceil(tokens_D / count))
+
+
+def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
+    """Keys that every group sees of the last block that visits it, the next group's, ``[K]``.
+
+    In a zigzag layout a group lies around those after it in the ring: it sees all of their keys, and half of the keys
+    of those before it. Of contiguous groups, only the last one sees the one after it, which is the first.
+    """
+    num_groups = grouping.num_groups
+    if num_groups == 1:
+        return np.zeros_like(length_K)
+    seen_K = np.ones(num_groups)
+    if causal:
+        is_last_K = np.arange(num_groups) == num_groups - 1
+        seen_K = np.where(is_last_K, 0.5, 1.0) if grouping.zigzag else np.where(is_last_K, 1.0, 0.0)
+    return np.asarray(np.roll(length_K, -1, axis=-1) * seen_K)
+
+
+def _scan_bytes(model: ModelSpec, element: int) -> int:
+    """Inputs of a scan per token, all heads together; 0 for a model without one."""
+    layers = model.recurrent
+    if layers is None:
+        return 0
+    per_head, per_key_head = layers.input_bytes(element)
+    return per_head * layers.num_heads + per_key_head * layers.num_key_heads
+
+
+def _recurrent_bytes(model: ModelSpec, element: int) -> int:
+    """Bytes of a recurrence per token beside norms and MLP: inputs and outputs of convolution, scan and gated norm.
+
+    A rank that holds a share of the tokens holds this share of the scan's heads, of all tokens. Kernels that keep more
+    than their inputs and outputs, such as torch's own, take more.
+    """
+    layers = model.recurrent
+    if layers is None:
+        return 0
+    return element * (2 * layers.conv_channels + 3 * layers.inner_size) + _scan_bytes(model, element)
+
+
+def _joined(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
+    """Bytes of the largest layer, and of all layers, from those of one of each kind, ``[D]``."""
+    layers = model.recurrent
+    if layers is None:
+        return attention, model.num_layers * attention
+    of_all = layers.num_attention_layers * attention + layers.num_layers * recurrent
+    if layers.num_attention_layers + layers.num_layers > layers.num_model_layers:  # a layer may hold both
+        return attention + recurrent, of_all
+    return np.maximum(attention * bool(layers.num_attention_layers), recurrent), of_all

@@ -1,0 +1,1 @@
+"""Engine of our own, of no framework: the handle, the registry, registration, loaders, losses and sharded calls."""

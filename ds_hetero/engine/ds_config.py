@@ -1,0 +1,82 @@
+"""The one reader of ds_config.json: what it says, as values. Imports no framework.
+
+DeepSpeed's own reader of batch sizes is `batch_sizes`, since it writes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_hetero.common.limits import is_weight
+from ds_hetero.config import SECTION, HeterogeneitySection, expect_section_name, read_section
+from ds_hetero.cost.workload import Buffers
+from ds_hetero.job.facts import TrainingFacts
+
+_FP32 = ("fp32", "float32")
+
+
+def enabled(ds_config: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed configuration asks for this engine. Looks no further: checking is for all ranks together."""
+    if ds_config is None or SECTION not in ds_config:
+        return False
+    return not isinstance(_value(ds_config, SECTION), Mapping) or _value(ds_config, SECTION, "enabled") is not False
+
+
+def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
+    """Read the "heterogeneity" section; None where there is none or it is switched off.
+
+    Raises:
+        ConfigError: see `read_section` and `ds_hetero.config.expect_section_name`.
+    """
+    expect_section_name(ds_config)
+    return read_section(ds_config[SECTION]) if SECTION in ds_config else None
+
+
+def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
+    """Read everything that this engine needs to know of a DeepSpeed configuration."""
+    bf16, former_bf16, fp16 = (_value(ds_config, name, "enabled") is True for name in ("bf16", "bfloat16", "fp16"))
+    return TrainingFacts(
+        zero_stage=_number(ds_config, "zero_optimization", "stage") or 0,
+        train_batch_size=_number(ds_config, "train_batch_size"),
+        micro_batch_size=_number(ds_config, "train_micro_batch_size_per_gpu"),
+        accumulation_steps=_number(ds_config, "gradient_accumulation_steps"),
+        mixed_precision="bfloat16" if bf16 or former_bf16 else "float16" if fp16 else None,
+        accumulates_in_fp32=_value(ds_config, "data_types", "grad_accum_dtype") in _FP32,
+        offloads_optimizer=_offloads(ds_config, "offload_optimizer"),
+        offloads_parameters=_offloads(ds_config, "offload_param"),
+        sp_size=_value(ds_config, "sequence_parallel_size"),
+        optimizer=str(_value(ds_config, "optimizer", "type") or ""),
+        buffers=_buffers(ds_config),
+    )
+
+
+def _buffers(ds_config: Mapping[str, Any]) -> Buffers:
+    """Sizes in elements, also where they are written as 5e8; DeepSpeed's default for anything else, such as "auto"."""
+    keys = {
+        "reduce_bucket": "reduce_bucket_size",
+        "prefetch_bucket": "stage3_prefetch_bucket_size",
+        "live_parameters": "stage3_max_live_parameters",
+        "sub_group": "sub_group_size",
+    }
+    values = {name: _value(ds_config, "zero_optimization", key) for name, key in keys.items()}
+    return Buffers(**{name: int(value) for name, value in values.items() if is_weight(value)})
+
+
+def _value(ds_config: Any, *path: str) -> Any:
+    """The value at a path of nested objects; None where a part of it is missing."""
+    value = ds_config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(ds_config: Mapping[str, Any], *path: str) -> int | None:
+    """The whole number at a path; None for anything else, such as "auto"."""
+    value = _value(ds_config, *path)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _offloads(ds_config: Mapping[str, Any], key: str) -> bool:
+    device = _value(ds_config, "zero_optimization", key, "device")
+    return device not in (None, "none")

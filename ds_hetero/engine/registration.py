@@ -1,0 +1,74 @@
+"""`ds_hetero.register`: every integration installed, once per process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from ds_hetero.common.extras import untested_releases
+from ds_hetero.engine import restarts, uncaught
+from ds_hetero.engine.handle import Handle
+from ds_hetero.engine.patching import expect_package
+from ds_hetero.engine.registry import Registry
+from ds_hetero.errors import ConfigError
+from ds_hetero.integrations import accelerate
+from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
+from ds_hetero.integrations.deepspeed.registered import expect_no_engine
+from ds_hetero.integrations.transformers import attention, shard_guard, trainer
+from ds_hetero.integrations.transformers.stages import meta
+from ds_hetero.job.report import announce
+
+_active: tuple[Handle, Registry] | None = None
+
+
+def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
+    """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
+
+    Call it before a Trainer or an Accelerator is made and before ``deepspeed.initialize``. Without a "heterogeneity"
+    section, or with ``"enabled": false``, everything behaves as before. A second call returns the same handle.
+
+    Args:
+        config: ds_config.json, its path or its content; needed only in a loop of one's own that wraps its loader
+            before it calls ``deepspeed.initialize``.
+
+    Raises:
+        VersionError: torch, DeepSpeed, accelerate or transformers is of a version that does not work.
+        ConfigError: registered already, with another configuration; or an engine with a section exists already.
+    """
+    global _active
+    ds_config = config if config is None or isinstance(config, Mapping) else deepspeed.load_ds_config(str(config))
+    if _active is not None:
+        handle, registry = _active
+        if ds_config is not None and ds_config != registry.ds_config:
+            raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
+        return handle
+    expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
+    expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
+    expect_package(
+        "transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES, *meta.PRIVATE_NAMES)
+    )
+    expect_package("torch", restarts.WORKS, restarts.PRIVATE_NAMES)
+    expect_no_engine()
+    registry = Registry(ds_config)
+    registry.patches.on_undo(_forget)
+    registry.patches.on_undo(uncaught.install())
+    restarts.install(registry.patches)
+    attention.install(registry.patches)
+    shard_guard.install(registry.patches)
+    deepspeed_engine.install(registry)
+    accelerate.install(registry)
+    trainer.install(registry)
+    _active = Handle(registry), registry
+    if os.environ.get("RANK", "0") == "0" and (untested := untested_releases()):
+        releases = ", ".join(f"{package} {release}" for package, release in untested.items())
+        announce(f"not tested with this release of ds_hetero: {releases}. Compare a few steps with one process first.")
+    return _active[0]
+
+
+def _forget() -> None:
+    global _active
+    _active = None

@@ -1,0 +1,404 @@
+"""Registry of this process: its models, the agreement of the ranks for each, and the replacements made for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from torch import nn
+
+from ds_hetero.config import SECTION
+from ds_hetero.engine.ds_config import read_training_facts, section_of
+from ds_hetero.engine.patching import Patches
+from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
+from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.job.capabilities import requested_kernel
+from ds_hetero.job.decide import JobStart
+from ds_hetero.job.decide_pipelines import inners_of
+from ds_hetero.job.facts import JobFacts
+from ds_hetero.job.monitoring.document_advice import DocumentAdvice
+from ds_hetero.job.monitoring.document_costs import CostRenewal, agree_on_placer
+from ds_hetero.job.monitoring.document_zones import DocumentZones
+from ds_hetero.job.monitoring.layer_search import LayerSearch
+from ds_hetero.job.monitoring.monitor import (
+    DocumentObserver,
+    EventWriter,
+    Observers,
+    StepMonitor,
+    steps_between,
+)
+from ds_hetero.job.monitoring.prediction_check import PredictionCheck
+from ds_hetero.job.monitoring.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
+from ds_hetero.job.monitoring.run_record import RunRecord
+from ds_hetero.job.monitoring.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
+from ds_hetero.job.request import Request, agree_on_request
+from ds_hetero.job.resolve import sp_size_of
+from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.placement import Placer
+from ds_hetero.plans import Plan
+from ds_hetero.plans.section_keys import SECTION_KEYS
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.runtime.step_clock import StepClock
+
+T = TypeVar("T")
+
+
+class PipelinedModel(Protocol):
+    """A model that was cut into stages of pipelines, of which this rank has one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """As the user gave it, with the parts of other stages taken out."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all ranks of the job."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights of all stages, as transformers reads them; on every rank."""
+
+
+@dataclass
+class PreparedModel:
+    """A model that this engine trains.
+
+    Args:
+        model: switched to our attention, or run whole where every replica is one rank.
+        start: what the ranks agreed on for it.
+        prediction_check: compares its steps with the forecasts of ``start``.
+        monitor: observes its steps; None until its DeepSpeed engine has been built.
+        is_destroyed: its DeepSpeed engine is gone.
+        zones: where the tokens of its documents lie; None where batches are cut by their length.
+        advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
+    """
+
+    model: ShardedModel | WholeModel
+    start: JobStart
+    prediction_check: PredictionCheck
+    monitor: StepMonitor | None = None
+    is_destroyed: bool = False
+    zones: DocumentZones | None = None
+    advice: DocumentAdvice | None = None
+
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Take note that a sharded forward begins."""
+        self.prediction_check.record_batch(batch)
+        if self.zones is not None:
+            self.zones.record_batch(batch)
+        if self.advice is not None:
+            self.advice.record_batch(batch)
+
+
+class _Living(Generic[T]):
+    """Objects that others keep alive, oldest first."""
+
+    def __init__(self) -> None:
+        self._weak: list[weakref.ref[T]] = []
+
+    def all(self) -> list[T]:
+        """Those that still exist."""
+        return [one for weak in self._weak if (one := weak()) is not None]
+
+    @property
+    def latest(self) -> T | None:
+        """The one added last, of those that still exist."""
+        return next(reversed(self.all()), None)
+
+    def add(self, one: T) -> None:
+        """Add it as the latest, also if it is there already."""
+        self.remove(one)
+        self._weak.append(weakref.ref(one))
+
+    def remove(self, one: T) -> None:
+        """Remove it if it is there, and those that exist no more."""
+        self._weak = [weakref.ref(other) for other in self.all() if other is not one]
+
+
+class Registry:
+    """The state behind one `Handle`, which the integrations share.
+
+    It keeps no model alive: what was prepared for a model lives as long as the model.
+
+    Args:
+        ds_config: the configuration given to `register`, if any.
+
+    Attributes:
+        ds_config: what registrations follow; None as long as no configuration is known.
+        patches: what has been replaced in the frameworks.
+        process_groups: made so far; plans to come use them again.
+        clusters: the live ranks, as far as they were measured.
+    """
+
+    def __init__(self, ds_config: Mapping[str, object] | None) -> None:
+        self.ds_config = ds_config
+        self.patches = Patches()
+        self._unsplit = _Living[nn.Module]()
+        self._pipelined = _Living[PipelinedModel]()
+        self._prepared = _Living[PreparedModel]()
+        self._request: tuple[str, Request] | None = None
+        self._replicas: dict[Plan, Replica] = {}
+        self.process_groups = ProcessGroups()
+        self.clusters = MeasuredClusters()
+        self._num_records = 0
+
+    @property
+    def latest(self) -> PreparedModel | None:
+        """The model prepared last with a section, of those that still exist."""
+        return self._prepared.latest
+
+    @property
+    def latest_model(self) -> nn.Module | None:
+        """The model prepared last: with a section, else cut into stages, else without a section."""
+        if (owner := self._prepared.latest) is not None:
+            return owner.model.model
+        return self._unsplit.latest if (stages := self._pipelined.latest) is None else stages.model
+
+    def is_unsplit(self, model: nn.Module) -> bool:
+        """Whether ``model`` was prepared without a section."""
+        return any(other is model for other in self._unsplit.all())
+
+    def has_prepared(self, model: nn.Module) -> bool:
+        """Whether ``model`` was prepared, with a section or without."""
+        return self.find(model) is not None or self.is_pipelined(model) or self.is_unsplit(model)
+
+    @property
+    def in_training(self) -> list[PreparedModel]:
+        """The models prepared with a section whose engines exist, oldest first."""
+        return [prepared for prepared in self._prepared.all() if not prepared.is_destroyed]
+
+    def note_unsplit(self, model: nn.Module | None) -> None:
+        """``model`` was prepared without a section."""
+        if model is not None:
+            self._unsplit.add(model)
+
+    def note_pipelined(self, stages: PipelinedModel) -> None:
+        """A model was cut into stages of pipelines."""
+        self._pipelined.add(stages)
+
+    def find_pipelined(self, model: nn.Module) -> PipelinedModel | None:
+        """The stage of ``model``, if it was cut into stages of pipelines."""
+        return next((stages for stages in self._pipelined.all() if stages.model is model), None)
+
+    def is_pipelined(self, model: nn.Module) -> bool:
+        """Whether ``model`` was cut into stages of pipelines."""
+        return self.find_pipelined(model) is not None
+
+    def find(self, model: nn.Module) -> PreparedModel | None:
+        """The preparation of ``model``, if there is one."""
+        return next((known for known in self._prepared.all() if known.model.model is model), None)
+
+    def find_split(self, model: nn.Module) -> ShardedModel | None:
+        """``model`` as it is split, if it was prepared and does not run whole."""
+        known = self.find(model)
+        return known.model if known is not None and isinstance(known.model, ShardedModel) else None
+
+    def find_split_by_ranks(self, ranks: Sequence[int]) -> ShardedModel | None:
+        """The latest model that is split over ``ranks``."""
+        members = tuple(sorted(ranks))
+        models = (known.model for known in reversed(self._prepared.all()) if known.model.replica.ranks == members)
+        return next((model for model in models if isinstance(model, ShardedModel)), None)
+
+    @contextlib.contextmanager
+    def using(self, ds_config: Mapping[str, object]) -> Iterator[None]:
+        """Let registrations inside follow ``ds_config``."""
+        before, self.ds_config = self.ds_config, ds_config
+        try:
+            yield
+        finally:
+            self.ds_config = before
+
+    def request_of(self, ds_config: Mapping[str, object]) -> Request:
+        """Request of a configuration's section; read and agreed on once, until `forget_request`.
+
+        Args:
+            ds_config: DeepSpeed's configuration.
+
+        Caller: every rank of the world.
+        Collectives: those of `agree_on_request`, the first time.
+        """
+        text = json.dumps(ds_config.get(SECTION), default=repr)
+        if self._request is None or self._request[0] != text:
+            self._request = text, agree_on_request(World.current(), lambda: section_of(ds_config))
+        return self._request[1]
+
+    def forget_request(self) -> None:
+        """The engine has been built: the next job reads its own section and plan."""
+        self._request = None
+
+    @waiting_for_peers("starting the job")
+    def prepare(
+        self, model: nn.Module, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]
+    ) -> PreparedModel:
+        """Start the job of ``model`` with all ranks and switch it to this rank's replica; again, if it was before.
+
+        Args:
+            model: a PreTrainedModel, or a module around one; any module where the sequence-parallel size is 1.
+            ds_config: DeepSpeed's configuration, with a section.
+            sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
+
+        Caller: every rank of the world.
+        """
+        known = self.find(model)
+        world, request = World.current(), self.request_of(ds_config)
+        facts = agree_on_facts(world, lambda: _read_facts(model, request, ds_config, sp_sizes))
+        start = start_job(world, facts, self.clusters, None if known is None else known.start, plan=request.plan)
+        replica, kernel = self._replica_of(start.plan), requested_kernel(start.section.attention, world.rank)
+        if known is not None and (known.model.replica is not replica or known.model.kernel != kernel):
+            self._forget(known)
+            known = None
+        if known is not None and known.start.plan is start.plan:
+            known.start = start
+            return known
+        if known is None:
+            is_split = start.facts.model.is_split
+            switched = ShardedModel(model, replica, kernel) if is_split else WholeModel(model, replica)
+            known = PreparedModel(switched, start, PredictionCheck(()))
+            switched.keep_alive(known)
+            self._prepared.add(known)
+        known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
+        known.model.record_batches(known.record_batch)
+        known.model.declare_loss(start.section.loss)
+        known.model.verify(start.section.verify)
+        if isinstance(known.model, WholeModel):
+            known.model.expect_section(start.section)
+        elif start.section.tile_tokens is not None:
+            known.model.tile(start.section.tile_tokens)
+        placer = agree_on_placer(world, start, replica.replica_id)
+        known.model.place_documents(placer)
+        known.zones = None if placer is None else DocumentZones(placer.costs.node)
+        takes_advice = placer is None and isinstance(known.model, ShardedModel) and not known.model.cuts_inputs
+        known.advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
+        if world.rank == 0:
+            announce_start(start)
+        return known
+
+    def monitor_steps(self, prepared: PreparedModel, steps_per_print: float | None, writer: EventWriter) -> StepMonitor:
+        """Make what observes an engine's steps, and changes the plan if the section says so.
+
+        Args:
+            prepared: what the engine trains.
+            steps_per_print: of the engine's configuration.
+            writer: the engine's monitors.
+
+        Caller: every rank of the world, when the engine has been built.
+        """
+        weak = weakref.ref(prepared)  # the monitor reports when the process exits, and would keep the model until then
+
+        def change_plan(plan: Plan) -> None:
+            changed = weak()
+            assert changed is not None
+            changed.model.change_replica(self._replica_of(plan))
+            changed.start = replace(changed.start, plan=plan)
+
+        def change_placer(placer: Placer) -> None:
+            changed = weak()
+            assert changed is not None
+            changed.model.place_documents(placer)
+
+        start = prepared.start
+        wanted = start.section.replan.enabled and has_schedules_to_change(start.plan)
+        by_documents = prepared.model.places_documents
+        renewal = CostRenewal(start, change_placer) if wanted and by_documents else None
+        documents = None if prepared.zones is None else DocumentObserver(prepared.zones, renewal)
+        searches = wanted and not by_documents
+        replanning = Replanning(start.plan, ScheduleSearch(start), change_plan) if searches else None
+        prepared.is_destroyed = False
+        prepared.monitor = self.watch(start, prepared.model.clock, steps_per_print, writer, replanning, documents)
+        return prepared.monitor
+
+    def watch(
+        self,
+        start: JobStart,
+        clock: StepClock,
+        steps_per_print: float | None,
+        writer: EventWriter,
+        replanning: Replanning | None = None,
+        documents: DocumentObserver | None = None,
+    ) -> StepMonitor:
+        """Make what observes an engine's steps, as the section of its job says.
+
+        Args:
+            start: of the job.
+            clock: of the steps.
+            steps_per_print: of the engine's configuration.
+            writer: the engine's monitors.
+            replanning: changes the plan; None where the section does not ask for it.
+            documents: see `Observers`.
+
+        Caller: every rank of the world, when the engine has been built.
+        """
+        is_first, replan = World.current().rank == 0, start.section.replan
+        renews = documents is not None and documents.renewal is not None
+        observers = Observers(
+            replanning=replanning,
+            documents=documents,
+            stragglers=_stragglers(start, replanning) if is_first and replan.report_only else None,
+            record=self._record(start, replanning) if is_first else None,
+        )
+        looks_often = replanning is not None or renews or replan.report_only
+        interval = replan.interval_steps if looks_often else steps_between(steps_per_print)
+        return StepMonitor(start, clock, observers, interval, writer)
+
+    def _record(self, start: JobStart, replanning: Replanning | None) -> RunRecord | None:
+        """Maker of the record of a job that writes ``run.json``: ``run-2.json`` for a second model, and so on."""
+        if start.section.report is None:
+            return None
+        self._num_records += 1
+        name = "run.json" if self._num_records == 1 else f"run-{self._num_records}.json"
+        path = Path(start.section.report, name)
+        return RunRecord(start, path, lambda: [] if replanning is None else replanning.changes)
+
+    def undo(self) -> None:
+        """Put back everything that was replaced, in the frameworks and in the models."""
+        for prepared in self._prepared.all():
+            prepared.prediction_check.report()
+            if prepared.monitor is not None:
+                prepared.monitor.report()
+            self._forget(prepared)
+        self.patches.undo()
+        self._replicas.clear()
+        self.process_groups.close()
+
+    def _forget(self, prepared: PreparedModel) -> None:
+        """Switch a model back."""
+        prepared.model.restore()
+        self._prepared.remove(prepared)
+
+    def _replica_of(self, plan: Plan) -> Replica:
+        """This rank's replica under ``plan``, made when it is first needed; every rank of the world."""
+        if plan not in self._replicas:
+            self._replicas[plan] = make_replica(plan, self.process_groups)
+        return self._replicas[plan]
+
+
+def _stragglers(start: JobStart, replanning: Replanning | None) -> Stragglers:
+    current = start if replanning is None else replanning
+    search: PlanSearch
+    remedy: Remedy | None
+    if start.is_of_pipelines:
+        can_move = not SECTION_KEYS["replan.enabled"].refused.keys() & set(inners_of(start.plan))
+        search, remedy = LayerSearch(start.section.replan.min_gain), OF_LAYERS if can_move else None
+    else:
+        search, remedy = ScheduleSearch(start), OF_TOKENS if has_schedules_to_change(start.plan) else OF_SAMPLES
+    return Stragglers(lambda seen: search.predicted_gain(current.plan, seen), remedy)
+
+
+def _read_facts(
+    model: nn.Module, request: Request, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]
+) -> JobFacts:
+    """This rank's facts of the job; raises what is wrong with them."""
+    assert request.section is not None
+    return JobFacts(
+        section=request.section,
+        model=(read_facts_of_whole_model if sp_size_of(sp_sizes) == 1 else read_model_facts)(model),
+        training=read_training_facts(ds_config),
+        sp_sizes=dict(sp_sizes),
+    )

@@ -1,0 +1,1 @@
+"""Files of checkpoints: complete or not there, and checked."""

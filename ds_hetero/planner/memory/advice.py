@@ -1,0 +1,114 @@
+"""Changes that would make a training fit, cheapest first.
+
+Each change is tried alone. Where none is enough, changes are added in the order of what each costs alone until it fits,
+and those that turn out to be needless are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.memory.best import Fitted
+from ds_hetero.planner.memory.changes import CHANGES, Change, Changed, apply
+from ds_hetero.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Changes, and the training after them.
+
+    Args:
+        changes: to make together.
+        after: what they come to; None where there is no such training.
+        why_not: the reason for it.
+    """
+
+    changes: tuple[Change, ...]
+    after: Changed | None
+    why_not: str | None = None
+
+    @classmethod
+    def of(cls, fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -> Advice:
+        """Plan a training with these changes."""
+        try:
+            return cls(changes, apply(fitted, source, changes))
+        except PlanError as error:
+            return cls(changes, None, str(error).partition(". ")[0])
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with them."""
+        return self.after is not None and self.after.fitted.fits
+
+    @property
+    def name(self) -> str:
+        """The changes in words."""
+        return " and ".join(change.name for change in self.changes)
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes that the fullest rank still lacks; negative if it fits."""
+        if self.after is None:
+            return float("inf")
+        fitted = self.after.fitted
+        return float((np.array(fitted.prediction.memory_bytes) - fitted.cost.capacity_bytes_D).max())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "changes": [change.name for change in self.changes],
+            "how": [change.how for change in self.changes],
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "iteration_s": None if self.after is None else self.after.iteration_s,
+            "missing_bytes": None if self.after is None else max(self.missing_bytes, 0.0),
+        }
+
+
+def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
+    """Find what would make a training fit, the cheapest first, then what is not enough alone.
+
+    Args:
+        fitted: the training as it is.
+        source: its schedule, or the name of the strategy that made it.
+    """
+    changes = [change for change in CHANGES if change.applies(fitted.cost.workload, source)]
+    alone = [Advice.of(fitted, source, (change,)) for change in changes]
+    alone.sort(key=_cost)
+    together = () if any(advice.fits for advice in alone) else _together(fitted, source, alone)
+    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, _cost(advice))))
+
+
+def _together(fitted: Fitted, source: str | Schedule, alone: Sequence[Advice]) -> tuple[Advice, ...]:
+    """Changes that fit together, each of them needed; none if all together do not."""
+    chosen: tuple[Change, ...] = ()
+    best: Advice | None = None
+    for advice in alone:
+        (change,) = advice.changes
+        if not _superseded(change, chosen):
+            chosen = (*(old for old in chosen if not _superseded(old, (change,))), change)
+            best = Advice.of(fitted, source, chosen)
+            if best.fits:
+                break
+    if best is None or not best.fits:
+        return ()
+    for change in best.changes:
+        fewer = tuple(other for other in best.changes if other is not change)
+        without = Advice.of(fitted, source, fewer) if fewer else best
+        best = without if without.fits and len(fewer) else best
+    return (best,)
+
+
+def _superseded(change: Change, by: Sequence[Change]) -> bool:
+    """Whether one of ``by`` is the same kind of change, and a stronger one."""
+    stage = "ZeRO stage "
+    return change.name.startswith(stage) and any(b.name.startswith(stage) and b.name >= change.name for b in by)
+
+
+def _cost(advice: Advice) -> float:
+    return float("inf") if advice.after is None else advice.after.iteration_s

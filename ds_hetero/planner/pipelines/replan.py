@@ -1,0 +1,289 @@
+"""A new plan when devices are lost or added, from the parts of the old one, and what it takes to move to it.
+
+Pipelines that lost nothing keep their layers and take over the batch: this plan is there in milliseconds. Blocks that
+lost devices shrink to powers of two, in pipelines of their own or at the end of another one, and the search goes on
+from these plans for the rest of its effort.
+
+Ranks of the new plan are those of the devices that are left, in their old order, with added ones behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.pipelines.blocks import cut_pool
+from ds_hetero.planner.pipelines.explain import nothing_fits
+from ds_hetero.planner.pipelines.finish import Finished, finish, to_plan
+from ds_hetero.planner.pipelines.given import check_given_plan
+from ds_hetero.planner.pipelines.search.cuts import LayerCuts
+from ds_hetero.planner.pipelines.search.evaluate import Evaluator, Shape, value_of
+from ds_hetero.planner.pipelines.search.moves import Shapes
+from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult
+from ds_hetero.plans import Plan
+
+EFFORT_S = 0.25
+EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`
+MANY_RANKS = 512
+FIRST_SHAPES = 3  # plans that the search begins at
+NOTHING = 1e-12  # of a layer
+OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replanned:
+    """A new plan for the devices that are left.
+
+    Args:
+        plan: in new ranks.
+        finished: the same as the search sees it.
+        rank_before: old rank of every new one; None for added devices.
+        first_s: step of the plan that was there first.
+        first_after_s: time until it was there.
+        search_s: time in all.
+        moved_bytes: model states that ranks must fetch, by the link they come over; ``checkpoint`` where every rank
+            that held them is lost.
+    """
+
+    plan: Plan
+    finished: Finished
+    rank_before: tuple[int | None, ...]
+    first_s: float
+    first_after_s: float
+    search_s: float
+    moved_bytes: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {
+            "plan": self.plan.to_dict(),
+            "predicted": self.plan.predicted,
+            "rank_before": list(self.rank_before),
+            "first_s": self.first_s,
+            "first_after_s": self.first_after_s,
+            "search_s": self.search_s,
+            "moved_bytes": self.moved_bytes,
+        }
+
+
+def replan(
+    plan: Plan,
+    cluster: Cluster,
+    make_costs: Callable[[Cluster], Sequence[StageCosts]],
+    *,
+    lost: Sequence[int] = (),
+    added: Cluster | None = None,
+    objective: str = "time",
+    effort_s: float | None = None,
+    progress: Progress | None = None,
+) -> Replanned:
+    """Plan again for the devices that are left.
+
+    Args:
+        plan: the old one.
+        cluster: that it was made for.
+        make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
+        lost: ranks of ``cluster`` that are gone.
+        added: nodes that are new.
+        objective: what is made small.
+        effort_s: of the search, see `Search`.
+        progress: called with every better plan.
+
+    Raises:
+        PlanError: a lost rank does not exist, none is left, the plan is for another cluster, or nothing fits.
+    """
+    started = time.perf_counter()
+    survivors = _survivors(cluster, lost)
+    models = make_costs(_joined(cluster.without(lost), added))
+    check_given_plan(plan, cluster, models[0].model)
+    old, samples = _old_shapes(plan, models[0].pools, survivors)
+    shapes = tuple(pipeline.shape for pipeline in old)
+    goal = Objective.of(objective, [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
+    first: tuple[float, float] | None = None
+    finalists: list[tuple[StageCosts, Finished]] = []
+    if effort_s is None:
+        effort_s = EFFORT_OF_MANY_S if len(survivors) > MANY_RANKS else EFFORT_S
+    for costs in models:
+        evaluate = Evaluator(costs, samples, goal)
+        quick = Evaluator(costs, samples, goal, _old_layers(costs, old))
+        warm = next((found for found in map(quick, _shrunken(old)) if found is not None), None)
+        if warm is not None and first is None:
+            first = warm.step_s, time.perf_counter() - started
+        start = [] if warm is None else [warm.shapes, *itertools.islice(_shrunken(old), FIRST_SHAPES)]
+        result = _search(evaluate, shapes, start, effort_s / len(models), progress)
+        if result is not None:
+            first = first or (result.first.step_s, time.perf_counter() - started)
+            finalists.append((costs, finish(costs, result.best)))
+    if first is None:
+        raise PlanError(nothing_fits(models, None))
+    costs, finished = min(finalists, key=lambda one: value_of(goal, one[1].candidate, one[1].step_s))
+    new_plan = to_plan(costs, finished)
+    rank_before: tuple[int | None, ...] = (*survivors, *[None] * (0 if added is None else added.num_ranks))
+    return Replanned(
+        plan=new_plan,
+        finished=finished,
+        rank_before=rank_before,
+        first_s=first[0],
+        first_after_s=first[1],
+        search_s=time.perf_counter() - started,
+        moved_bytes=moved_bytes(plan, new_plan, rank_before, costs),
+    )
+
+
+def _search(
+    evaluate: Evaluator, shapes: Shapes, warm: Sequence[Shapes], effort_s: float, progress: Progress | None
+) -> SearchResult | None:
+    used = {block.inner for shape in shapes for block in shape.blocks if block.size > 1}
+    inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
+    sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
+    return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run(warm)
+
+
+def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
+    unknown = sorted(rank for rank in set(lost) if not 0 <= rank < cluster.num_ranks)
+    if unknown:
+        raise PlanError(f"lost ranks {unknown} do not exist; the cluster has ranks 0 to {cluster.num_ranks - 1}.")
+    survivors = [rank for rank in range(cluster.num_ranks) if rank not in set(lost)]
+    if not survivors:
+        raise PlanError(f"all {cluster.num_ranks} ranks are lost; nothing is left to plan for.")
+    return survivors
+
+
+def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
+    if added is None:
+        return cluster
+    shift = len(cluster.nodes)
+    links = (*cluster.links, *(((a + shift, b + shift), link) for (a, b), link in added.links))
+    return Cluster(nodes=(*cluster.nodes, *added.nodes), network=cluster.network, links=links)
+
+
+def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_Old], int]:
+    """The old pipelines in blocks of the devices that are left, and the global batch.
+
+    Stages that span kinds or nodes are dissolved.
+    """
+    new_rank = {old: new for new, old in enumerate(survivors)}
+    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
+    shapes, samples = [], 0
+    for pipeline in plan.pipelines:
+        if not pipeline.micro_batch_size or not pipeline.micro_batches:
+            raise PlanError("the plan does not say micro_batch_size and micro_batches of its pipelines.")
+        samples += pipeline.micro_batch_size * pipeline.micro_batches
+        blocks: list[DeviceBlock] = []
+        for stage in pipeline.stages:
+            left = Counter(pool_of[new_rank[rank]] for rank in stage.ranks if rank in new_rank)
+            inner = stage.inner if stage.inner != "one" and len(left) == 1 else "tensor"
+            for pool, devices in left.items():
+                blocks += cut_pool(pool, devices, devices if devices == len(stage.ranks) else _power(devices), inner)
+        if blocks:
+            same = sum(block.size for block in blocks) == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
+            layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if same else ()
+            shapes.append(_Old(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
+    return shapes, samples
+
+
+class _Old(NamedTuple):
+    """Remains of an old pipeline.
+
+    Args:
+        shape: its blocks.
+        layers: of every stage; empty where it lost devices.
+    """
+
+    shape: Shape
+    layers: tuple[int, ...]
+
+
+def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:
+    """Cuts that keep the layers of pipelines which lost nothing, so that the first plan is there at once."""
+    cuts, whole = LayerCuts(costs), sum(bool(layers) for _, layers in pipelines)
+    for shape, layers in pipelines:
+        if layers and all(layers):
+            cuts.keep(shape.blocks, shape.micro_batch_size, whole, layers)
+    return cuts
+
+
+def _power(devices: int) -> int:
+    """The largest power of two that fits."""
+    return 1 << (devices.bit_length() - 1)
+
+
+def _shrunken(pipelines: Sequence[_Old]) -> Iterator[Shapes]:
+    """Plans that may still fit: at once those that need no new cut, then others, then fewer and fewer pipelines."""
+    whole = [shape for shape, layers in pipelines if layers]
+    damaged = [shape for shape, layers in pipelines if not layers]
+    if whole:
+        yield tuple(whole)  # the devices of the others stay idle until the search finds them a place
+    if damaged:
+        yield (*whole, *damaged)
+        if whole:
+            spare = tuple(block for shape in damaged for block in shape.blocks)
+            yield (*whole[:-1], whole[-1]._replace(blocks=whole[-1].blocks + spare))
+    shapes = [*whole, *damaged]
+    count = len(shapes) // 2
+    while count:
+        groups: list[list[DeviceBlock]] = [[] for _ in range(count)]
+        for k, shape in enumerate(shapes):
+            groups[k % count] += shape.blocks
+        yield tuple(Shape(tuple(group), 1) for group in groups)
+        count //= 2
+
+
+def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: StageCosts) -> dict[str, float]:
+    """Parameters and owned optimizer state that ranks need and do not hold yet, by the link they come over.
+
+    A rank of a tensor-parallel stage holds its n-th part of a layer. What several ranks can send comes from one on the
+    same node if there is one.
+    """
+    new_rank = {before: rank for rank, before in enumerate(rank_before) if before is not None}
+    layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / len(new.pipelines))
+    cluster, moved = costs.cluster, defaultdict[str, float](float)
+    node = cluster.node_of_rank.tolist()
+    layers = zip(_holders(old, costs.model.num_layers), _holders(new, costs.model.num_layers), strict=True)
+    for held, needed in layers:
+        left = {new_rank[before]: part for before, part in held.items() if before in new_rank}
+        on_node: dict[int, list[int]] = {}
+        for rank in left:
+            on_node.setdefault(node[rank], []).append(rank)
+        for rank, part in needed.items():
+            missing = _length(part) - (_overlap(part, left[rank]) if rank in left else 0.0)
+            if missing <= NOTHING:
+                continue
+            near_first = itertools.chain(on_node.get(node[rank], ()), left)
+            sender = next((other for other in near_first if _overlap(part, left[other]) > NOTHING), None)
+            link = "checkpoint" if sender is None else cluster.link(sender, rank).name
+            moved[link] += missing * layer_bytes
+    return dict(moved)
+
+
+Part = tuple[float, float]
+
+
+def _holders(plan: Plan, num_layers: int) -> list[dict[int, Part]]:
+    """Which part of a layer every rank holds, by layer."""
+    layers: list[dict[int, Part]] = [{} for _ in range(num_layers)]
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            start, stop = stage.layers or (0, num_layers)
+            parts = len(stage.ranks) if stage.inner == "tensor" else 1
+            for index, rank in enumerate(stage.ranks):
+                at = index if parts > 1 else 0
+                for layer in range(start, stop):
+                    layers[layer][rank] = at / parts, (at + 1) / parts
+    return layers
+
+
+def _length(part: Part) -> float:
+    return part[1] - part[0]
+
+
+def _overlap(a: Part, b: Part) -> float:
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))

@@ -1,0 +1,141 @@
+"""Where the search begins: uniform grids, lanes through all nodes, and groups of nodes.
+
+grid     tensor x pipeline x data of equal sizes over consecutive ranks, as Megatron-LM runs it (order tp-dp-pp),
+with equal layers and equal micro-batches
+lanes    every node gives 1 / d of its devices to each of d pipelines, which are alike
+groups   whole nodes shared by d pipelines, longest processing time first, so that pipelines are equally fast
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache
+
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pool, Pools, StageCosts
+from ds_hetero.planner.pipelines.blocks import block_of, cut_pool, sizes_up_to
+
+MAX_SIZES = 256  # combinations of block sizes by kind
+ALL_COUNTS = 16  # pipelines up to which every number is tried; powers of two above
+LANES = (1, 2, 4, 8)
+MAX_KINDS = 4  # of devices up to which every choice of them is tried
+FEW_DEVICES = 64  # up to which blocks are dealt out one by one
+MAX_GROUPS = 8  # of nodes, of which each has its own lanes
+
+Pipelines = list[tuple[DeviceBlock, ...]]
+
+
+def first_plans(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
+    """Yield pipelines over all devices, and then over those of some kinds only.
+
+    Args:
+        pools: the devices.
+        inner: how blocks of several devices share their work.
+    """
+    kinds = range(len(pools.kinds))
+    subsets = (
+        [kinds]
+        if len(kinds) > MAX_KINDS
+        else [chosen for size in range(len(kinds), 0, -1) for chosen in itertools.combinations(kinds, size)]
+    )
+    for chosen in subsets:
+        yield from _over(pools, [pool for pool in pools.pools if pool.kind in chosen], inner)
+
+
+def _over(pools: Pools, used: Sequence[Pool], inner: str) -> Iterator[Pipelines]:
+    """Groups and lanes of some pools."""
+    speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in used}
+    balanced = cache(lambda count: _balanced(speed, count))
+    blocks = cache(lambda pool, devices, size: tuple(cut_pool(pool, devices, size, inner)))
+    lanes_of = [lanes for lanes in LANES if all(len(pool.ranks) % lanes == 0 for pool in used)]
+    for sizes in _sizes_by_kind(pools, {pool.kind for pool in used}):
+        for count in _counts(len(used)):
+            for lanes in lanes_of:
+                if count > MAX_GROUPS and lanes > 1:
+                    continue
+                pipelines = [
+                    tuple(
+                        block
+                        for pool in group
+                        for block in blocks(
+                            pool, len(pool.ranks) // lanes, min(sizes[pool.kind], len(pool.ranks) // lanes)
+                        )
+                    )
+                    for group in balanced(count)
+                ]
+                if all(pipelines):
+                    yield [pipeline for pipeline in pipelines for _ in range(lanes)]
+        if sum(len(pool.ranks) for pool in used) <= FEW_DEVICES:
+            yield from _dealt(
+                pools, [block for pool in used for block in blocks(pool, len(pool.ranks), sizes[pool.kind])]
+            )
+
+
+def _dealt(pools: Pools, blocks: Sequence[DeviceBlock]) -> Iterator[Pipelines]:
+    """Blocks dealt out to every number of pipelines, whatever their nodes."""
+    speed = [pools.kinds[block.kind].device.peak_flops_per_s * block.size for block in blocks]
+    for count in _counts(len(blocks)):
+        groups = _lightest_first(speed, count)
+        yield [tuple(sorted(blocks[i] for i in group)) for group in groups]
+
+
+def _sizes_by_kind(pools: Pools, used: AbstractSet[int]) -> Iterator[tuple[int, ...]]:
+    """Sizes of blocks by kind, 1 where a kind is not used; sizes that are alike for all kinds come first."""
+    choices = [sizes_up_to(len(pool.ranks)) if kind in used else (1,) for kind, pool in enumerate(pools.largest)]
+    ordered = sorted(itertools.islice(itertools.product(*choices), 4096), key=lambda sizes: max(sizes) / min(sizes))
+    return iter(ordered[:MAX_SIZES])
+
+
+def _counts(most: int) -> list[int]:
+    return [count for count in range(1, most + 1) if count <= ALL_COUNTS or count & (count - 1) == 0]
+
+
+def _balanced(speed: Mapping[Pool, float], count: int) -> list[list[Pool]]:
+    """Pools in ``count`` groups of about equal speed; kinds stay together within a group."""
+    pools = sorted(speed, key=lambda pool: (pool.node, pool.kind))
+    groups = _lightest_first([speed[pool] for pool in pools], count)
+    return [sorted((pools[i] for i in group), key=lambda pool: (pool.kind, pool.node)) for group in groups]
+
+
+def _lightest_first(loads: Sequence[float], count: int) -> list[list[int]]:
+    """Indices in ``count`` groups of about equal sums: the largest first, each to the group with the least."""
+    heap = [(0.0, group) for group in range(count)]
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
+        least, group = heap[0]
+        heapq.heapreplace(heap, (least + loads[index], group))
+        groups[group].append(index)
+    return groups
+
+
+def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iterator[tuple[str, list[PlacedPipeline]]]:
+    """Yield every grid of equal pipelines over all devices, by name ``tp2 pp4 dp2 b1``.
+
+    Tensor-parallel groups that span kinds or nodes are left out; so are grids that do not divide layers or batch.
+
+    Args:
+        costs: gives devices and model.
+        samples: the global batch.
+        sizes: micro-batches to try.
+    """
+    pools, num_layers = costs.pools, costs.model.num_layers
+    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
+    num_ranks = costs.cluster.num_ranks
+    for tensor in sizes_up_to(num_ranks):
+        groups = [range(first, first + tensor) for first in range(0, num_ranks - tensor + 1, tensor)]
+        if num_ranks % tensor or any(len({pool_of[rank] for rank in group}) > 1 for group in groups):
+            continue
+        blocks = [block_of(pool_of[group[0]], tensor) for group in groups]
+        for stages in range(1, min(len(blocks), num_layers) + 1):
+            if len(blocks) % stages or num_layers % stages:
+                continue
+            data = len(blocks) // stages
+            layers = (num_layers // stages,) * stages
+            pipelines = [tuple(blocks[lane::data]) for lane in range(data)]
+            for size in sizes:
+                if samples % (data * size) == 0:
+                    name = f"tp{tensor} pp{stages} dp{data} b{size}"
+                    number = samples // (data * size)
+                    yield name, [PlacedPipeline(blocks, layers, size, number) for blocks in pipelines]

@@ -1,0 +1,167 @@
+"""The four splits of the hetero-ring paper, and the tables of times that two of them are computed from.
+
+All four make a ring of single ranks and only decide who holds how many tokens:
+
+    even          the same for all
+    proportional  in proportion to the devices' attention speed
+    lut           so that all finish together by a table of measured times, interpolated
+    formula       in proportion to a degree-2 polynomial fitted to the table's normalized performance
+
+The paper cuts KV and leaves queries even; here both are cut, so a rank with n of L tokens computes n x L pairs.
+Source: hetero ring (Columbia), section III.C and figures 3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ds_hetero.baselines import even, proportional
+from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.model import CostModel
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.published.interface import PublishedPlanner
+from ds_hetero.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileTable:
+    """Time of self-attention by length and speed setting.
+
+    Args:
+        lengths: tokens, ascending.
+        speeds: relative to the fastest, ascending; the last is 1.
+        seconds: ``seconds[i][j]`` for ``lengths[i]`` at ``speeds[j]``.
+    """
+
+    lengths: tuple[int, ...]
+    speeds: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, values in (("lengths", self.lengths), ("speeds", self.speeds)):
+            if not values or any(a >= b for a, b in pairwise(values)) or values[0] <= 0:
+                raise PlanError(f"{name} of a profile table must be positive and ascending, got {values}.")
+        shape = {len(row) for row in self.seconds}
+        if len(self.seconds) != len(self.lengths) or shape != {len(self.speeds)}:
+            raise PlanError("seconds of a profile table needs a row per length and a column per speed.")
+        if any(not 0 < value < float("inf") for row in self.seconds for value in row):
+            raise PlanError("seconds of a profile table must be positive and finite.")
+
+    def seconds_at(self, length: Floats, speed: float) -> Floats:
+        """Interpolated between the measured points, both axes and the time on a logarithmic scale.
+
+        Beyond the table the last slope goes on; between two speeds the time of the slower one is never undercut.
+        """
+        lengths, speeds = np.log(self.lengths), np.log(self.speeds)
+        column = np.array([np.interp(np.log(speed), speeds, row) for row in np.log(self.seconds)])
+        x = np.log(length)
+        out = np.interp(x, lengths, column)
+        if len(lengths) > 1:
+            slopes = np.diff(column) / np.diff(lengths)
+            out = np.where(x < lengths[0], column[0] + slopes[0] * (x - lengths[0]), out)
+            out = np.where(x > lengths[-1], column[-1] + slopes[-1] * (x - lengths[-1]), out)
+        return np.asarray(np.exp(out))
+
+
+def profile_table(cost: CostModel) -> ProfileTable:
+    """A table of predicted times: every kind of device by itself, at lengths up to the workload's."""
+    speed_of = cost.attention_s_D.min() / cost.attention_s_D
+    devices = {float(speed): device for speed, device in zip(speed_of, cost.cluster.devices, strict=True)}
+    speeds = tuple(sorted(devices))
+    longest = cost.workload.seq_len
+    lengths = tuple(sorted({max(1, longest >> shift) for shift in range(7)}))
+    rows = [tuple(_alone_s(cost, devices[speed], length) for speed in speeds) for length in lengths]
+    return ProfileTable(lengths=lengths, speeds=speeds, seconds=tuple(rows))
+
+
+def _alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
+    """Attention of one block on one device by itself."""
+    link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
+    cluster = Cluster(nodes=(Node(name="alone", devices=(device,), link=link),), network=link)
+    workload = replace(cost.workload, seq_len=length, zero_stage=0, zero_weights=None)
+    alone = make_cost_model(cost.name, cluster, cost.model, workload)
+    schedule = even(1, cost.model.num_heads, cost.model.num_kv_heads)
+    return alone.predict(schedule).terms.ring_steps_s
+
+
+def lut_tokens(table: ProfileTable, speeds: Sequence[float], seq_len: int) -> list[float]:
+    """Tokens of every rank such that all finish together by the table.
+
+    A rank with n tokens computes as many pairs as a square of side sqrt(n L), so that is where its time is looked
+    up. The common time is found by bisection, and so is each rank's share for it.
+    """
+    grid = np.geomspace(1.0, float(seq_len), 512)
+    side = np.sqrt(grid * seq_len)
+    curves = [np.maximum.accumulate(table.seconds_at(side, speed)) for speed in speeds]
+
+    def tokens(time_s: float) -> list[float]:
+        return [float(np.interp(np.log(time_s), np.log(curve), grid, left=0.0)) for curve in curves]
+
+    low, high = min(float(curve[0]) for curve in curves), max(float(curve[-1]) for curve in curves)
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if sum(tokens(middle)) > seq_len else (middle, high)
+    return tokens(high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """Normalized performance as a polynomial of degree 2 in (length / longest, speed).
+
+    Args:
+        coefficients: of 1, x, s, x^2, x s, s^2.
+        longest: the length that lengths are divided by.
+        r_squared: share of the table's variance that the polynomial explains.
+    """
+
+    coefficients: tuple[float, ...]
+    longest: int
+    r_squared: float
+
+    def performance(self, length: int, speed: float) -> float:
+        """Predicted speed relative to the fastest device; never below one hundredth, so that every rank gets work."""
+        value = _features(np.array([length / self.longest]), np.array([speed])) @ np.array(self.coefficients)
+        return max(float(value[0]), 0.01)
+
+
+def fit_formula(table: ProfileTable) -> Formula:
+    """Least squares over all points of a table; performance is the fastest device's time over the time."""
+    x, s = np.meshgrid(np.array(table.lengths) / table.lengths[-1], np.array(table.speeds), indexing="ij")
+    seconds = np.array(table.seconds)
+    performance = (seconds[:, -1:] / seconds).ravel()
+    features = _features(x.ravel(), s.ravel())
+    coefficients = np.linalg.lstsq(features, performance, rcond=None)[0]
+    residual = float(((features @ coefficients - performance) ** 2).sum())
+    spread = float(((performance - performance.mean()) ** 2).sum())
+    return Formula(
+        coefficients=tuple(coefficients.tolist()),
+        longest=table.lengths[-1],
+        r_squared=1 - residual / spread if spread else 1.0,
+    )
+
+
+def _features(x: Floats, s: Floats) -> Floats:
+    return np.stack([np.ones_like(x), x, s, x * x, x * s, s * s], axis=-1)
+
+
+def _lut(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    tokens = lut_tokens(table or profile_table(cost), cost.attention_speeds, cost.workload.seq_len)
+    return proportional(tokens, cost.model.num_heads, cost.model.num_kv_heads)
+
+
+def _formula(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    formula = fit_formula(table or profile_table(cost))
+    weights = [formula.performance(cost.workload.seq_len, speed) for speed in cost.attention_speeds]
+    return proportional(weights, cost.model.num_heads, cost.model.num_kv_heads)
+
+
+_SOURCE = "hetero ring (Columbia), section III.C and figures 3 and 4"
+LUT = PublishedPlanner(name="lut", title="hetero ring's table", source=_SOURCE, schedule=_lut)
+FORMULA = PublishedPlanner(name="formula", title="hetero ring's polynomial", source=_SOURCE, schedule=_formula)

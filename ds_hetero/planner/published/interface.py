@@ -1,0 +1,47 @@
+"""The interface of planners that papers describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_hetero.cost.model import CostModel
+    from ds_hetero.cost.objective import Objective
+    from ds_hetero.cost.stages.stage import StageCosts
+    from ds_hetero.planner.documents.bins import Pieces
+    from ds_hetero.planner.documents.costs import UnitCosts
+    from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
+    from ds_hetero.planner.published.hetero_ring import ProfileTable
+    from ds_hetero.schedule import Schedule
+
+    PlanPipelines = Callable[[StageCosts, Objective, int, Sequence[int]], PlanCandidate | None]
+    """Plan of pipelines under a cost model for an objective, a global batch and sizes of micro-batches, judged by the
+    last word of the cost model; None if nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPlanner:
+    """A planner that a paper describes, and what it plans; None where the paper has no answer.
+
+    Args:
+        name: by which it is chosen.
+        title: for people.
+        source: the paper.
+        pipelines: of unequal stages; such a planner is a row of ``ds-hetero compare --parallel full``.
+        first_pipelines: likewise, None on clusters where that is not cheap; our search begins at these plans, so that
+            it is never worse.
+        schedule: of one replica, under a cost model and by measured times; without these, by predicted ones. Where
+            ``"strategy"`` shall name it, `ds_hetero.baselines.FROM_PLANNER` does.
+        documents: pieces of documents of some lengths on the units of a schedule; others than ours are compared by
+            ``ds-hetero show --documents``.
+    """
+
+    name: str
+    title: str
+    source: str
+    pipelines: PlanPipelines | None = None
+    first_pipelines: PlanPipelines | None = None
+    schedule: Callable[[CostModel, ProfileTable | None], Schedule] | None = None
+    documents: Callable[[Sequence[int], UnitCosts], list[Pieces]] | None = None

@@ -1,0 +1,12 @@
+"""Tangram as described (a review of arXiv:2606.16907), for comparison under any cost model.
+
+islands      groups of nodes that are alike enough to be planned as equal ones                     (Algorithm 1)
+interface    what an inner parallelizer is asked and what it answers; a homogeneous one            (component 2)
+pruning      which questions need not be asked: four rules                                         (component 3)
+composition  one answer per island put together: Algorithm 2, and the exact form of it             (component 4)
+planner      all of it, over the orders of the islands
+"""
+
+from ds_hetero.planner.published.tangram.planner import TangramPlan, plan_tangram
+
+__all__ = ["TangramPlan", "plan_tangram"]

@@ -1,0 +1,139 @@
+"""The narrow interface between Tangram and an inner parallelizer (component 2), and one inner parallelizer.
+
+    plan(slice, island) -> partial plans        parallelism, latency per micro-batch, memory, shape of the activations
+
+A parallelizer sees equal devices and a part of the model. Since all stages of a composed pipeline share one degree of
+data parallelism, one call answers for every degree and micro-batch at once. Here it is a homogeneous one, as for
+Megatron-LM: data x pipeline x tensor parallelism of equal stages over the island, chosen by trying all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts
+from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to
+from ds_hetero.planner.published.tangram.islands import Island
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Consecutive layers of a model.
+
+    Args:
+        layers: how many.
+        first: the embedding is among them.
+        last: the head is among them.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialPlan:
+    """How an island trains a slice.
+
+    Args:
+        data_parallel: lanes, each with a copy of the slice.
+        tensor_parallel: devices of a stage.
+        layers: of the stages of a lane, first to last.
+        micro_batch_size: samples of a micro-batch.
+        period_s: of the slowest stage, for one micro-batch forward and backward.
+        latency_s: of all stages and the hops between them, likewise.
+        memory_bytes: of the fullest device.
+        output_shape: of the activations that leave a lane: samples, tokens, hidden size.
+    """
+
+    data_parallel: int
+    tensor_parallel: int
+    layers: tuple[int, ...]
+    micro_batch_size: int
+    period_s: float
+    latency_s: float
+    memory_bytes: float
+    output_shape: tuple[int, int, int]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of this part alone, all lanes together."""
+        return self.data_parallel * self.micro_batch_size / self.period_s
+
+
+class Parallelizer(Protocol):
+    """Plans a slice of a model on equal devices."""
+
+    def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
+        """Return the plans that fit, at most one per degree of data parallelism and micro-batch."""
+
+
+class UniformParallelizer:
+    """Tries every data, pipeline and tensor-parallel degree.
+
+    Args:
+        costs: the cost model.
+        samples: the global batch.
+        sizes: of micro-batches that are tried.
+
+    Attributes:
+        calls: of `plan`, what Tangram's pruning saves.
+    """
+
+    def __init__(self, costs: StageCosts, samples: int, sizes: Sequence[int]) -> None:
+        self._costs, self._samples, self._sizes = costs, samples, tuple(sizes)
+        self.calls = 0
+
+    def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
+        """See `Parallelizer.plan`: by period and latency for the micro-batches that a lane then has."""
+        self.calls += 1
+        best: dict[tuple[int, int], tuple[float, PartialPlan]] = {}
+        for size in sizes_up_to(min(len(pool.ranks) for pool in island.pools)):
+            blocks = sum(len(pool.ranks) // size for pool in island.pools)
+            for data in range(1, blocks + 1):
+                stages = min(blocks // data, part.layers)
+                if blocks % data and blocks // data == blocks // (data + 1):
+                    continue  # another lane fits as well
+                for samples in self._sizes:
+                    if self._samples % (data * samples):
+                        continue
+                    plan = self._try(part, island.weakest, (data, stages, size), samples)
+                    if plan is None:
+                        continue
+                    count = self._samples // (data * samples)
+                    time_s = (count - 1) * plan.period_s + plan.latency_s
+                    if (data, samples) not in best or time_s < best[data, samples][0]:
+                        best[data, samples] = time_s, plan
+        return [plan for _, plan in best.values()]
+
+    def _try(self, part: Slice, kind: int, degrees: tuple[int, int, int], samples: int) -> PartialPlan | None:
+        """One choice of (data, pipeline, tensor) degrees; None if it does not fit."""
+        data, stages, size = degrees
+        pool = self._costs.pools.largest[kind]
+        block: DeviceBlock = block_of(pool, size)
+        option = self._costs.stage(kind, size, block.inner, samples, data)
+        if option is None:
+            return None
+        layers = tuple(ceil((part.layers - j) / stages) for j in range(stages))
+        link = int(self._costs.cluster.link_class[pool.node, pool.node])
+        hop_s = self._costs.hop_s(link, block, block, samples) if stages > 1 else 0.0
+        seconds, memory = [], []
+        for j, (count, kept) in enumerate(zip(layers, self._costs.kept_by_default(stages), strict=True)):
+            first, last = part.first and j == 0, part.last and j == stages - 1
+            seconds.append(count * option.layer_s + option.extra_s(first, last))
+            memory.append(option.memory_bytes(count, first, last, kept))
+        if max(memory) > option.capacity_bytes:
+            return None
+        return PartialPlan(
+            data_parallel=data,
+            tensor_parallel=size,
+            layers=layers,
+            micro_batch_size=samples,
+            period_s=max(seconds) + (hop_s if self._costs.hop_in_step else 0.0),
+            latency_s=sum(seconds) + 2 * hop_s * (stages - 1),
+            memory_bytes=max(memory),
+            output_shape=(samples, self._costs.seq_len, self._costs.model.hidden_size),
+        )

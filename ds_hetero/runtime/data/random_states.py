@@ -1,0 +1,83 @@
+"""The states of what draws random numbers: of the process, and of the objects that hold generators of their own.
+
+A state is of lists, numbers and dicts, so that it goes into any file.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_OF_PROCESS: Mapping[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": np.random}
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def get_state(generator: Any) -> Any:
+    """The state of a generator of torch, numpy or Python, or of the one that their module keeps for the process."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if hasattr(generator, "getstate"):
+        return _plain(generator.getstate())
+    return _plain(generator.get_state(legacy=False))
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put back what `get_state` returned for a generator of the same kind."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        version, numbers, of_gauss = state
+        generator.setstate((version, tuple(numbers), of_gauss))
+    else:
+        generator.set_state(state)
+
+
+def process_states() -> dict[str, Any]:
+    """The states of the generators that torch (on the CPU), Python and numpy keep for this process."""
+    return {name: get_state(generator) for name, generator in _OF_PROCESS.items()}
+
+
+def set_process_states(states: Mapping[str, Any]) -> None:
+    """Put back what `process_states` returned."""
+    for name, state in states.items():
+        set_state(_OF_PROCESS[name], state)
+
+
+@contextmanager
+def drawing_from(states: Mapping[str, Any]) -> Iterator[None]:
+    """Draw from ``states`` of the process inside, and afterwards as if nothing had been drawn there."""
+    outside = process_states()
+    set_process_states(states)
+    try:
+        yield
+    finally:
+        set_process_states(outside)
+
+
+def generators_of(parts: Iterable[Any]) -> dict[str, Any]:
+    """The generators that ``parts`` hold as attributes, each once, by class and attribute."""
+    generators: dict[str, Any] = {}
+    seen: set[int] = set()
+    for part in parts:
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, _GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                generators[f"{type(part).__name__}.{name}"] = value
+    return generators
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, Mapping):
+        return {name: _plain(value) for name, value in state.items()}
+    return [_plain(value) for value in state] if isinstance(state, tuple) else state
