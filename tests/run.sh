@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Runs the tests in .venv, installing what they need first: bash tests/run.sh [--slow] [PYTEST ARGUMENTS]
-# Without arguments: all but those marked slow; with --slow alone, these too, as CI does. Two tests run at a time, one file
-# on one worker; those marked "alone" wait in real time, or need both cores, and run after the others.
+# Runs the tests in .venv, installing what they need first: bash tests/run.sh [--slow | --all] [PYTEST ARGUMENTS]
+# Without arguments: all but those marked slow; with --slow alone, these too, as CI does; with --all alone, every case of the
+# sweeps as well. Two tests run at a time, one file on one worker; those marked "alone" wait in real time, or need both
+# cores, and run after the others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash install.sh test
 unset PYTHONDONTWRITEBYTECODE # every rank and every command that tests start would compile this package again
-pytest() { .venv/bin/python -m pytest --quiet "$@"; }
+sweeps=()
+pytest() { .venv/bin/python -m pytest --quiet "${sweeps[@]}" "$@"; }
 marked="not slow"
-if [ "${1:-}" = --slow ]; then
-    marked="slow or not slow"
-    shift
-fi
+case "${1:-}" in
+    --slow) marked="slow or not slow" && shift ;;
+    --all) marked="slow or not slow" && sweeps=(--whole-sweeps) && shift ;;
+esac
 if [ $# -gt 0 ]; then
     pytest "$@"
 else

@@ -44,16 +44,19 @@ def _few_or_many(few, many):
     )
 
 
+@pytest.mark.sweep(keep=1)
 @_few_or_many(few=[(1, 20), (2, 25), (3, 25), (4, 25)], many=[(1, 40), (2, 100), (3, 100), (4, 100)])
 def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
 
 
+@pytest.mark.sweep(keep=1)
 @_few_or_many(few=[(2, 15), (3, 30), (4, 40)], many=[(2, 60), (3, 120), (4, 160)])
 def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
 
 
+@pytest.mark.sweep(keep=1)
 @_few_or_many(few=[(3, 15), (4, 25)], many=[(3, 40), (4, 80), (6, 50)])
 def test_random_routes_between_nodes_equal_one_process(world_size, num_cases):
     run_ranks(_check_routes, world_size, num_cases, timeout_s=240)

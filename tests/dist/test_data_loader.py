@@ -195,6 +195,7 @@ def _check_replicas(rank):
 # --- resuming --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.parametrize("plans_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_loader_goes_on_in_the_middle_of_an_epoch(plans_ahead):
     run_ranks(_check_resume, 3, plans_ahead)

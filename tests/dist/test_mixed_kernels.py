@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.parametrize("tests", ["sub-rings", pytest.param("not sub-rings", marks=pytest.mark.slow)])
 def test_ranks_with_different_kernels_equal_one_process(tests: str) -> None:
     """Triton decides at its first import whether it interprets, and the ranks' server has it: a fresh process."""

@@ -87,6 +87,7 @@ def _train(rank: int, world_size: int, config: dict[str, Any], slow_s: float = 0
     return losses, norms, trained, owned
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_module_trains_with_weighted_zero_as_with_equal_partitions(stage: int) -> None:
     stock = run_deepspeed(_train, 3, 3, _config(stage))
@@ -187,6 +188,7 @@ def _one_process(batches: tuple[tuple[int, int], ...]) -> tuple[list[float], lis
     return losses, norms, parameters(module)
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("batches", "stage", "streamed"),
     [

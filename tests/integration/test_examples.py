@@ -82,6 +82,7 @@ def test_quickstart_under_the_launcher(tmp_path):
     assert "PASS: uneven ranks train as one process" in output
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.slow  # as above
 @pytest.mark.alone
 def test_pipelines_under_the_launcher(tmp_path):

@@ -30,6 +30,7 @@ def _is_quick(job: Job) -> bool:
     return job.fault in _QUICK_FAULTS or (job.phase in _QUICK and job.fault != "read-only")
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize(
     "job",
     [

@@ -93,6 +93,7 @@ def all_pairs(rank, folder):
     return outcomes
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_plan_loads_what_every_other_one_saved(tmp_path):

@@ -64,6 +64,7 @@ def test_the_case_study_trains_as_one_process_in_fp32():
     assert max(error for of_rank in outcomes for error in of_rank.values()) < 1e-5, outcomes
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["fp32", "fp64"])

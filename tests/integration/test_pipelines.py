@@ -241,6 +241,7 @@ def test_random_plans_train_as_one_process(world_size, seeds):
     assert max(error for worst in outcomes for error in worst.values()) < 1e-12, outcomes
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -252,6 +253,7 @@ def test_more_random_plans_train_as_one_process(world_size, seeds):
     assert max(error for worst in outcomes for error in worst.values()) < 1e-12, outcomes
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ CASES += [("Bamba", "packed", (5, 0, 1)), ("NemotronH", "right", (5, 3, 1))]  # 
 CASES += [("FalconH1", "traded", (3, 1))]  # heads for tokens, though states could be passed on
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize(
     ("name", "kind", "tokens"),
     [

@@ -347,6 +347,7 @@ _TRAINED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (i > 0)) for i, kind in enumerate(_TRAINED)]
 )

@@ -20,6 +20,7 @@ ARCHITECTURES = [(name, False) for name in CAUSAL] + [(name, True) for name in M
 KINDS = ("plain", "packed", "left", "right")
 
 
+@pytest.mark.sweep(keep=2)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(4))

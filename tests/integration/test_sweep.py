@@ -26,6 +26,7 @@ def test_every_architecture_of_transformers_is_in_the_record() -> None:
     assert kinds.count("exact") + kinds.count("refused") >= 120
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(_PARTS))

@@ -45,6 +45,7 @@ CASES += [("Qwen3VL", "right", "ring"), ("Qwen3VL", "plain", "no tokens"), ("Vox
 CASES += [("Qwen2_5_VL", "checkpointing", "zigzag"), ("Qwen3_5", "checkpointing", "zigzag")]
 
 
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize(
     ("name", "kind", "schedule"),
     [pytest.param(*case, id=", ".join(case), marks=() if case in _QUICK else pytest.mark.slow) for case in CASES],
@@ -110,6 +111,7 @@ def _check_training(rank: int, stage: int) -> None:
     assert_same_parameters(parameters(model, stage), parameters(expected))
 
 
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name != "Qwen3VL"])
 def test_the_self_check_passes_them(name: str) -> None:
     run_ranks(_check_self_check, 2, name, nccl_rules=False)

@@ -220,6 +220,7 @@ def _assert_trains_alike(world_size: int, stage: int, schedule: Any, kind: str) 
 QUICK = ("DPO", "DPO, the adapter taken off", "reward", "GKD")
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
@@ -232,6 +233,7 @@ def test_five_steps_equal_one_process(kind: str, stage: int) -> None:
     _assert_trains_alike(2, stage, UNEVEN_2, kind)
 
 
+@pytest.mark.sweep(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_tokens_changes_nothing(kind: str) -> None:

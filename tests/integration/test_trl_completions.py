@@ -232,6 +232,7 @@ def _assert_trains_alike(world_size: int, stage: int, schedule: Any, case: str) 
             assert all(np.max(shards, axis=0) < expected_columns)
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize(
     ("case", "stage"),
     [
@@ -244,12 +245,14 @@ def test_four_steps_equal_one_process(case: str, stage: int) -> None:
     _assert_trains_alike(2, stage, UNEVEN_2, case)
 
 
+@pytest.mark.sweep(keep=0)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["GRPO", "RLOO"])
 def test_a_rank_without_tokens_changes_nothing(case: str) -> None:
     _assert_trains_alike(4, 3, UNEVEN_4, case)
 
 
+@pytest.mark.sweep(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("case", ["GRPO", *OVER_REPLICAS, "GRPO of uncertain tokens", "RLOO"])

@@ -50,6 +50,7 @@ REFUSED_BY_TRL = {
 }
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
 def test_a_trainer_that_is_not_known_says_so_on_every_rank(name: str) -> None:

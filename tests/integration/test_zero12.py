@@ -127,6 +127,7 @@ CASES: dict[str, tuple[list[float], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize(("weights", "stage", "options"), CASES.values(), ids=CASES)
 def test_training_equals_equal_partitions(weights: list[float], stage: int, options: dict[str, Any]) -> None:
     assert_owned_by_weight(run_deepspeed(_compare, 4, weights, stage, options), weights)

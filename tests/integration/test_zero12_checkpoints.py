@@ -145,6 +145,7 @@ LOADS: dict[str, tuple[int, int, Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sweep(keep=7)
 @pytest.mark.parametrize(("world_size", "stage", "weights", "zero", "tag"), LOADS.values(), ids=LOADS)
 def test_every_layout_and_number_of_ranks_loads_every_other(
     world_size: int, stage: int, weights: Any, zero: dict[str, Any], tag: str, saved: tuple[str, dict[str, Any]]

@@ -93,6 +93,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return str(folder), ends
 
 
+@pytest.mark.sweep(keep=9)
 @pytest.mark.parametrize(("layout", "checkpoint"), LOADS, ids=[f"{name} by {layout}" for layout, name in LOADS])
 def test_every_layout_loads_every_checkpoint(layout: str, checkpoint: str, saved: tuple[str, dict[str, Any]]) -> None:
     run_deepspeed(_load, LAYOUTS[layout][0], layout, checkpoint, *saved)
