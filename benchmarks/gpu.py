@@ -35,8 +35,7 @@ from torch import Tensor
 
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
-from ds_hetero.baselines import ring
-from ds_hetero.ring_table import visible_blocks
+from ds_hetero.batch.ring_table import visible_blocks
 from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
 from ds_hetero.runtime.attention.kernels import (
     AttentionKernel,
@@ -47,6 +46,7 @@ from ds_hetero.runtime.attention.kernels import (
     merge_,
     select,
 )
+from ds_hetero.values.baselines import ring
 
 CAUSAL = Band(None, 0)
 RIGHT = 0.02  # largest error over the largest value, in bf16

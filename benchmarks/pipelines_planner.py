@@ -36,8 +36,8 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import load_model
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.replan import replan
 from ds_hetero.planner.pipelines.search.bound import balance_bound_s

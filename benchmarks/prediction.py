@@ -36,13 +36,13 @@ from benchmarks.emulation.quota import SpeedLimits, speed_limits
 from benchmarks.measure import ranks
 from benchmarks.measure.machine import cpu_s_of, describe_machine, machine_busy_s
 from benchmarks.measure.results import FOLDER, write
-from ds_hetero.baselines import proportional, ring, ulysses, usp
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
-from ds_hetero.placement import stream_placement
 from ds_hetero.planner.planning import plan
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.baselines import proportional, ring, ulysses, usp
+from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.schedule import Group, Schedule
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _VOCABULARY = 8, 4, 64, 2, 512
 _MODEL = {

@@ -109,7 +109,7 @@ def _step(stage: int, partition: Any) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import ds_hetero
-    from ds_hetero.integrations.deepspeed.zero.optimizers import OPTIMIZERS
+    from ds_hetero.frameworks.deepspeed.zero.optimizers import OPTIMIZERS
 
     handle = ds_hetero.register()
     torch.manual_seed(0)

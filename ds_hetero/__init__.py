@@ -28,8 +28,8 @@ from ds_hetero.errors import (
     SyncError,
     VersionError,
 )
-from ds_hetero.plans import Plan
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Group, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from ds_hetero.cluster import load_cluster
     from ds_hetero.engine.handle import Handle
+    from ds_hetero.frameworks.transformers.stages import empty_model
     from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
-    from ds_hetero.integrations.transformers.stages import empty_model
     from ds_hetero.planner import plan
 
 __all__ = [
@@ -73,7 +73,7 @@ __version__ = "0.2.0"
 _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
     "AsymmetricGradientSync": ("ds_hetero.gradient_sync.sync", ("torch",)),
     "Handle": ("ds_hetero.engine.handle", TRAINING),
-    "empty_model": ("ds_hetero.integrations.transformers.stages", TRAINING),
+    "empty_model": ("ds_hetero.frameworks.transformers.stages", TRAINING),
     "load_cluster": ("ds_hetero.cluster", ()),
     "plan": ("ds_hetero.planner", ()),
 }

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 import corpus
 import ds_hetero
 from ds_hetero.engine.handle import Handle
-from ds_hetero.placement import stream_placement
+from ds_hetero.values.placement import stream_placement
 from tiny_llama import tiny_llama, without_compiling
 
 CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"

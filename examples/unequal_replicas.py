@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import corpus
 from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
-from ds_hetero.splits import share
+from ds_hetero.values.splits import share
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="of tensor parallelism, by replica")

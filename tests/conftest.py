@@ -61,9 +61,10 @@ def _left_out_of_sweeps(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of ranks where a test will use it."""
-    with_ranks = [item for item in session.items if item.path.parent.name in ("dist", "integration")]
+    rooms = {item: item.path.relative_to(support.ROOT).parts[1] for item in session.items}
+    with_ranks = [item for item, room in rooms.items() if room in ("dist", "integration")]
     if with_ranks and not session.config.option.collectonly:
-        deepspeed = any(item.path.parent.name == "integration" for item in with_ranks)
+        deepspeed = "integration" in rooms.values()
         support.start_server(sorted({item.module.__name__ for item in with_ranks}), deepspeed=deepspeed)
 
 

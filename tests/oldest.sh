@@ -14,5 +14,5 @@ if [ ! "$environment/installed" -nt setup.cfg ]; then
     touch $environment/installed
 fi
 $environment/bin/python -m pytest --quiet -p no:cacheprovider -m "not slow" \
-    tests/integration/test_plain_loop.py tests/integration/test_features.py tests/integration/test_trainer.py \
-    tests/integration/test_accelerate.py
+    tests/integration/loops/test_plain_loop.py tests/integration/models/test_features.py tests/integration/trainer/test_trainer.py \
+    tests/integration/trainer/test_accelerate.py

@@ -3,7 +3,7 @@
     python -m tests.support_matrix          # writes the tables into docs/support.md
 
 `tests/unit/test_docs_pages.py` checks that the page holds these tables, that every test named here exists, and that
-every model of `tests/integration/test_models.py` has a row.
+every model of `tests/integration/models/test_models.py` has a row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
         what: the model, loop or feature, in Markdown.
         status: a key of `STATUS`.
         tests: ``file::function`` of the tests that show it.
-        cases: names in ``MODELS`` or ``REFUSED`` of tests/integration/test_models.py.
+        cases: names in ``MODELS`` or ``REFUSED`` of tests/integration/models/test_models.py.
         types: of models, as in config.json, which the page folds up below ``what``.
         note: for the reader.
     """
@@ -50,30 +50,32 @@ class Row:
     note: str = ""
 
 
-_MODELS = "tests/integration/test_models.py::test_gradients_equal_those_of_the_undivided_model"
-_SELF_CHECK = "tests/integration/test_self_check.py::test_models_that_would_train_on_something_else_are_refused"
-_BREADTH = "tests/integration/test_self_check_breadth.py::test_no_exact_architecture_raises_an_alarm"
-_TOWERS = "tests/integration/test_towers.py::test_gradients_equal_those_of_the_undivided_model"
-_TOWERS_CHECKED = "tests/integration/test_towers.py::test_the_self_check_passes_them"
-_TOWERS_TRAINED = "tests/integration/test_towers.py::test_training_equals_one_process"
-_RECURRENT = "tests/integration/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
-_REFUSED = "tests/integration/test_models.py::test_what_cannot_be_split_is_refused_by_name"
-_FEATURES = "tests/integration/test_features.py::"
-_ARGUMENTS = "tests/integration/test_forward_arguments.py::"
-_PLAIN_LOOP = "tests/integration/test_plain_loop.py::test_training_equals_one_process"
-_TRAINER = "tests/integration/test_trainer.py::test_training_equals_one_process"
+_MODELS = "tests/integration/models/test_models.py::test_gradients_equal_those_of_the_undivided_model"
+_SELF_CHECK = "tests/integration/models/test_self_check.py::test_models_that_would_train_on_something_else_are_refused"
+_BREADTH = "tests/integration/models/test_self_check_breadth.py::test_no_exact_architecture_raises_an_alarm"
+_TOWERS = "tests/integration/models/test_towers.py::test_gradients_equal_those_of_the_undivided_model"
+_TOWERS_CHECKED = "tests/integration/models/test_towers.py::test_the_self_check_passes_them"
+_TOWERS_TRAINED = "tests/integration/models/test_towers.py::test_training_equals_one_process"
+_RECURRENT = "tests/integration/models/test_recurrent.py::test_gradients_equal_those_of_the_undivided_model"
+_REFUSED = "tests/integration/models/test_models.py::test_what_cannot_be_split_is_refused_by_name"
+_FEATURES = "tests/integration/models/test_features.py::"
+_ARGUMENTS = "tests/integration/models/test_forward_arguments.py::"
+_PLAIN_LOOP = "tests/integration/loops/test_plain_loop.py::test_training_equals_one_process"
+_TRAINER = "tests/integration/trainer/test_trainer.py::test_training_equals_one_process"
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
-_ZERO12 = "tests/integration/test_zero12.py::test_training_equals_equal_partitions"
-_ZERO3 = "tests/integration/test_zero3.py::test_training_equals_that_of_equal_shards"
+_ZERO12 = "tests/integration/zero/test_zero12.py::test_training_equals_equal_partitions"
+_ZERO3 = "tests/integration/zero/test_zero3.py::test_training_equals_that_of_equal_shards"
 
 
-_TRL = "tests/integration/test_trl.py::"
-_COMPLETIONS = "tests/integration/test_trl_completions.py::"
-_ANY = "tests/integration/test_any_module.py::"
-_LOSSES_REFUSED = "tests/integration/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
-_SHARDS = "tests/integration/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
-_OWN_TERMS = "tests/integration/test_own_terms.py::"
-_TILES = "tests/integration/test_tiles.py::"
+_TRL = "tests/integration/trainer/test_trl.py::"
+_COMPLETIONS = "tests/integration/trainer/test_trl_completions.py::"
+_ANY = "tests/integration/loops/test_any_module.py::"
+_LOSSES_REFUSED = (
+    "tests/integration/trainer/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
+)
+_SHARDS = "tests/integration/models/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
+_OWN_TERMS = "tests/integration/loops/test_own_terms.py::"
+_TILES = "tests/integration/models/test_tiles.py::"
 
 
 def _model(what: str, *cases: str, note: str = "") -> Row:
@@ -196,7 +198,7 @@ _MODEL_ROWS = (
     Row(
         what="sequence classification and rewards on decoders (`...ForSequenceClassification`), by sharded calls",
         status="tested",
-        tests=("tests/integration/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
+        tests=("tests/integration/loops/test_sharded_call.py::test_a_classifier_trains_as_on_one_process",),
         note="whole batches; a batch of `handle.dataloader` is refused",
     ),
     _refused("heads that pool over the sequence: question answering, multiple choice", "pooling"),
@@ -212,7 +214,9 @@ _MODEL_ROWS = (
     Row(
         what="aLoRA, Lily, PVeRA, prompt and prefix tuning (PEFT)",
         status="refused",
-        tests=("tests/integration/test_adapters.py::test_kinds_that_are_called_refused_end_the_start_on_every_rank",),
+        tests=(
+            "tests/integration/models/test_adapters.py::test_kinds_that_are_called_refused_end_the_start_on_every_rank",
+        ),
         note="[all kinds](adapters.md)",
     ),
     _refused(
@@ -234,29 +238,29 @@ _LOOP_ROWS = (
     Row(
         what="HF Trainer: one replica, two replicas, a rank without tokens; ZeRO 1 to 3",
         status="tested",
-        tests=(_TRAINER, "tests/integration/test_trainer.py::test_resume_under_another_schedule"),
+        tests=(_TRAINER, "tests/integration/trainer/test_trainer.py::test_resume_under_another_schedule"),
         note="resumes in mid-epoch under another schedule",
     ),
     Row(
         what="TRL SFTTrainer with packing",
         status="tested",
-        tests=("tests/integration/test_trainer.py::test_trl_trains_packed_documents_as_one_process",),
+        tests=("tests/integration/trainer/test_trainer.py::test_trl_trains_packed_documents_as_one_process",),
     ),
     Row(
         what="`placement: documents`: own loop, HF Trainer, flattening collator, TRL packing, padded rows",
         status="tested",
         tests=(
-            "tests/integration/test_documents.py::test_a_plain_loop_trains_as_one_process",
-            "tests/integration/test_trainer.py::test_flattened_documents_train_and_resume_as_on_one_process",
-            "tests/integration/test_trainer.py::test_trl_trains_packed_documents_as_one_process",
+            "tests/integration/loops/test_documents.py::test_a_plain_loop_trains_as_one_process",
+            "tests/integration/trainer/test_trainer.py::test_flattened_documents_train_and_resume_as_on_one_process",
+            "tests/integration/trainer/test_trainer.py::test_trl_trains_packed_documents_as_one_process",
         ),
     ),
     Row(
         what="accelerate loop: one replica, two replicas",
         status="tested",
         tests=(
-            "tests/integration/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
-            "tests/integration/test_accelerate.py::test_loop_on_two_replicas_equals_one_process",
+            "tests/integration/trainer/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
+            "tests/integration/trainer/test_accelerate.py::test_loop_on_two_replicas_equals_one_process",
         ),
     ),
     Row(what="loop around `deepspeed.initialize`, ZeRO 0 to 3, 2 and 4 ranks", status="tested", tests=(_PLAIN_LOOP,)),
@@ -265,18 +269,18 @@ _LOOP_ROWS = (
         what="replicas of different size under all three loops",
         status="tested",
         tests=(
-            "tests/integration/test_replicas.py::test_a_plain_loop_equals_one_process",
-            "tests/integration/test_replicas.py::test_an_accelerate_loop_equals_one_process",
-            "tests/integration/test_replicas.py::test_the_trainer_equals_one_process",
+            "tests/integration/loops/test_replicas.py::test_a_plain_loop_equals_one_process",
+            "tests/integration/loops/test_replicas.py::test_an_accelerate_loop_equals_one_process",
+            "tests/integration/loops/test_replicas.py::test_the_trainer_equals_one_process",
         ),
     ),
     Row(
         what="`loss = engine(**batch).loss`, with accelerate too",
         status="tested",
         tests=(
-            "tests/integration/test_plain_loop.py::test_the_loss_of_the_outputs_trains_as_on_one_process",
-            "tests/integration/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
-            "tests/integration/test_features.py::test_lora_adapters_train_as_on_one_process",
+            "tests/integration/loops/test_plain_loop.py::test_the_loss_of_the_outputs_trains_as_on_one_process",
+            "tests/integration/trainer/test_accelerate.py::test_loop_on_two_ranks_equals_one_process",
+            "tests/integration/models/test_features.py::test_lora_adapters_train_as_on_one_process",
         ),
     ),
     Row(
@@ -292,7 +296,7 @@ _LOOP_ROWS = (
     Row(
         what="a loss of the script's own, four conventions",
         status="tested",
-        tests=("tests/integration/test_losses.py::test_every_loss_convention_on_every_stage_equals_one_process",),
+        tests=("tests/integration/loops/test_losses.py::test_every_loss_convention_on_every_stage_equals_one_process",),
     ),
     Row(
         what="tests of DeepSpeed and accelerate for their Ulysses",
@@ -332,13 +336,15 @@ _LOOP_ROWS = (
     Row(
         what="label smoothing, `compute_loss_func` (HF Trainer), evaluation over the ranks of a replica",
         status="tested",
-        tests=("tests/integration/test_trainer.py::test_losses_of_all_logits_train_and_evaluate_as_on_one_process",),
+        tests=(
+            "tests/integration/trainer/test_trainer.py::test_losses_of_all_logits_train_and_evaluate_as_on_one_process",
+        ),
         note="every rank holds the logits of whole batches",
     ),
     Row(
         what="losses of whole sequences in a loop, by `handle.sharded_call`; ZeRO 0 to 3, a reference model beside",
         status="tested",
-        tests=("tests/integration/test_sharded_call.py::test_a_preference_loss_trains_as_on_one_process",),
+        tests=("tests/integration/loops/test_sharded_call.py::test_a_preference_loss_trains_as_on_one_process",),
     ),
     Row(
         what="TRL 1.16, batches of whole sequences: DPO (a reference model, or the adapter taken off), RewardTrainer "
@@ -364,7 +370,9 @@ _LOOP_ROWS = (
     Row(
         what="every other trainer of TRL",
         status="refused",
-        tests=("tests/integration/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",),
+        tests=(
+            "tests/integration/trainer/test_trl_refusals.py::test_a_trainer_that_is_not_known_says_so_on_every_rank",
+        ),
         note="by the trainer's name, at the start of `train()`; by TRL itself those that need vLLM or an attention "
         "kernel for GPUs where these are missing",
     ),
@@ -372,7 +380,7 @@ _LOOP_ROWS = (
     Row(
         what="a second call of `Trainer.train()`",
         status="refused",
-        tests=("tests/integration/test_trainer.py::test_a_second_call_of_train_is_refused_by_name",),
+        tests=("tests/integration/trainer/test_trainer.py::test_a_second_call_of_train_is_refused_by_name",),
         note="the Trainer has let go of its engine, with stock DeepSpeed too",
     ),
     Row(
@@ -412,46 +420,46 @@ _LOOP_ROWS = (
         what="pipelines of unequal stages: own loop, HF Trainer, accelerate, TRL, LoRA, tied embeddings, packing",
         status="tested",
         tests=(
-            "tests/integration/test_pipelines.py::test_unequal_stages_train_as_one_process",
-            "tests/integration/test_step_contract.py::test_a_backward_left_out_by_one_stage_of_a_pipeline",
-            "tests/integration/test_pipelines.py::test_random_plans_train_as_one_process",
-            "tests/integration/test_trainer.py::test_pipelines_train_log_and_save_as_one_process",
-            "tests/integration/test_pipeline_loops.py::test_accelerates_own_loop_trains_as_one_process",
-            "tests/integration/test_pipeline_loops.py::test_trl_trains_pipelines_as_one_process",
-            "tests/integration/test_pipeline_loops.py::test_the_trainer_resumes_pipelines",
+            "tests/integration/pipelines/test_pipelines.py::test_unequal_stages_train_as_one_process",
+            "tests/integration/loops/test_step_contract.py::test_a_backward_left_out_by_one_stage_of_a_pipeline",
+            "tests/integration/pipelines/test_pipelines.py::test_random_plans_train_as_one_process",
+            "tests/integration/trainer/test_trainer.py::test_pipelines_train_log_and_save_as_one_process",
+            "tests/integration/pipelines/test_pipeline_loops.py::test_accelerates_own_loop_trains_as_one_process",
+            "tests/integration/pipelines/test_pipeline_loops.py::test_trl_trains_pipelines_as_one_process",
+            "tests/integration/pipelines/test_pipeline_loops.py::test_the_trainer_resumes_pipelines",
         ),
     ),
     Row(
         what='`"parallel": "full"`: pipelines searched for at the start of the job',
         status="tested",
         tests=(
-            "tests/integration/test_pipeline_start.py::test_a_job_searches_for_its_pipelines_and_trains_as_one_process",
+            "tests/integration/pipelines/test_pipeline_start.py::test_a_job_searches_for_its_pipelines_and_trains_as_one_process",
         ),
     ),
     Row(
         what="models without weights (`ds_hetero.empty_model`, the meta device), read or drawn by stage",
         status="tested",
         tests=(
-            "tests/integration/test_pipeline_weights.py::test_weights_are_read_by_stage",
-            "tests/integration/test_pipeline_weights.py::test_values_are_drawn_alike_under_every_plan",
+            "tests/integration/pipelines/test_pipeline_weights.py::test_weights_are_read_by_stage",
+            "tests/integration/pipelines/test_pipeline_weights.py::test_values_are_drawn_alike_under_every_plan",
         ),
     ),
     Row(
         what="checkpoints of pipelines under another plan",
         status="tested",
         tests=(
-            "tests/integration/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",
-            "tests/integration/test_pipeline_checkpoints.py::test_every_plan_loads_what_every_other_one_saved",
-            "tests/integration/test_pipeline_checkpoints.py::test_adapters_and_what_they_adapt_load_under_another_plan",
-            "tests/integration/test_pipeline_checkpoints.py::test_a_checkpoint_becomes_a_folder_without_ranks",
+            "tests/integration/pipelines/test_pipelines.py::test_a_checkpoint_loads_under_every_other_plan",
+            "tests/integration/pipelines/test_pipeline_checkpoints.py::test_every_plan_loads_what_every_other_one_saved",
+            "tests/integration/pipelines/test_pipeline_checkpoints.py::test_adapters_and_what_they_adapt_load_under_another_plan",
+            "tests/integration/pipelines/test_pipeline_checkpoints.py::test_a_checkpoint_becomes_a_folder_without_ranks",
         ),
     ),
     Row(
         what="pipelines with `replan`: layers move between stages of one rank and of sequence parallelism",
         status="tested",
         tests=(
-            "tests/integration/test_pipeline_replan.py::test_training_goes_on_as_on_one_process",
-            "tests/integration/test_pipeline_replan.py::test_a_rank_that_slows_down_loses_layers_within_20_steps",
+            "tests/integration/pipelines/test_pipeline_replan.py::test_training_goes_on_as_on_one_process",
+            "tests/integration/pipelines/test_pipeline_replan.py::test_a_rank_that_slows_down_loses_layers_within_20_steps",
         ),
     ),
     Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
@@ -472,13 +480,15 @@ _FEATURE_ROWS = (
         what="the self-check (`verify`) leaves no trace: steps to the bit on ZeRO 0 to 3, LoRA, recomputation of both "
         "kinds, dropout, experts, bf16",
         status="tested",
-        tests=("tests/integration/test_self_check.py::test_steps_after_the_check_are_those_without_it_to_the_bit",),
+        tests=(
+            "tests/integration/models/test_self_check.py::test_steps_after_the_check_are_those_without_it_to_the_bit",
+        ),
     ),
     Row(what="LoRA on ZeRO-3", status="tested", tests=(_FEATURES + "test_lora_adapters_train_as_on_one_process",)),
     Row(
         what="33 kinds of adapters of PEFT, and the settings of LoRA, on ZeRO-2",
         status="tested",
-        tests=("tests/integration/test_adapters.py::test_kinds_that_are_called_exact_train_as_on_one_process",),
+        tests=("tests/integration/models/test_adapters.py::test_kinds_that_are_called_exact_train_as_on_one_process",),
         note="[all kinds](adapters.md)",
     ),
     Row(
@@ -506,7 +516,7 @@ _FEATURE_ROWS = (
     Row(
         what="checkpoints that resume under another schedule",
         status="tested",
-        tests=("tests/integration/test_features.py::test_checkpoint_resumes_under_another_schedule",),
+        tests=("tests/integration/models/test_features.py::test_checkpoint_resumes_under_another_schedule",),
     ),
     Row(
         what="ZeRO-1 and 2 by weights, with offload of the optimizer, clipping, parameter groups",
@@ -517,25 +527,25 @@ _FEATURE_ROWS = (
     Row(
         what="`deepspeed.zero.Init`, `from_pretrained` under ZeRO-3",
         status="tested",
-        tests=("tests/integration/test_zero3.py::test_parameters_made_under_zero_init_are_written_and_trained",),
+        tests=("tests/integration/zero/test_zero3.py::test_parameters_made_under_zero_init_are_written_and_trained",),
     ),
     Row(
         what="checkpoints between any weights, any number of ranks, and stock",
         status="tested",
         tests=(
-            "tests/integration/test_zero12_checkpoints.py::test_every_layout_and_number_of_ranks_loads_every_other",
-            "tests/integration/test_zero3_checkpoints.py::test_every_layout_loads_every_checkpoint",
+            "tests/integration/zero/test_zero12_checkpoints.py::test_every_layout_and_number_of_ranks_loads_every_other",
+            "tests/integration/zero/test_zero3_checkpoints.py::test_every_layout_loads_every_checkpoint",
         ),
     ),
     Row(
         what="re-planning while the job runs",
         status="tested",
-        tests=("tests/integration/test_replan.py::test_a_rank_that_becomes_slow_gets_less_to_do",),
+        tests=("tests/integration/job/test_replan.py::test_a_rank_that_becomes_slow_gets_less_to_do",),
     ),
     Row(
         what="a rank that dies: the others stop with one message",
         status="tested",
-        tests=("tests/integration/test_features.py::test_dead_rank_is_reported_by_the_others",),
+        tests=("tests/integration/models/test_features.py::test_dead_rank_is_reported_by_the_others",),
     ),
     _tried(
         "hpZ on equal weights, predivide and prescale, communication in bf16, CSV monitor, flops profiler, WarmupLR"
@@ -561,7 +571,7 @@ _FEATURE_ROWS = (
         what="a `gradient_clipping`, ZeRO stage or other setting that differs between ranks",
         status="refused",
         tests=(
-            "tests/integration/test_registration.py::test_a_difference_between_ranks_is_refused_before_anything_is_built",
+            "tests/integration/job/test_registration.py::test_a_difference_between_ranks_is_refused_before_anything_is_built",
         ),
     ),
     Row(
@@ -575,8 +585,8 @@ _FEATURE_ROWS = (
         what="with unequal ZeRO weights: Muon, ZenFlow, expert-parallel groups, tensor parallelism, pipelines",
         status="refused",
         tests=(
-            "tests/integration/test_zero12.py::test_impossible_combinations_are_refused",
-            "tests/integration/test_zero3.py::test_what_needs_equal_shards_is_refused",
+            "tests/integration/zero/test_zero12.py::test_impossible_combinations_are_refused",
+            "tests/integration/zero/test_zero3.py::test_what_needs_equal_shards_is_refused",
         ),
     ),
     _refused("4-D masks, masks with holes, position biases, cross attention"),

@@ -3,7 +3,7 @@
     python -m tests.integration.sweep        # runs it, two ranks, and records what it finds
     python -m tests.support_matrix           # writes the tables into docs/support.md
 
-`tests/integration/test_sweep.py` holds every run to the record.
+`tests/integration/models/test_sweep.py` holds every run to the record.
 """
 
 from __future__ import annotations

@@ -24,10 +24,7 @@ from torch import Tensor
 
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
 from benchmarks.measure.models import VOCABULARY, trained_model
-from ds_hetero.baselines import proportional
-from ds_hetero.placement import Lane, Placement, Range, Rows, stream_placement
 from ds_hetero.planner.documents import UnitCosts, place_documents
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -36,8 +33,11 @@ from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.documents import POSITIONS, position_runs
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.schedule import Schedule
-from ds_hetero.splits import share
+from ds_hetero.values.baselines import proportional
+from ds_hetero.values.placement import Lane, Placement, Range, Rows, stream_placement
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.splits import share
 
 STREAM, OVER_ALL, DOCUMENTS, STOCK, ALONE = "stream", "over all", "documents", "stock", "one rank alone"
 AT_ONCE = "all at once"

@@ -35,11 +35,11 @@ from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.models import load_model
 from ds_hetero.planner import strategy
 from ds_hetero.planner.documents import UnitCosts, place_documents, unit_costs
-from ds_hetero.planner.documents.candidates import place_lengths
+from ds_hetero.planner.documents.costs.score import ideal_s
 from ds_hetero.planner.documents.distributions import DISTRIBUTIONS, LengthDistribution
-from ds_hetero.planner.documents.report import documents_of
-from ds_hetero.planner.documents.score import ideal_s
-from ds_hetero.schedule import Schedule
+from ds_hetero.planner.documents.search.candidates import place_lengths
+from ds_hetero.planner.documents.summary import documents_of
+from ds_hetero.values.schedule import Schedule
 
 KIB = 1024
 SPEEDS = {"equal": (1.0,), "4:3:2:1": (4.0, 3.0, 2.0, 1.0)}

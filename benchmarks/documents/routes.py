@@ -29,14 +29,14 @@ from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Contender, Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns
-from ds_hetero.baselines import ring
-from ds_hetero.placement import Lane, Placement, Rows
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.splits import share
+from ds_hetero.values.baselines import ring
+from ds_hetero.values.placement import Lane, Placement, Rows
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.splits import share
 
 NODES = (0, 0, 1, 1)
 ONE_RING, BY_NODES = "one ring over all ranks", "from node to node"

@@ -30,7 +30,7 @@ from benchmarks.measure.ranks import LOOPBACK, run
 from benchmarks.measure.results import FOLDER, header, progress, write
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import make_cost_model
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 RESULT = FOLDER / "fit.json"
 TARGET = 0.10

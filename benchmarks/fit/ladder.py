@@ -97,7 +97,7 @@ def _on_rank(rank: int, report: Any, tokens: int, mib: int, saving: bool) -> dic
     from transformers import MistralConfig, MistralForCausalLM
 
     import ds_hetero
-    from ds_hetero.placement import stream_placement
+    from ds_hetero.values.placement import stream_placement
 
     start_bytes = _private_bytes("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + (mib << 20),) * 2)

@@ -20,7 +20,7 @@ from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.common.units import GIB
 from ds_hetero.cost import make_cost_model
 from ds_hetero.planner.memory import Advice, advise, best_schedule
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 STEPS = 2
 OWN_BYTES = 48 << 20  # of the ranks beside torch's tensors: stacks of gloo's threads, its buffers, the heap's gaps

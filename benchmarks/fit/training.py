@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.cost.workload import Buffers, Workload
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import model_from_config
+from ds_hetero.models.shapes import ModelSpec
 
 STEPS = 4
 BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to
@@ -121,7 +121,7 @@ def make_step(rank: int, case: Case) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import ds_hetero
-    from ds_hetero.placement import stream_placement
+    from ds_hetero.values.placement import stream_placement
 
     deepspeed.init_distributed("gloo", verbose=False)
     handle = ds_hetero.register()

@@ -22,7 +22,7 @@ from benchmarks.fuzz.mutations import mutate, tear
 from benchmarks.fuzz.trials import LONGEST_MESSAGE, Tally
 from ds_hetero.cli import main
 from ds_hetero.errors import HeteroError
-from ds_hetero.plans import read_plan
+from ds_hetero.values.plans import read_plan
 
 CPU_LIMIT_S = 20
 WALL_LIMIT_S = 120.0  # on a machine that does other things as well

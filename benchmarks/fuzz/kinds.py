@@ -10,22 +10,22 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.baselines import ulysses
 from ds_hetero.cluster import cluster_from_dict, cluster_to_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
+from ds_hetero.decision.decide import decide
+from ds_hetero.decision.facts import JobFacts, ModelFacts
+from ds_hetero.decision.plan_files import given_plan
+from ds_hetero.decision.resolve import needs_planner
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError
-from ds_hetero.job.decide import decide
-from ds_hetero.job.facts import JobFacts, ModelFacts
-from ds_hetero.job.plan_files import given_plan
-from ds_hetero.job.resolve import needs_planner
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import model_from_config
-from ds_hetero.plans import Plan, read_plan
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.profiler.cache import read_profile
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, fingerprint
+from ds_hetero.values.baselines import ulysses
+from ds_hetero.values.plans import Plan, read_plan
 
 WORLD_SIZE = 4
 SEQ_LEN = 4096

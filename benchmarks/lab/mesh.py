@@ -28,10 +28,10 @@ from benchmarks.lab.planning import cost_model, profile_ranks, scaled
 from benchmarks.lab.ring import bound_action
 from benchmarks.measure.contenders import Shape, make_contender, make_engine
 from benchmarks.measure.turns import take_turns
-from ds_hetero.baselines import ring, usp
 from ds_hetero.cost.model import CostModel
 from ds_hetero.planner import strategy
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.baselines import ring, usp
+from ds_hetero.values.schedule import Group, Schedule
 
 UNIFORM = ("stock", "torch-ring", "ring", "usp 2x2")
 CONTENDERS = (*UNIFORM, "proportional", "pairs", "plan")

@@ -21,8 +21,8 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import load_model
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.published.hetero_ring import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select
 

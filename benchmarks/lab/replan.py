@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.turns import timed_run
-from ds_hetero.baselines import proportional, ring
+from ds_hetero.values.baselines import proportional, ring
 
 SLOWED_TO = 0.4
 RECOVERED = 0.9

@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import CostModel, Workload, make_cost_model
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 TOKEN_UNITS = {2: 24, 3: 24, 4: 24, 5: 12}  # into which the sequence is cut, by number of devices
 HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6)}  # fewest and most

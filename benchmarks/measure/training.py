@@ -32,9 +32,9 @@ from benchmarks.measure.contenders import (
 )
 from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.engine.handle import Handle
-from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.schedule import Schedule
 
 Step = Callable[[int], float]
 """Runs one training step on sequences of so many tokens and returns the loss of the whole batch."""

@@ -27,7 +27,7 @@ from benchmarks.peers.judge import Case, NoPlan, best_that_fits, our_s, row_text
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.models import load_model
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 PEERS: dict[str, tuple[str, Callable[[Path, str, Case, float], Iterable[Plan]]]] = {
     "flashflex": ("flashflex", flashflex.plans),

@@ -22,7 +22,7 @@ from benchmarks.peers.process import printed_by
 from benchmarks.peers.sailor import DEGREES, EDGE_S, HALF, ZONE, on_nodes, sizes_of_layers
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 ITS_ELEMENT_BYTES = 4
 ITS_BACKWARD = 3  # forwards that a forward and a backward are

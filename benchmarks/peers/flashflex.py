@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.peers.judge import Case, NoPlan, PeerStage, plan_of, shared_evenly
 from benchmarks.peers.process import printed_by
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 MODELS = {"llama-2-7b": "llama-7b", "llama-2-13b": "llama-13b", "llama-30b": "llama-30b"}
 ROUNDS, FIRST_PIPELINES = 60, (1, 2, 4)

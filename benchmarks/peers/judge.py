@@ -12,11 +12,11 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.blocks import ranks_of_blocks
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
-from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
 GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
 SIZES = (1, 2, 4)

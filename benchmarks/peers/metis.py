@@ -28,7 +28,7 @@ from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.pipelines.blocks import sizes_up_to
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 NAMES = ("A100", "V100", "P100", "T4")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

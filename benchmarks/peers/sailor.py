@@ -26,7 +26,7 @@ from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.memory import CalibratedStageMemory
 from ds_hetero.cost.workload import Workload
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 LIBRARY = Path("sailor/Planner/sailor_planner/cpp_src")
 MEMORY_GIB = {"V100-16": 16, "A100-40": 40, "GH-96": 96}

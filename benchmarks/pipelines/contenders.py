@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ds_hetero
 from benchmarks.measure.models import VOCABULARY, trained_model
 from benchmarks.pipelines.plans import Task
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 Step = Callable[[], float]
 """Runs one optimizer step and returns the loss of the global batch."""

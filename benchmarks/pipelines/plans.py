@@ -19,7 +19,7 @@ from ds_hetero.planner.pipelines.rivals import best_sequence
 from ds_hetero.planner.pipelines.search.given_layers import judge_layers
 from ds_hetero.planner.pipelines.search.starts import uniform_grids
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
-from ds_hetero.plans import Plan, Stage
+from ds_hetero.values.plans import Plan, Stage
 
 OURS, HEXISCALE, SEQUENCE, GRID, EQUAL = "ours", "hexiscale", "sequence", "grid", "equal stages"
 _GRIDS = 4  # best ones by prediction, of which the best by measurement counts

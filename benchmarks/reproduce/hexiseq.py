@@ -34,14 +34,14 @@ from benchmarks.reproduce import hexiseq_paper as paper
 from benchmarks.reproduce.hexiseq_paper import DATASHEET, Assumptions
 from benchmarks.reproduce.hexiseq_plot import draw
 from benchmarks.reproduce.hexiseq_show import show, summary
-from ds_hetero.baselines import ring, ulysses, usp_meshes
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.common.paths import config_dir
 from ds_hetero.cost import CostModel, Workload, make_cost_model
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import load_model
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule, plan
+from ds_hetero.values.baselines import ring, ulysses, usp_meshes
 
 _SECTIONS = ("simulations", "assumptions", "equal-flops", "table-3")
 

@@ -6,7 +6,7 @@ and the best gain. Table 2, the length distributions, is in `ds_hetero.planner.d
 
 from __future__ import annotations
 
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 GAIN_MEAN, GAIN_BEST = 2.80, 6.60  # section 5.1, over Transformer Engine's context parallelism
 ABLATION = {"routing": 1.6, "engine": 3.2, "routing + engine": 3.51, "with remap": 3.64}  # section 5.3, ArXiv, up to

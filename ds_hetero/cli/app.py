@@ -13,23 +13,32 @@ import click
 from ds_hetero import __version__
 from ds_hetero.common.text import nearest
 
-COMMANDS = {
-    "plan": "Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why.",
-    "fit": "Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not.",
-    "replicas": "Schedules and micro-batches for replicas that differ, so that all finish together.",
-    "replan": "Plan pipelines again after devices are lost or added, and say what must move.",
-    "simulate": "Predict time and memory of a given schedule or plan of pipelines.",
-    "compare": "All strategies, or all planners of pipelines, on one cluster, in one table.",
-    "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
-    "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran "
-    "it.",
-    "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
-    "profile": "Measure devices and links of the live ranks; run it under the launcher that will train.",
-    "selftest": "Test kernels, links, collectives and a training step on the live ranks; run it under the launcher.",
-    "weights": "Make a Hugging Face folder of a checkpoint of pipelines, without ranks.",
-    "doctor": "Say what is installed, which kernels work on this machine's devices, and what a section comes to.",
+_ROOMS = {
+    "planning": {
+        "plan": "Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why.",
+        "fit": "Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, "
+        "1 if not.",
+        "replicas": "Schedules and micro-batches for replicas that differ, so that all finish together.",
+        "replan": "Plan pipelines again after devices are lost or added, and say what must move.",
+        "simulate": "Predict time and memory of a given schedule or plan of pipelines.",
+        "compare": "All strategies, or all planners of pipelines, on one cluster, in one table.",
+    },
+    "showing": {
+        "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
+        "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured "
+        "that ran it.",
+        "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
+    },
+    "installed": {
+        "profile": "Measure devices and links of the live ranks; run it under the launcher that will train.",
+        "selftest": "Test kernels, links, collectives and a training step on the live ranks; run it under the "
+        "launcher.",
+        "weights": "Make a Hugging Face folder of a checkpoint of pipelines, without ranks.",
+        "doctor": "Say what is installed, which kernels work on this machine's devices, and what a section comes to.",
+    },
 }
-"""Every command, in the order in which a new user meets them; each is in the module of its name."""
+COMMANDS = {name: text for commands in _ROOMS.values() for name, text in commands.items()}
+"""Every command, in the order in which a new user meets them; each is in the module of its name in its room."""
 
 _ENDLESS = re.compile(r"(\S{60})\S{60,}")
 
@@ -70,7 +79,8 @@ class _Commands(click.Group):
         """Import one command; None where there is none of the name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"ds_hetero.cli.{cmd_name}"), cmd_name)
+        room = next(room for room, commands in _ROOMS.items() if cmd_name in commands)
+        command: click.Command = getattr(import_module(f"ds_hetero.cli.{room}.{cmd_name}"), cmd_name)
         return command
 
 

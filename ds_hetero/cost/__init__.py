@@ -8,7 +8,7 @@ from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 __all__ = [
     "COST_MODELS",

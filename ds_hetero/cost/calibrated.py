@@ -41,8 +41,8 @@ from ds_hetero.cost.terms.memory import Moments, memory_moments
 from ds_hetero.cost.terms.ring_time import ring_finish_s
 from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.schedule import Schedule
 
 ROUNDING = 1e-12  # relative; by which sums in another order may differ
 

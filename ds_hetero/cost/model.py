@@ -20,8 +20,8 @@ from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import MemoryParts, Moments, peak_bytes, peak_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.schedule import Schedule
 
 
 class CostModel(ABC):

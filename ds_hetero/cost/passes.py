@@ -23,7 +23,7 @@ from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring_time import RingCoefficients
 from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32

@@ -27,8 +27,8 @@ from ds_hetero.cost.terms.grouping import GroupBy, Grouping
 from ds_hetero.cost.terms.heads import Edges, ring_edges
 from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.schedule import Schedule
 
 NON_ATTENTION_FLOPS = 72  # Eq. 5, per token and H^2: 24 forward, 48 backward
 NON_ATTENTION_ELEMENTS = 40  # Eq. 4, per token and H: 20 forward, 20 backward

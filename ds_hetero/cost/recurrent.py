@@ -32,7 +32,7 @@ from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
 from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 
 class RecurrentTimes(NamedTuple):

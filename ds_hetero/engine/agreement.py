@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from ds_hetero.config import SECTION, expect_section_name
 from ds_hetero.engine.ds_config import enabled
-from ds_hetero.engine.restarts import announce_lost_restarts
+from ds_hetero.engine.process.restarts import announce_lost_restarts
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations.deepspeed.registered import expect_all_registered
+from ds_hetero.frameworks.deepspeed.registered import expect_all_registered
 from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.values.section import SECTION, expect_section_name
 
 MAY_DIFFER = (
     "aio",  # how fast a host's disks are

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hetero.common.limits import is_weight
-from ds_hetero.config import SECTION, HeterogeneitySection, expect_section_name, read_section
 from ds_hetero.cost.workload import Buffers
-from ds_hetero.job.facts import TrainingFacts
+from ds_hetero.decision.facts import TrainingFacts
+from ds_hetero.values.section import SECTION, HeterogeneitySection, expect_section_name, read_section
 
 _FP32 = ("fp32", "float32")
 
@@ -27,7 +27,7 @@ def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 
     Raises:
-        ConfigError: see `read_section` and `ds_hetero.config.expect_section_name`.
+        ConfigError: see `read_section` and `ds_hetero.values.section.expect_section_name`.
     """
     expect_section_name(ds_config)
     return read_section(ds_config[SECTION]) if SECTION in ds_config else None

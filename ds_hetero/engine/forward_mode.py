@@ -20,7 +20,7 @@ from ds_hetero.runtime.step_clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Results of sharded calls, see `ds_hetero.integrations.transformers.sharded_call`.
+    """Results of sharded calls, see `ds_hetero.frameworks.transformers.model.sharded_call`.
 
     Args:
         own_outputs: the model's own outputs, put together; else `TokenResults`.

@@ -9,19 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.config import SECTION
+from ds_hetero.engine.calls.model_calls import ModelCalls, calls_of, labels_that_count
+from ds_hetero.engine.calls.sharded_calls import call_sharded
 from ds_hetero.engine.forward_mode import Wanted, sharding
-from ds_hetero.engine.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.registry import PreparedModel, Registry
-from ds_hetero.engine.sharded_calls import call_sharded
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.integrations.transformers.sharded_call import TokenResults
+from ds_hetero.frameworks.transformers.model.sharded_call import TokenResults
 from ds_hetero.job.monitoring.replanning import ScheduleChange
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import count_items
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import SECTION
 
 
 class Handle:
@@ -39,7 +39,7 @@ class Handle:
     With several engines in one process, `for_engine` says which one a call is about.
 
     Args:
-        registry: what the integrations have prepared; not for users.
+        registry: what the frameworks have prepared; not for users.
         model: of the one engine that this handle is about; None for whichever there is.
     """
 
@@ -134,7 +134,7 @@ class Handle:
         device: torch.device | str | None = None,
         batches: Literal["same", "own"] | None = None,
     ) -> Iterable[Any]:
-        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.loader.ShardedLoader`.
+        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.loading.loader.ShardedLoader`.
 
         For a model that was prepared without a "heterogeneity" section, batches are only moved to its device.
 

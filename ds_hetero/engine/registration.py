@@ -10,17 +10,19 @@ from typing import Any
 import deepspeed
 
 from ds_hetero.common.extras import untested_releases
-from ds_hetero.engine import restarts, uncaught
+from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.handle import Handle
-from ds_hetero.engine.patching import expect_package
+from ds_hetero.engine.process import restarts, uncaught
+from ds_hetero.engine.process.patching import expect_package
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.integrations import accelerate
-from ds_hetero.integrations.deepspeed import engine as deepspeed_engine
-from ds_hetero.integrations.deepspeed.registered import expect_no_engine
-from ds_hetero.integrations.transformers import attention, shard_guard, trainer
-from ds_hetero.integrations.transformers.stages import meta
-from ds_hetero.job.report import announce
+from ds_hetero.frameworks.accelerate import adapter as accelerate
+from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
+from ds_hetero.frameworks.deepspeed.registered import expect_no_engine
+from ds_hetero.frameworks.transformers.attention import attention
+from ds_hetero.frameworks.transformers.model import shard_guard
+from ds_hetero.frameworks.transformers.stages import meta
+from ds_hetero.frameworks.transformers.trainer import trainer
 
 _active: tuple[Handle, Registry] | None = None
 

@@ -12,16 +12,16 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
-from ds_hetero.config import SECTION
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide_pipelines import inners_of
+from ds_hetero.decision.facts import JobFacts
+from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.engine.calls.whole_model import WholeModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
-from ds_hetero.engine.patching import Patches
-from ds_hetero.engine.whole_model import WholeModel
-from ds_hetero.integrations.transformers.facts import read_facts_of_whole_model, read_model_facts
-from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+from ds_hetero.engine.process.patching import Patches
+from ds_hetero.frameworks.transformers.model.facts import read_facts_of_whole_model, read_model_facts
+from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.job.capabilities import requested_kernel
-from ds_hetero.job.decide import JobStart
-from ds_hetero.job.decide_pipelines import inners_of
-from ds_hetero.job.facts import JobFacts
 from ds_hetero.job.monitoring.document_advice import DocumentAdvice
 from ds_hetero.job.monitoring.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.monitoring.document_zones import DocumentZones
@@ -38,15 +38,15 @@ from ds_hetero.job.monitoring.replanning import PlanSearch, Replanning, Schedule
 from ds_hetero.job.monitoring.run_record import RunRecord
 from ds_hetero.job.monitoring.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
 from ds_hetero.job.request import Request, agree_on_request
-from ds_hetero.job.resolve import sp_size_of
 from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, announce_start, start_job
-from ds_hetero.placement import Placer
-from ds_hetero.plans import Plan
-from ds_hetero.plans.section_keys import SECTION_KEYS
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
+from ds_hetero.values.placement import Placer
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.plans.section_keys import SECTION_KEYS
+from ds_hetero.values.section import SECTION
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class _Living(Generic[T]):
 
 
 class Registry:
-    """The state behind one `Handle`, which the integrations share.
+    """The state behind one `Handle`, which the frameworks share.
 
     It keeps no model alive: what was prepared for a model lives as long as the model.
 
@@ -242,7 +242,7 @@ class Registry:
         Args:
             model: a PreTrainedModel, or a module around one; any module where the sequence-parallel size is 1.
             ds_config: DeepSpeed's configuration, with a section.
-            sp_sizes: see `ds_hetero.job.resolve.sp_size_of`.
+            sp_sizes: see `ds_hetero.decision.resolve.sp_size_of`.
 
         Caller: every rank of the world.
         """

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hetero.config import SECTION
 from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.values.section import SECTION
 
 
 def size_of_configuration(ds_config: Mapping[str, Any] | None) -> int | None:

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.values.plans import Plan
 
 
 def tensor_parallel_layouts(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.gradient_sync.chunks import Box, box_size
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.sharding.gradient_chunks import Box, box_size
 
 Owned = Sequence[Sequence[Box]]
 """Boxes of one parameter, by the rank that owns them."""

@@ -1,6 +1,6 @@
 """Asymmetric gradient synchronization: replicas that cut their parameters differently train as one model.
 
-`ds_hetero.gradient_sync.chunks` says which ranks sum, own and hold what; here it moves. Both directions are
+`ds_hetero.sharding.gradient_chunks` says which ranks sum, own and hold what; here it moves. Both directions are
 all-to-alls between the members of a bucket: every contributor sends every owner its chunks, and every owner sends every
 holder their new values. That is what a ring reduce-scatter and a ring all-gather send, rank by rank, but parts may be
 uneven, an owner need not hold anything, 16-bit gradients are added up in fp32 by their owner instead of rounded at
@@ -24,15 +24,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.buckets import Bucket, fuse
 from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
-from ds_hetero.gradient_sync.chunks import Box, Chunk, chunks_of
-from ds_hetero.gradient_sync.parameter_cuts import ParameterLayout
 from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shard, local_tensor
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
-from ds_hetero.zero.partition import ALIGNMENT
+from ds_hetero.sharding.gradient_buckets import Bucket, fuse
+from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of
+from ds_hetero.sharding.parameter_cuts import ParameterLayout
+from ds_hetero.sharding.zero_partition import ALIGNMENT
 
 _GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once
 
@@ -60,8 +60,8 @@ class AsymmetricGradientSync:
             replica, in the same order.
         groups: process groups made so far, to be used again; left out, all are made anew.
         communication_dtype: what gradients travel in; None for each parameter's own dtype.
-        owner_weights: see `ds_hetero.gradient_sync.chunks.chunks_of`; the same on every rank.
-        alignment: see `ds_hetero.gradient_sync.chunks.chunks_of`.
+        owner_weights: see `ds_hetero.sharding.gradient_chunks.chunks_of`; the same on every rank.
+        alignment: see `ds_hetero.sharding.gradient_chunks.chunks_of`.
 
     Attributes:
         owned: by name, the 1-D fp32 values (fp64 for fp64 parameters) of what this rank owns of a parameter, with
@@ -163,7 +163,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the last backward of a step.
         Collectives: an all_to_all_single for every bucket that could not leave earlier.
-        Sends: in all buckets of a step, `ds_hetero.gradient_sync.traffic.reduced_elements` of the communication dtype.
+        Sends: in all buckets of a step, `gradient_traffic.reduced_elements` of the communication dtype.
 
         Raises:
             SyncError: on every rank, when ranks of one replica were given different tokens.
@@ -186,7 +186,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
-        Sends: `ds_hetero.gradient_sync.traffic.gathered_elements` of the parameters' dtype.
+        Sends: `ds_hetero.sharding.gradient_traffic.gathered_elements` of the parameters' dtype.
 
         Raises:
             PeerError: another rank failed.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_hetero.config import SECTION
+from ds_hetero.decision.facts import JobFacts
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.facts import JobFacts
-from ds_hetero.kernel_names import KernelName, KernelWish
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.devices import default_device, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
+from ds_hetero.values.kernel_names import KernelName, KernelWish
+from ds_hetero.values.section import SECTION
 
 USUAL_HEAD_DIM = 128  # of a model that does not say
 

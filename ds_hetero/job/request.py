@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_hetero.config import HeterogeneitySection
-from ds_hetero.job.decide_pipelines import check_pipeline_section, inners_of
-from ds_hetero.job.plan_files import given_plan, is_of_pipelines
+from ds_hetero.decision.decide_pipelines import check_pipeline_section, inners_of
+from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
 from ds_hetero.job.start import World, expect_same_sections
-from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.values.plans import BatchSplit, Plan
+from ds_hetero.values.section import HeterogeneitySection
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import shortened
-from ds_hetero.config import SECTION, HeterogeneitySection
+from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
+from ds_hetero.decision.decide_pipelines import idle_keys
+from ds_hetero.decision.facts import JobFacts
+from ds_hetero.decision.plan_files import is_of_pipelines
+from ds_hetero.decision.resolve import check_plan_fits, needs_planner, replica_size, sp_size_of
+from ds_hetero.decision.start_text import announce, forecast_text, pipelines_text, plan_text, searched_text
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.capabilities import (
     USUAL_HEAD_DIM,
@@ -36,13 +40,6 @@ from ds_hetero.job.capabilities import (
     own_capabilities,
     requested_kernel,
 )
-from ds_hetero.job.decide import JobStart, decide, depends_on_measuring
-from ds_hetero.job.decide_pipelines import idle_keys
-from ds_hetero.job.facts import JobFacts
-from ds_hetero.job.plan_files import is_of_pipelines
-from ds_hetero.job.report import announce, forecast_text, pipelines_text, plan_text, searched_text
-from ds_hetero.job.resolve import check_plan_fits, needs_planner, replica_size, sp_size_of
-from ds_hetero.plans import Plan
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
@@ -51,6 +48,9 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.values.baselines import STRATEGIES
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 logger = logging.getLogger(__name__)
 

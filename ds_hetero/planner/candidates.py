@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_hetero.baselines import COMPARED, all_baselines
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.baselines import COMPARED, all_baselines
+from ds_hetero.values.schedule import Schedule
 
 SIMPLER = 1e-6  # a baseline whose time is this close to the best of the search is preferred
 

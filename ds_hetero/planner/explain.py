@@ -11,7 +11,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.planner.planned import Rejected
 from ds_hetero.planner.search.memory_fit import longest_of_assignment
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 AS_FAST = 1.0005  # times this close are the same in a table
 

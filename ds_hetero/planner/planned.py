@@ -11,8 +11,8 @@ from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.price import Price, price_of
-from ds_hetero.plans import Plan
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts

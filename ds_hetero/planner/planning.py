@@ -9,22 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from ds_hetero.baselines import COMPARED
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.explain import AS_FAST, compared, describe, does_not_fit, idle_ranks
 from ds_hetero.planner.planned import PlannedSchedule, Rejected
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.plans import Plan
-from ds_hetero.schedule import LAYOUTS
+from ds_hetero.values.baselines import COMPARED
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import LAYOUTS
 
 MAX_REJECTED = 4  # alternatives of the search that are explained
 

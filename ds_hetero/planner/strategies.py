@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_hetero.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.planning import plan
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.baselines import COMPARED, STRATEGIES, even, proportional
+from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
     from ds_hetero.planner.published.hetero_ring import ProfileTable

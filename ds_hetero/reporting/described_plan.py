@@ -23,11 +23,11 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
 from ds_hetero.models import model_from_config
-from ds_hetero.plans import Plan, read_plan
-from ds_hetero.plans.reading import SCENARIO
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.plans import Plan, read_plan
+from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.schedule import Schedule
 
 _WORKLOAD = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
 _KEYS = ("cost_model", "model", "workload", "clusters", "lengths")

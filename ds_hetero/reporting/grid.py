@@ -18,7 +18,7 @@ from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.sections.rank_rows import heads_of
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

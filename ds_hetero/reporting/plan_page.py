@@ -11,7 +11,6 @@ from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
-from ds_hetero.plans import Plan, read_plan
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
@@ -23,6 +22,7 @@ from ds_hetero.reporting.sections.pipelines_section import add_pipelines
 from ds_hetero.reporting.sections.run_section import add_run, measured_text
 from ds_hetero.reporting.sections.shares_section import shares
 from ds_hetero.reporting.sections.time_sections import MeasuredReplica, block, step
+from ds_hetero.values.plans import Plan, read_plan
 
 
 def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> DescribedPlan:

@@ -20,8 +20,8 @@ from typing import Any
 
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.errors import ConfigError, PlanError
-from ds_hetero.plans import Plan, read_plan
 from ds_hetero.reporting.described_plan import PlanScenario, read_scenario
+from ds_hetero.values.plans import Plan, read_plan
 
 FORMAT, VERSION = "ds_hetero run", 1
 MAX_TRACED = 20_000  # ranges of one rank

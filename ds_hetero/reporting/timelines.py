@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ds_hetero.cost import CostModel, Prediction, Span
 from ds_hetero.reporting.run_file import TracedRange
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 Bar = tuple[str, float, float]
 

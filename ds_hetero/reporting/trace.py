@@ -20,7 +20,7 @@ from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.run_file import RunFile, TracedRange
 from ds_hetero.reporting.sections.pipelines_section import judged, pipeline_bars
 from ds_hetero.reporting.timelines import PREFIX, Bar, block_spans, phase_shares, predicted_block
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_EVENTS = 400_000  # of longer steps, blocks after the first of a pass are one span each
 COMPUTE, NETWORK = 0, 1

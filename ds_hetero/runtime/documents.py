@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.placement import Range, Rows
+from ds_hetero.values.placement import Range, Rows
 
 Documents = tuple[Range, ...]
 # Position ids of every batch row: from which index on they count up from which value.

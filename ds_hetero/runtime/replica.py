@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
-from ds_hetero.plans import BatchSplit, Plan
 from ds_hetero.runtime.collectives import on_all_ranks, pairs_by_order, timeout_of_job
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.plans import BatchSplit, Plan
+from ds_hetero.values.schedule import Group, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

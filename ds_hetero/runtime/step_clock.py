@@ -41,7 +41,7 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from ds_hetero.plans.timetable import BACKWARD, FORWARD
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
 ATTENTION = "attention"  # kernels, and the merging of what they return
 ALL_TO_ALL = "all_to_all"  # packing, moving, and waiting for the slowest of the group
@@ -62,7 +62,7 @@ class PassTimes(NamedTuple):
     """One pass of one micro-batch; seconds since the step began on this rank.
 
     Args:
-        kind: `ds_hetero.plans.timetable.FORWARD` or ``BACKWARD``.
+        kind: `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``.
         micro_batch: its number.
         asked_s: the rank was ready for it.
         begin_s: its input was there.

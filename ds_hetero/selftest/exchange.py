@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.attention import AttentionSpec
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import ProcessGroups, make_replica
@@ -14,6 +13,7 @@ from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.parity import TOLERANCE, Case, largest_error
 from ds_hetero.selftest.schedules import length_for, uneven_schedules
 from ds_hetero.selftest.watch import Session
+from ds_hetero.values.plans import Plan
 
 _HEAD_DIM = 64
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.attention.attention import AttentionSpec
 from ds_hetero.runtime.attention.kernels import KERNELS, AttentionKernel
 from ds_hetero.runtime.attention.kernels.choice import KernelEntry
 from ds_hetero.runtime.devices import has_native_bf16
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.schedule import Group, Schedule
 from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.parity import TOLERANCE, Case, largest_error
 from ds_hetero.selftest.watch import Session
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Group, Schedule
 
 _LENGTH = 203
 _DOCUMENTS = ((0, 60), (60, 61), (61, 203))

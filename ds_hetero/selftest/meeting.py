@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ds_hetero.engine.restarts import is_kept_by_launcher, name_of_start
+from ds_hetero.engine.process.restarts import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import PeerError
 from ds_hetero.runtime.peers.calls import ranks_by_value
 

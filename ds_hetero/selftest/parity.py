@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_hetero.placement import stream_placement
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.documents import Documents, rows_of
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import stream_placement
 
 # Of the largest entry. Sums in another order, and for 16-bit types a few roundings of inputs, outputs and gradients.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}

@@ -25,7 +25,7 @@ from ds_hetero.selftest.kernels import check_kernels
 from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.meeting import Failure, Meeting, meet
 from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
-from ds_hetero.selftest.report import Report
+from ds_hetero.selftest.summary import Report
 from ds_hetero.selftest.training import check_training
 from ds_hetero.selftest.watch import CallWatch, Session
 

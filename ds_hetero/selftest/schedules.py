@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hetero.schedule import Group, Schedule
-from ds_hetero.splits import share
+from ds_hetero.values.schedule import Group, Schedule
+from ds_hetero.values.splits import share
 
 NUM_HEADS, NUM_KV_HEADS = 8, 4
 

@@ -29,7 +29,7 @@ def check_training(session: Session) -> Iterator[Line]:
     except HeteroError as error:
         yield Line("training step", "skip", str(error))
         return
-    from ds_hetero.integrations.transformers.small_model import VOCAB_SIZE, small_llama
+    from ds_hetero.frameworks.transformers.small_model import VOCAB_SIZE, small_llama
 
     length = length_for(session.size)
     with session.watch.call("one process trains", times=_TIMES):
@@ -70,7 +70,7 @@ def _train_alone(model: nn.Module, batch: Mapping[str, Tensor], device: torch.de
 
 
 def _train_on_ranks(model: nn.Module, batch: Mapping[str, Tensor], stage: int, session: Session) -> dict[str, Tensor]:
-    from ds_hetero.integrations.deepspeed.small_job import train_one_step
+    from ds_hetero.frameworks.deepspeed.small_job import train_one_step
 
     schedules = list(uneven_schedules(session.size).values())
     config: dict[str, Any] = {

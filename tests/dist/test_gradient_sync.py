@@ -19,11 +19,11 @@ from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.model_layouts import tensor_parallel_layouts
-from ds_hetero.gradient_sync.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.gradient_sync.reference import summed_gradient
-from ds_hetero.gradient_sync.traffic import ring_reduce_scatter_elements
 from ds_hetero.gradient_sync.transfers import Shard
-from ds_hetero.splits import share
+from ds_hetero.sharding.gradient_traffic import ring_reduce_scatter_elements
+from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.values.splits import share
 from tests.support import run_ranks
 
 WORLD = 5

@@ -11,12 +11,12 @@ from torch import nn
 
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.plans.activations import held_intervals
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
+from ds_hetero.values.plans.activations import held_intervals
+from ds_hetero.values.schedule import Group, Schedule
 from tests.support import run_ranks
 
 WIDTH, WORDS, LAYERS = 6, 11, 5

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.dist.cases import random_schedule
+from tests.dist.attention.cases import random_schedule
 from tests.integration.architectures import VOCAB
+from tests.integration.pipelines.test_pipelines import random_plan, random_plans_train_as_one_process
 from tests.integration.sweep import Outcome, make_model
-from tests.integration.test_pipelines import random_plan, random_plans_train_as_one_process
 from tests.integration.tiny import BY_DOCUMENTS, ds_config
 from tests.support import run_deepspeed, start_server
 

@@ -46,9 +46,9 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
     """
     import ds_hetero
     from ds_hetero.errors import ModelError
-    from ds_hetero.integrations.transformers.model_checks import head_counts
-    from ds_hetero.integrations.transformers.self_check import check_batch
-    from ds_hetero.integrations.transformers.sharded_model import ShardedModel
+    from ds_hetero.frameworks.transformers.checks.model_checks import head_counts
+    from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+    from ds_hetero.frameworks.transformers.self_check import check_batch
 
     ds_hetero.register()
     with unchanged(model):
@@ -81,9 +81,9 @@ def _replica_of(schedule: str, num_heads: int, num_kv_heads: int) -> Any:
     """This rank's, with process groups that the models of one process share."""
     import ast
 
-    from ds_hetero.plans import Plan
     from ds_hetero.runtime.replica import make_replica
-    from ds_hetero.schedule import Schedule
+    from ds_hetero.values.plans import Plan
+    from ds_hetero.values.schedule import Schedule
 
     fitting = {**ast.literal_eval(schedule), "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return make_replica(Plan.of_replicas([Schedule.from_dict(fitting)]))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_hetero.config import read_section
+from ds_hetero.decision.plan_files import given_plan
 from ds_hetero.engine.ds_config import section_of
-from ds_hetero.job.plan_files import given_plan
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import read_section
 from tests.support import ROOT, free_port, run_deepspeed
 
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "ds_configs"

@@ -23,7 +23,7 @@ from benchmarks.lab.ring import STRATEGIES, summarize
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER
 from benchmarks.measure.statistics import within_bound
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.schedule import Group, Schedule
 from tests.support import ROOT, run_deepspeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # emulated speeds take the time that they emulate

@@ -16,8 +16,8 @@ import yaml
 
 from ds_hetero.cli import main
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.config import read_section
-from ds_hetero.plans import read_plan
+from ds_hetero.values.plans import read_plan
+from ds_hetero.values.section import read_section
 from tests.markdown import BLOCKS, Block, write_files
 
 RUNNABLE = [block for block in BLOCKS if block.runnable and not block.not_run and not block.on_ranks]

@@ -13,7 +13,7 @@ import pytest
 
 import ds_hetero
 from ds_hetero.cli.app import COMMANDS
-from ds_hetero.config import HeterogeneitySection, PlacementSection, ReplanSection
+from ds_hetero.values.section import HeterogeneitySection, PlacementSection, ReplanSection
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -118,8 +118,8 @@ def test_that_the_table_names_exists(test):
 
 
 def test_every_tested_model_is_in_the_table():
-    from tests.integration.test_models import MODELS, REFUSED
-    from tests.integration.test_self_check import SILENTLY_WRONG
+    from tests.integration.models.test_models import MODELS, REFUSED
+    from tests.integration.models.test_self_check import SILENTLY_WRONG
 
     listed = [case for row in ROWS for case in row.cases]
     assert sorted(listed) == sorted([*MODELS, *REFUSED, *SILENTLY_WRONG])

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from ds_hetero.cli import main
-from ds_hetero.cli.doctor import examine, model_facts
+from ds_hetero.cli.installed.doctor import examine, model_facts
 from ds_hetero.cluster import load_cluster
-from ds_hetero.config import read_section
 from ds_hetero.cost.workload import Workload
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.planner.micro_batches import plan_replicas
 from ds_hetero.planner.pipelines.planning import check_global_batch
-from ds_hetero.plans import read_plan
 from ds_hetero.profiler import cache
+from ds_hetero.values.plans import read_plan
+from ds_hetero.values.section import read_section
 
 SCHEDULE = {
     "version": 1,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.baselines import STRATEGIES
 from ds_hetero.cli.inputs.options import FILE, TOKENS
 from ds_hetero.cli.outputs.printing import check_out
 from ds_hetero.cluster.files import load_cluster
@@ -27,10 +26,11 @@ from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.plans import Plan, read_plan
-from ds_hetero.plans.reading import SCENARIO
 from ds_hetero.reporting.described_plan import PlanScenario
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.baselines import STRATEGIES
+from ds_hetero.values.plans import Plan, read_plan
+from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 from ds_hetero.cli.inputs.scenario import Scenario
 from ds_hetero.cli.outputs.printing import ranks_text
 from ds_hetero.common.text import time_text
-from ds_hetero.planner.documents.report import DocumentsReport
+from ds_hetero.planner.documents.summary import DocumentsReport
 
 ZONES = {"cluster": "#e45756", "node": "#f2a33a", "local": "#4c78a8"}
 MAX_LABELLED_UNITS = 32

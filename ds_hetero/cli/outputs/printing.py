@@ -12,7 +12,7 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
-from ds_hetero.plans.reading import SCENARIO
+from ds_hetero.values.plans.reading import SCENARIO
 
 PICTURES = (".svg", ".png")
 PLANS = (".json", ".html")
@@ -62,9 +62,9 @@ def _reason(error: Exception) -> str:
 def write_plan(out: Path, plan: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
     """Write a plan with what it was made for: as its file, or where ``out`` ends in .html as the page of ``report``."""
     if out.suffix == ".html":
-        from ds_hetero.plans import read_plan
         from ds_hetero.reporting.described_plan import DescribedPlan, read_scenario
         from ds_hetero.reporting.plan_page import plan_page
+        from ds_hetero.values.plans import read_plan
 
         write_out(out, plan_page(DescribedPlan(plan=read_plan(plan), scenario=read_scenario(scenario))))
         return

@@ -23,7 +23,7 @@ from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction, Span
 from ds_hetero.planner.explain import describe
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
 MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap

@@ -35,8 +35,8 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.schedule import Schedule
 
 INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of a stage
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, SyncTimes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

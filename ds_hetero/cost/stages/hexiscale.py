@@ -37,7 +37,7 @@ from ds_hetero.cost.stages.stage import (
     SyncTimes,
 )
 from ds_hetero.cost.terms.layer_memory import Bytes
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 CODE_PEAK_TFLOPS = {"RTX-3090": 80.0, "RTX-3080Ti": 56.9}  # where the code's table differs from the datasheet
 TFLOPS_OF_CODE = 2**40 / 1e12

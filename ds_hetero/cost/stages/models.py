@@ -10,7 +10,7 @@ from ds_hetero.cost.stages.sequence import FindSchedule
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 STAGE_COSTS = ("calibrated", "hexiscale")
 

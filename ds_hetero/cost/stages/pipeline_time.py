@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.errors import PlanError
-from ds_hetero.plans.timetable import default_in_flight
+from ds_hetero.values.plans.timetable import default_in_flight
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -16,15 +16,15 @@ from itertools import accumulate, combinations
 
 import numpy as np
 
-from ds_hetero.baselines import usp_meshes
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import PoolPart, Pools
 from ds_hetero.cost.terms.layer_memory import Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.baselines import usp_meshes
+from ds_hetero.values.schedule import Schedule
 
 FindSchedule = Callable[[CalibratedCostModel], Schedule | None]
 

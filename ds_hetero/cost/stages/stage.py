@@ -28,9 +28,9 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.terms.layer_memory import Bytes
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.plans.timetable import default_in_flight
-from ds_hetero.schedule import Schedule
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.plans.timetable import default_in_flight
+from ds_hetero.values.schedule import Schedule
 
 MOST_IN_FLIGHT = 256  # micro-batches; more hide no hop
 
@@ -131,7 +131,7 @@ class DeviceBlock(NamedTuple):
         kind: index into `Pools.kinds`, of the first part.
         node: index into `Cluster.nodes`, of the first part.
         size: devices of all parts.
-        inner: how they share the work, one of `ds_hetero.plans.INNER`.
+        inner: how they share the work, one of `ds_hetero.values.plans.INNER`.
         others: further parts, of other pools; only with ``"sequence"``.
     """
 

@@ -5,7 +5,7 @@ Every count is for one sequence; multiply by the micro-batch. Backward is counte
 
 from __future__ import annotations
 
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 # Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two products forward; backward
 # computes the scores again and dV, dP, dQ, dK: five products (FlashAttention-2, arXiv:2307.08691, section 3.1.2).

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 
 class GroupBy:

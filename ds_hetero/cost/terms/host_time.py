@@ -13,7 +13,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE, pcie_bytes_per_s
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 UNKNOWN_PCIE = (4, 8)  # generation and lanes of a device that is not in the catalogue
 

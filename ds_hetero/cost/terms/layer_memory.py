@@ -17,7 +17,7 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss, where nobody says its size
 MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP, likewise

@@ -28,7 +28,7 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.layer_memory import WIDE, Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

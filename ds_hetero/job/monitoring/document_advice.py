@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_hetero.config import HeterogeneitySection
 from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.decision.forecast import Forecast
+from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.forecast import Forecast
-from ds_hetero.job.report import announce
 from ds_hetero.planner.documents import place_documents, unit_costs
 from ds_hetero.planner.documents.placement_loads import placement_loads
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.values.section import HeterogeneitySection
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ds_hetero.config import PlacementSection
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.job.decide import JobStart
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.start_text import announce
 from ds_hetero.job.monitoring.times import RankTimes
-from ds_hetero.job.report import announce
 from ds_hetero.job.start import World
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, unit_costs
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import PlacementSection
 
 
 def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer | None:

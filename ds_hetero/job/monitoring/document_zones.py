@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_hetero.job.report import announce
+from ds_hetero.decision.start_text import announce
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 
 ZONES = ("local", "node", "cluster")
 
 
 class DocumentZones:
-    """Counts the tokens of this replica's batches by zone, see `ds_hetero.placement.Lane.zone`.
+    """Counts the tokens of this replica's batches by zone, see `ds_hetero.values.placement.Lane.zone`.
 
     Args:
         node: of every unit of the replica's schedule.

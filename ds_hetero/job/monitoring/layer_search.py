@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ds_hetero.common.limits import MAX_STEPS
 from ds_hetero.job.monitoring.times import JobTimes, MeasuredPipeline
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

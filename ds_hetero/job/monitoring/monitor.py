@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
-from ds_hetero.job.decide import JobStart
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.start_text import announce
 from ds_hetero.job.monitoring.document_costs import CostRenewal
 from ds_hetero.job.monitoring.document_zones import DocumentZones
 from ds_hetero.job.monitoring.pass_times import common_steps, times_of_passes
@@ -29,14 +30,13 @@ from ds_hetero.job.monitoring.times import (
     possible_growth,
 )
 from ds_hetero.job.monitoring.times_text import events, table, utilizations
-from ds_hetero.job.report import announce
 from ds_hetero.job.start import World
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.forced_exit import before_forced_exit
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock, StepTimes
+from ds_hetero.values.plans import Plan
 
 WARM_UP = 2  # steps at the start that are not observed: first calls of kernels, libraries that load late
 AFTER_CHANGE = 1  # the same after a change of schedule: tables and buffers of the new one

@@ -18,9 +18,9 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from ds_hetero.job.monitoring.times import JobTimes, MeasuredPipeline, RankTimes, sums_of
-from ds_hetero.plans import Pipeline, Plan, Stage
-from ds_hetero.plans.timetable import BACKWARD, FORWARD
 from ds_hetero.runtime.step_clock import PassTimes, StepTimes
+from ds_hetero.values.plans import Pipeline, Plan, Stage
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
 Steps = Mapping[int, StepTimes]
 """One step, by rank."""

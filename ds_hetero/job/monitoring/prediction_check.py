@@ -19,11 +19,11 @@ from statistics import median
 import torch
 
 from ds_hetero.common.text import time_text
+from ds_hetero.decision.forecast import Forecast
+from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.forecast import Forecast
-from ds_hetero.job.report import announce
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ds_hetero.common.reading import shortened
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError, PlanError
-from ds_hetero.job.decide import JobStart
 from ds_hetero.job.monitoring.times import JobTimes, observation_of
-from ds_hetero.job.report import announce
 from ds_hetero.job.start import World
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.planned import Replanner
-from ds_hetero.plans import Plan, read_plan
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.plans import Plan, read_plan
+from ds_hetero.values.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from ds_hetero.cluster import load_cluster
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide_pipelines import pipelines_workload
+from ds_hetero.decision.forecast import COST_MODEL
+from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
-from ds_hetero.job.decide import JobStart
-from ds_hetero.job.decide_pipelines import pipelines_workload
-from ds_hetero.job.forecast import COST_MODEL
 from ds_hetero.job.monitoring.replanning import PlanChange
 from ds_hetero.job.monitoring.times import JobTimes, RankTimes, planned_step_s
-from ds_hetero.job.report import announce
 from ds_hetero.job.start import World
 from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.reporting.run_file import MAX_TRACED, MeasuredRank, RunFile, TracedRange, write_run

@@ -18,11 +18,11 @@ import torch
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.unit_cost import UnitCost
-from ds_hetero.plans import Plan
 from ds_hetero.runtime.step_clock import StepTimes
+from ds_hetero.values.plans import Plan
 
 SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle")
 """Of a step of replicas; what they leave is ``"rest"``."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import time_text
 from ds_hetero.job.monitoring.times import JobTimes, planned_step_s
-from ds_hetero.model_shapes import ModelSpec
-from ds_hetero.plans import Plan
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.plans import Plan
 
 _HEADINGS = {"all_to_all": "all-to-all", "ring_wait": "ring wait"}  # of a table, where they are not the share's name
 

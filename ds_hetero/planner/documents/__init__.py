@@ -1,7 +1,7 @@
 """Which documents of a batch lie on which ranks, batch by batch: Zeppelin (EuroSys 2026) for ranks of unequal speed."""
 
-from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.from_model import unit_costs
+from ds_hetero.planner.documents.costs.from_model import unit_costs
+from ds_hetero.planner.documents.costs.units import UnitCosts
 from ds_hetero.planner.documents.placing import DocumentPlacer, place_documents
 
 __all__ = ["DocumentPlacer", "UnitCosts", "place_documents", "unit_costs"]

@@ -13,16 +13,16 @@ from typing import Any
 
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import BatchError, PlanError
-from ds_hetero.placement import stream_placement
 from ds_hetero.planner.candidates import Baselines
-from ds_hetero.planner.documents.from_model import unit_costs
+from ds_hetero.planner.documents.costs.from_model import unit_costs
+from ds_hetero.planner.documents.costs.score import ideal_s
 from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
-from ds_hetero.planner.documents.report import documents_of
-from ds_hetero.planner.documents.score import ideal_s
+from ds_hetero.planner.documents.summary import documents_of
 from ds_hetero.planner.explain import describe
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.schedule import Schedule
 
 SAME = 1.001  # a candidate that is not faster by more than this loses to one before it
 

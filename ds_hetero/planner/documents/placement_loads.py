@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ds_hetero.placement import Lane, Placement, Range
-from ds_hetero.planner.documents.bins import Pieces
-from ds_hetero.planner.documents.by_heads import loads_by_heads
-from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.crossing import crossing_of
-from ds_hetero.planner.documents.score import Loads, crossing_s, loads_of
+from ds_hetero.planner.documents.costs.crossing import crossing_of
+from ds_hetero.planner.documents.costs.score import Loads, crossing_s, loads_of
+from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.search.by_heads import loads_by_heads
+from ds_hetero.values.placement import Lane, Placement, Range
 
 
 def placement_loads(placement: Placement, documents: Sequence[Range], costs: UnitCosts) -> Loads:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.placement import Placement, Range, Rows, stream_placement
-from ds_hetero.planner.documents.bins import LEAST_FRAGMENT_TOKENS
-from ds_hetero.planner.documents.by_heads import WORTH_EXCHANGING, place_by_heads
-from ds_hetero.planner.documents.candidates import place_everywhere, place_lengths
-from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.lanes import make_placement
+from ds_hetero.planner.documents.costs.units import UnitCosts
 from ds_hetero.planner.documents.placement_loads import stream_loads
-from ds_hetero.schedule import Schedule
+from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.documents.search.by_heads import WORTH_EXCHANGING, place_by_heads
+from ds_hetero.planner.documents.search.candidates import place_everywhere, place_lengths
+from ds_hetero.planner.documents.search.lanes import make_placement
+from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_hetero.placement import Placement
-from ds_hetero.ring_table import RingTable
+from ds_hetero.batch.ring_table import RingTable
+from ds_hetero.values.placement import Placement
 
 LINK_KINDS = ("inside_nodes", "between_nodes")
 

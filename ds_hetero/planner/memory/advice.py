@@ -15,7 +15,7 @@ import numpy as np
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.memory.best import Fitted
 from ds_hetero.planner.memory.changes import CHANGES, Change, Changed, apply
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.search.memory_fit import fits_somehow
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_GROWTH = 2**20  # of memory, when the nearest schedule is looked for
 STEP = 1.1  # between two sizes of memory that are tried

@@ -17,8 +17,8 @@ from ds_hetero.cost.terms.host_time import host_bytes_per_s_D
 from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.memory.best import Fitted, best_schedule, with_workload
-from ds_hetero.schedule import Schedule
-from ds_hetero.zero.memory import weights_by_memory
+from ds_hetero.planner.memory.owner_weights import weights_by_memory
+from ds_hetero.values.schedule import Schedule
 
 HOST_BYTES_PER_S = 20e9  # of one rank's share of the host's memory, read and written by Adam
 PLANNED = "planned tokens and heads"  # a change of the schedule's source

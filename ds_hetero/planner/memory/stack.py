@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cost.model import CostModel
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

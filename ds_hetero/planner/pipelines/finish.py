@@ -11,9 +11,9 @@ from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
 from ds_hetero.planner.pipelines.blocks import ranks_of_blocks, stage_options
 from ds_hetero.planner.pipelines.search.cuts import LayerCut
 from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate, Shape
-from ds_hetero.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
-from ds_hetero.plans.timetable import default_in_flight
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
+from ds_hetero.values.plans.timetable import default_in_flight
+from ds_hetero.values.schedule import Schedule
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
 LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more

@@ -13,13 +13,13 @@ from ds_hetero.cost.stages.models import make_stage_costs
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.blocks import stage_options
 from ds_hetero.planner.pipelines.explain import block_text
 from ds_hetero.planner.pipelines.finish import Finished
 from ds_hetero.planner.pipelines.search.given_layers import judge_layers
 from ds_hetero.planner.pipelines.uneven import ScheduleFinder
-from ds_hetero.plans import Plan, Stage
+from ds_hetero.values.plans import Plan, Stage
 
 
 def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:

@@ -21,7 +21,7 @@ from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.blocks import can_be_placed
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
 from ds_hetero.planner.pipelines.finish import Finished, finish, to_plan
@@ -31,7 +31,7 @@ from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate
 from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipelines.uneven import ScheduleFinder
 from ds_hetero.planner.planned import PlannedPipelines, Rival
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen

@@ -28,7 +28,7 @@ from ds_hetero.planner.pipelines.search.cuts import LayerCuts
 from ds_hetero.planner.pipelines.search.evaluate import Evaluator, Shape, value_of
 from ds_hetero.planner.pipelines.search.moves import Shapes
 from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult
-from ds_hetero.plans import Plan
+from ds_hetero.values.plans import Plan
 
 EFFORT_S = 0.25
 EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`

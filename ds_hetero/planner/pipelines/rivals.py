@@ -12,7 +12,7 @@ from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.model_shapes import ModelSpec
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.candidates import Baselines, ScheduleCandidate
 from ds_hetero.planner.explain import describe
 from ds_hetero.planner.pipelines.explain import shape_text
@@ -23,7 +23,7 @@ from ds_hetero.planner.planned import Rival
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.plans import BatchSplit, Plan, PlannedModel
+from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
 
 SEARCHED_RANKS = 64  # up to so many ranks a schedule is searched; with more, the uniform ones have to do
 

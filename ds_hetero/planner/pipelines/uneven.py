@@ -7,7 +7,7 @@ from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 SHARE = 4  # of the budget that a search of schedules has; a stage is one of many
 

@@ -19,7 +19,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_hetero.baselines import even, proportional
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.common.arrays import Floats
@@ -27,7 +26,8 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.published.interface import PublishedPlanner
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.baselines import even, proportional
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from ds_hetero.cost.model import CostModel
     from ds_hetero.cost.objective import Objective
     from ds_hetero.cost.stages.stage import StageCosts
-    from ds_hetero.planner.documents.bins import Pieces
-    from ds_hetero.planner.documents.costs import UnitCosts
+    from ds_hetero.planner.documents.costs.units import UnitCosts
+    from ds_hetero.planner.documents.search.bins import Pieces
     from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
     from ds_hetero.planner.published.hetero_ring import ProfileTable
-    from ds_hetero.schedule import Schedule
+    from ds_hetero.values.schedule import Schedule
 
     PlanPipelines = Callable[[StageCosts, Objective, int, Sequence[int]], PlanCandidate | None]
     """Plan of pipelines under a cost model for an objective, a global batch and sizes of micro-batches, judged by the
@@ -33,7 +33,7 @@ class PublishedPlanner:
         first_pipelines: likewise, None on clusters where that is not cheap; our search begins at these plans, so that
             it is never worse.
         schedule: of one replica, under a cost model and by measured times; without these, by predicted ones. Where
-            ``"strategy"`` shall name it, `ds_hetero.baselines.FROM_PLANNER` does.
+            ``"strategy"`` shall name it, `ds_hetero.values.baselines.FROM_PLANNER` does.
         documents: pieces of documents of some lengths on the units of a schedule; others than ours are compared by
             ``ds-hetero show --documents``.
     """

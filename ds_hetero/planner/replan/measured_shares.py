@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean, median
 
 from ds_hetero.planner.replan.observation import Observation
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.schedule import Group, Schedule
 
 _STEPS_TO_BALANCE = 12  # of the fixed point for contiguous groups
 _DIGITS = 6  # of token weights, for people who read schedules

@@ -23,7 +23,7 @@ from ds_hetero.planner import planning
 from ds_hetero.planner.replan.measured_shares import ProportionalEstimate
 from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.policy import GainEstimate, Policy, ProposedChange
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Protocol
 
 from ds_hetero.planner.replan.observation import Observation, mean_observation
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 RECENT_OBSERVATIONS = 20  # in which a change counts against the next one
 LEAST_GAIN = 0.01  # what counts as min_gain for that where the user gave less

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
-from ds_hetero.plans import Pipeline, Plan
+from ds_hetero.values.plans import Pipeline, Plan
 
 LEAST_GAIN = 1e-6  # of the time, for which a layer moves
 

@@ -18,7 +18,7 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import whole_shares
-from ds_hetero.schedule import Group, Schedule
+from ds_hetero.values.schedule import Group, Schedule
 
 
 def make_problem(

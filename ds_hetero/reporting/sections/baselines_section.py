@@ -7,7 +7,7 @@ from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.explain import compared
 from ds_hetero.reporting.html import Markup, Page, table
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 
 def baselines(page: Page, cost: CostModel, schedule: Schedule, prediction: Prediction) -> list[Markup]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CalibratedCostModel, CostModel
-from ds_hetero.planner.documents.report import report_documents
+from ds_hetero.planner.documents.summary import report_documents
 from ds_hetero.reporting.html import Page, table
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_LANES = 64
 

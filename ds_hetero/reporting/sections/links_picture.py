@@ -9,7 +9,7 @@ from typing import Any
 from ds_hetero.cluster import Cluster, Link
 from ds_hetero.common.units import GB, MICRO
 from ds_hetero.reporting.html import Markup, table
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_DRAWN_RANKS = 32  # with more, a machine is drawn as one
 MAX_DRAWN_LINKS = 60

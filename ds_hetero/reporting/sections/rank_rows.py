@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.cost import CostModel
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 MAX_ROWS = 64
 

@@ -13,7 +13,7 @@ from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.reporting.html import Markup, Page, table
 from ds_hetero.reporting.run_file import MeasuredRank
 from ds_hetero.reporting.sections.rank_rows import RankRow, heads_of, rank_rows
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 
 def shares(

@@ -11,7 +11,7 @@ from ds_hetero.reporting.html import Markup, Page, table
 from ds_hetero.reporting.run_file import MeasuredRank, TracedRange
 from ds_hetero.reporting.sections.rank_rows import RankRow, rank_rows
 from ds_hetero.reporting.timelines import KINDS, Bar, measured_block, measured_step, predicted_block, predicted_step
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.schedule import Schedule
 
 _BLOCK_KINDS = ("attention", "model", "all-to-all", "wait")
 _STEP_KINDS = ("forward", "loss", "backward", "step", "wait")

@@ -27,8 +27,8 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_sequence,
 )
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
-from ds_hetero.runtime.attention.lane_passes import RingContext
-from ds_hetero.runtime.attention.ring import ring_backward, ring_forward
+from ds_hetero.runtime.attention.rings.lane_passes import RingContext
+from ds_hetero.runtime.attention.rings.ring import ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
@@ -83,7 +83,7 @@ def attention(
 
     Caller: every rank of the replica, once per attention layer.
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
-        messages in every lane of K units, or more of them, see `ds_hetero.routes`; the same again backward.
+        messages in every lane of K units, or more of them, see `ds_hetero.batch.routes`; the same again backward.
 
     Raises:
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.

@@ -16,9 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_hetero.placement import Placement, Rows
-from ds_hetero.ring_table import RingTable
-from ds_hetero.runtime.attention.ring_steps import Ring, make_rings
+from ds_hetero.batch.ring_table import RingTable
+from ds_hetero.runtime.attention.rings.ring_steps import Ring, make_rings
 from ds_hetero.runtime.attention.shard_header import (
     Header,
     LocalBatch,
@@ -42,7 +41,8 @@ from ds_hetero.runtime.documents import (
     rows_of,
 )
 from ds_hetero.runtime.replica import Replica, part_of_replica
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.placement import Placement, Rows
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.placement import Placement
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import Placement
 
 
 @dataclass(frozen=True)

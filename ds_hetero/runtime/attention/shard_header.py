@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.placement import Placement
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.documents import BOUNDARIES, MASK, POSITIONS
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import Placement
 
 Header = Mapping[str, int]  # of one rank, by the names in `_HEADER`
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.placement import Placement, stream_placement
 from ds_hetero.runtime.attention.shard_header import ABSENT, Header, LocalBatch
 from ds_hetero.runtime.documents import PositionRuns, documents_from_cu_seqlens, position_moments, rows_of
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.placement import Placement, stream_placement
+from ds_hetero.values.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ds_hetero.placement import Placement
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import Placement
 
 
 def gather_tokens(shard: Tensor, placement: Placement, replica: Replica) -> Tensor:

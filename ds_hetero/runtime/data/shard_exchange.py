@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
-from ds_hetero.placement import Placer, Rows
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
 from ds_hetero.runtime.data.shards import PlacedBatch, cut
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import Placer, Rows
 
 
 def manifest(placed: PlacedBatch) -> bytes:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ds_hetero.placement import Placement
 from ds_hetero.runtime.documents import PositionRuns
+from ds_hetero.values.placement import Placement
 
 WHOLE_POSITIONS = "position_ids of whole sequences"  # the entry of a batch that `ShardInfo.whole_positions` was
 

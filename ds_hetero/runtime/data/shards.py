@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.placement import Placement, Placer, Rows
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, shard_info
 from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, expect_one_set_of_boundaries, position_runs
-from ds_hetero.schedule import Schedule
+from ds_hetero.values.placement import Placement, Placer, Rows
+from ds_hetero.values.schedule import Schedule
 
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
 

@@ -23,13 +23,13 @@ _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
 _ENGINES = ("/deepspeed/", _PACKAGE)
 # Files through which a collective is called, by a script as well as by an engine.
-_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}integrations/deepspeed/engine.py")
+_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}frameworks/deepspeed/engine.py")
 # Files in whose functions a thread waits for other ranks.
 _WAITING = (
     "/torch/distributed/",
     "/deepspeed/comm/",
     "/deepspeed/runtime/zero/",
-    f"{_PACKAGE}integrations/deepspeed/zero/",
+    f"{_PACKAGE}frameworks/deepspeed/zero/",
     f"{_PACKAGE}gradient_sync/",
     f"{_PACKAGE}runtime/",
 )

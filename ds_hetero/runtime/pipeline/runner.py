@@ -18,10 +18,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hetero.plans import Pipeline, Plan
-from ds_hetero.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
+from ds_hetero.values.plans import Pipeline, Plan
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 
 
 class MicroBatch(Protocol):

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.placement import Placement, Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
 from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
+from ds_hetero.values.placement import Placement, Range, Rows
 
 _FEW_RUNS = 16  # from which on tokens are picked one by one
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.placement import Placement, Range
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
+from ds_hetero.values.placement import Placement, Range
 
 Cuts = tuple[Range, ...]
 """Heads ``[start, stop)`` of one tensor by rank; they may overlap."""

@@ -15,7 +15,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.placement import Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.recurrent.head_trade import Cuts, head_trade, shared_heads, to_sequence, to_shards
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
@@ -23,7 +22,8 @@ from ds_hetero.runtime.recurrent.sequences import sequences_of
 from ds_hetero.runtime.recurrent.state_passing import chains_of, pass_states
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
-from ds_hetero.splits import Split, share
+from ds_hetero.values.placement import Range, Rows
+from ds_hetero.values.splits import Split, share
 
 
 def head_cuts(replica: Replica, num_heads: int) -> Cuts:

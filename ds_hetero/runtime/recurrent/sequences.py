@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from ds_hetero.placement import Range, Rows
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.values.placement import Range, Rows
 
 
 def sequences_of(batch: BatchLayout) -> tuple[Rows, ...]:

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.placement import Range
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan
 from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
+from ds_hetero.values.placement import Range
 
 Place = tuple[int, int]
 """A chain, and where in it a piece is."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ds_hetero.planner.documents.costs import UnitCosts
-from ds_hetero.planner.documents.score import Loads
-from ds_hetero.splits import share
+from ds_hetero.planner.documents.costs.score import Loads
+from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.values.splits import share
 
 BISECTIONS = 60
 ROUNDING = 1 + 1e-12

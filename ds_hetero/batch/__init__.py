@@ -1,0 +1,1 @@
+"""Tables of one batch: what every rank computes, what it sends and receives, round by round. No torch."""

@@ -1,0 +1,1 @@
+"""Commands that look at this installation, its ranks and their checkpoints."""

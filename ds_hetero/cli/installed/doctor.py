@@ -1,0 +1,196 @@
+"""``ds-hetero doctor``: would ds_hetero work here, and if not, why? What a section comes to is in `doctor_section`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, FILE, TOKENS
+from ds_hetero.cli.outputs.printing import print_table
+from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, require
+from ds_hetero.errors import ModelError
+from ds_hetero.models import load_model
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import SECTION
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_hetero.decision.facts import ModelFacts
+
+NO_MODEL = "no model was given."
+HEAD_DIM = 128  # of today's models
+
+
+@click.command
+@click.option("--config", type=FILE, help="A ds_config.json whose section is to be checked.")
+@click.option("--world-size", type=int, default=1, help="Processes of the job, to check a schedule against.")
+@click.option("--num-heads", type=int, default=32, help="Query heads of the model, where --model is left out.")
+@click.option("--num-kv-heads", type=int, default=8, help="KV heads of the model, where --model is left out.")
+@click.option("--model", help="Hugging Face config.json or its folder, or a preset: to plan and predict.")
+@click.option("--seq-len", type=TOKENS, help="Tokens to plan for, where the section has no seq_len.")
+@click.option("--checkpointing/--no-checkpointing", default=False, help="Activation checkpointing of every layer.")
+@AS_JSON
+def doctor(config: Path | None, world_size: int, model: str | None, as_json: bool, **facts_of_job: Any) -> None:
+    """Say what is installed, which kernels work on this machine's devices, and what a section comes to."""
+    require("torch", purpose="ds-hetero doctor")
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
+        module = model_of(model)
+        report = examine(config, model_facts(model, module, **facts_of_job), world_size, module)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+    if not report["healthy"]:
+        raise click.exceptions.Exit(1)
+
+
+def model_of(source: str | None) -> nn.Module | None:
+    """The model that would be trained, without weights; None where none was given, or transformers cannot build it.
+
+    Args:
+        source: config.json, folder or preset.
+
+    Raises:
+        ModelError: the source cannot be read.
+    """
+    if source is None or find_spec("transformers") is None:
+        return None
+    from ds_hetero.frameworks.transformers.model.facts import model_without_weights
+
+    return model_without_weights(source)
+
+
+def model_facts(
+    source: str | None,
+    model: nn.Module | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int | None,
+    checkpointing: bool,
+) -> ModelFacts:
+    """Facts of the model from the options of the command.
+
+    Args:
+        source: config.json, folder or preset; None if not given.
+        model: from `model_of`.
+        num_heads: query heads, where there is no ``source``.
+        num_kv_heads: key/value heads, where there is no ``source``.
+        seq_len: tokens to plan for, where the section has none.
+        checkpointing: of the activations of every layer.
+
+    Raises:
+        ModelError: the source cannot be read; or neither a cost model nor transformers knows such models.
+    """
+    from ds_hetero.decision.facts import ModelFacts
+
+    facts = ModelFacts(
+        name="model",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        no_spec_reason=NO_MODEL,
+        max_seq_len=seq_len,
+        checkpointing=checkpointing,
+    )
+    if model is not None:
+        from ds_hetero.frameworks.transformers.model.facts import describe_model
+
+        with contextlib.suppress(ModelError):  # `examine` says what is wrong with it
+            of_model = describe_model(model)
+            names = ("name", "num_heads", "num_kv_heads", "no_spec_reason", "head_dim", "softcap", "causal")
+            facts = replace(facts, **{name: getattr(of_model, name) for name in names})
+    try:
+        spec = None if source is None else load_model(source)
+    except ModelError:
+        if model is None:
+            raise
+        return facts  # it can be trained all the same, without a search
+    if spec is None:
+        return facts
+    facts = replace(facts, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+    return replace(facts, name=spec.name, spec=spec, no_spec_reason="")
+
+
+def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> dict[str, Any]:
+    """Everything that is printed, as plain data; ``healthy`` says whether training would start.
+
+    Args:
+        config: ds_config.json whose section is checked, if any.
+        facts: of the model to be trained, from `model_facts`.
+        world_size: processes of the job.
+        model: from `model_of`.
+    """
+    from ds_hetero.cli.installed.doctor_section import examine_section
+
+    packages = list(map(_package, installed_packages()))
+    section = None if config is None else examine_section(config, facts, world_size, model)
+    healthy = all(package["problem"] is None or package["optional"] for package in packages)
+    healthy = healthy and (section is None or not section["problem"])
+    return {"healthy": healthy, "packages": packages, "devices": _kernels_by_device(), "section": section}
+
+
+def _package(package: Package) -> dict[str, Any]:
+    problem = None if package.is_tested else "not installed" if package.release is None else f"needs {package.tested}"
+    optional = package.name in OPTIONAL
+    return {"name": package.name, "version": package.release, "optional": optional, "problem": problem}
+
+
+def _kernels_by_device() -> list[dict[str, Any]]:
+    """Every device with the kernels that work on it, by dtype; a reason for those that do not."""
+    import torch
+
+    from ds_hetero.runtime.attention.kernels import available
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    rows = []
+    for device in devices:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        kernels = {
+            str(dtype).removeprefix("torch."): available(device, dtype, HEAD_DIM)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        rows.append({"device": str(device), "name": name, "kernels": kernels})
+    return rows
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    packages = ((row["name"], row["version"] or "-", row["problem"] or "works") for row in report["packages"])
+    print_table(("package", "version", "verdict"), packages, "Packages")
+    kernels = (
+        (f"{row['device']} ({row['name']})", dtype, kernel, reason or "works")
+        for row in report["devices"]
+        for dtype, verdicts in row["kernels"].items()
+        for kernel, reason in verdicts.items()
+    )
+    print_table(("device", "dtype", "kernel", "verdict"), kernels, f"Attention kernels, head size {HEAD_DIM}")
+    section = report["section"]
+    if section is not None:
+        sound = "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
+        print(f'"{SECTION}": {section["problem"] or sound}')
+        if section["decided"] is not None:
+            print(section["decided"])
+        for data in section["schedules"] if section["predicted"] is None else ():
+            schedule = Schedule.from_dict(data)
+            columns = ("rank", "group", "tokens", "query heads")
+            print_table(columns, _ranks(schedule), f"Schedule, {schedule.layout}")
+    print("healthy" if report["healthy"] else "not healthy: see above")
+
+
+def _ranks(schedule: Schedule) -> Iterator[tuple[str, ...]]:
+    """Ranks as rows: their group's place in the ring, their share of the tokens, their heads."""
+    total_weight = sum(group.weight for group in schedule.groups)
+    for rank in schedule.ranks:
+        position = schedule.ring_position(rank)
+        group = schedule.ring_groups[position]
+        index = group.ranks.index(rank)
+        share = f"{group.tokens[index] / total_weight:.1%}"
+        yield str(rank), str(position), share, f"{group.heads[index]} of {schedule.num_heads}"

@@ -1,0 +1,237 @@
+"""Effect of a section of a ds_config.json on a job's ranks: a part of ``ds-hetero doctor``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ds_hetero.cli.installed.doctor import NO_MODEL
+from ds_hetero.cluster import load_cluster
+from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
+from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.decision.decide import decide
+from ds_hetero.decision.decide_pipelines import (
+    PipelineFacts,
+    check_pipeline_section,
+    check_pipelines_searchable,
+    global_batch_of,
+    idle_keys,
+    inners_of,
+    pipelines_workload,
+    search_pipelines,
+    wants_search,
+)
+from ds_hetero.decision.facts import JobFacts, ModelFacts
+from ds_hetero.decision.forecast import COST_MODEL
+from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
+from ds_hetero.decision.resolve import clusters_of_replicas, needs_planner, replica_size, sp_size_of
+from ds_hetero.decision.start_text import forecast_text, judged_text, pipelines_text, searched_text
+from ds_hetero.engine.ds_config import read_training_facts, section_of
+from ds_hetero.errors import ConfigError, HeteroError, PlanError
+from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.job.start import check_facts, expect_kernel
+from ds_hetero.planner.pipelines.given import judge_given
+from ds_hetero.reporting.run_file import expect_writable
+from ds_hetero.sharding.zero_partition import check_weights, is_even
+from ds_hetero.values.baselines import FROM_DEVICES
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.section import SECTION
+
+
+def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> dict[str, Any]:
+    """Say what a configuration's section comes to: schedules or pipelines and their prediction, or what is wrong.
+
+    Args:
+        config: ds_config.json.
+        model_facts: of the model to be trained.
+        world_size: processes of the job.
+        model: without weights, where one was given that transformers can build.
+    """
+    report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
+    try:
+        if not is_whole(world_size, 1, MAX_RANKS):
+            raise ConfigError(f"--world-size must be {whole_rule(world_size, 1, MAX_RANKS)}, got {world_size}.")
+        ds_config = read_file(config, "DeepSpeed configuration", ConfigError)
+        if not isinstance(ds_config, Mapping):
+            raise ConfigError(f"{config}: a DeepSpeed configuration is a JSON object, got {shortened(ds_config)}.")
+        section, training = section_of(ds_config), read_training_facts(ds_config)
+        if section is None:
+            return {**report, "enabled": False}
+        expect_supported_keys(ds_config)
+        if section.report is not None:
+            expect_writable(section.report)
+        sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
+        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
+        plan = given_plan(section, world_size)
+        if wants_search(section) or (plan is not None and is_of_pipelines(plan, section)):
+            return {**report, **_pipelines(facts, plan, ds_config, world_size, model)}
+        if model is not None:
+            from ds_hetero.frameworks.transformers.checks.model_checks import check_model
+
+            check_model(model)
+        return {**report, **_decision(facts, plan, ds_config, world_size, model)}
+    except HeteroError as error:
+        return {**report, "problem": str(error)}
+
+
+def _decision(
+    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+) -> dict[str, Any]:
+    """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
+    section = facts.section
+    _check_before_deciding(facts, plan, ds_config, world_size, model)
+    if later := _decided_at_start(facts, world_size):
+        return {"decided": later}
+    if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
+        facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
+    decision = decide(facts, world_size, measured=None, on_host=False, plan=plan)
+    if decision.plan.batch_split is not None:
+        expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
+    if decision.zero_weights is not None:
+        _expect_partition(ds_config, decision.zero_weights, model)
+    report: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
+    if decision.forecasts:
+        report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
+        report["decided"] = forecast_text(decision.forecasts)
+    elif decision.no_forecast_reason is not None and facts.model.spec is not None:
+        report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
+    return report
+
+
+def _check_before_deciding(
+    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+) -> None:
+    """Checks of a job's start that do not depend on measurements or searches.
+
+    Raises:
+        HeteroError: as the start of the job.
+    """
+    section = facts.section
+    if facts.model.no_spec_reason == NO_MODEL:
+        expect_kernel(facts)
+    else:
+        check_facts(facts, world_size)
+    if isinstance(section.zero_partition, list):
+        check_weights(section.zero_partition, world_size, zero_stage=facts.training.zero_stage)
+        _expect_partition(ds_config, section.zero_partition, model)
+    if plan is None:
+        size = replica_size(facts.sp_sizes, world_size)
+        if section.cluster != "measure":
+            clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
+
+
+def _expect_partition(ds_config: Mapping[str, Any], weights: Sequence[float], model: nn.Module | None) -> None:
+    """Refuse unequal ZeRO partitions that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
+
+    Raises:
+        ConfigError: as the start of the job.
+    """
+    if not is_even(weights) and find_spec("deepspeed") is not None:
+        from ds_hetero.frameworks.deepspeed.zero.optimizers import expect_possible
+
+        expect_possible(ds_config, weights, model)
+
+
+def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
+    """Why the schedule is only decided when the job starts; None where it can be decided now."""
+    section, model = facts.section, facts.model
+    if (sp_size_of(facts.sp_sizes) or world_size) == 1:
+        return None
+    name = f'"schedule": {json.dumps(section.schedule)}'
+    if section.cluster == "measure" and (needs_planner(section) or section.schedule in FROM_DEVICES):
+        rule = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
+        return (
+            f"{name}: the ranks are measured at the start of the job, and {rule}. To see it now, profile them "
+            "(ds-hetero profile) and name the file as the cluster."
+        )
+    seq_len = section.seq_len or model.max_seq_len
+    if needs_planner(section) and (model.spec is None or seq_len is None):
+        options = (("--model", model.spec), ('--seq-len or "seq_len"', seq_len))
+        missing = " and ".join(text for text, value in options if value is None)
+        return f"{name}: searched for at the start of the job. To see it now, give {missing}."
+    return None
+
+
+def _pipelines(
+    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+) -> dict[str, Any]:
+    """Return the plan and its prediction, or when they will be decided.
+
+    Args:
+        facts: of the job.
+        plan: in the section's file; None where it is searched for.
+        ds_config: DeepSpeed's configuration.
+        world_size: processes of the job.
+        model: without weights, where one was given that transformers can build.
+
+    Raises:
+        HeteroError: as the start of the job.
+    """
+    section = facts.section
+    check_pipeline_section(section, ("one",) if plan is None else inners_of(plan))
+    if plan is not None:
+        expect_supported_keys(ds_config, pipelines=True)
+        global_batch_of(facts.training, plan)
+    no_inners = _check_model(model, plan)
+    if plan is None:
+        return _searched(PipelineFacts(job=facts, no_inners=no_inners), world_size)
+    said = [pipelines_text(plan), _prediction(facts, plan, world_size), *idle_keys(section, plan)]
+    return {"plan": plan.to_dict(), "decided": "\n".join(said)}
+
+
+def _check_model(model: nn.Module | None, plan: Plan | None) -> dict[str, str]:
+    """Refuse a model that cannot be cut; return why ranks cannot share the work of its stages."""
+    if model is None:
+        return {}
+    from ds_hetero.frameworks.transformers.stages import check_cuttable, check_stages, impossible_inners
+
+    if plan is None:
+        check_cuttable(model)
+    else:
+        check_stages(model, plan)
+    return impossible_inners(model)
+
+
+def _searched(facts: PipelineFacts, world_size: int) -> dict[str, Any]:
+    job = facts.job
+    seq_len = job.section.seq_len or job.model.max_seq_len
+    missing = [text for text, value in (("--model", job.model.spec), ("--seq-len", seq_len)) if value is None]
+    later = '"parallel": "full": pipelines are searched for at the start of the job'
+    if missing:
+        return {"decided": f"{later}. To see them now, give {' and '.join(missing)}."}
+    check_pipelines_searchable(job)
+    if job.section.cluster == "measure":
+        return {
+            "decided": f"{later}, on the ranks as they are measured then. To see them now, profile them (ds-hetero "
+            "profile) and name the file as the cluster."
+        }
+    searched = search_pipelines(facts, world_size, measured=None, on_host=False)
+    said = [pipelines_text(searched.plan), searched_text(searched), *idle_keys(job.section, searched.plan)]
+    return {"plan": searched.plan.to_dict(), "decided": "\n".join(said)}
+
+
+def _prediction(facts: JobFacts, plan: Plan, world_size: int) -> str:
+    """Prediction for a given plan, where devices, model and length are known."""
+    section, model = facts.section, facts.model
+    seq_len = section.seq_len or plan.seq_len or model.max_seq_len
+    known = {'a cluster file as "cluster"': section.cluster != "measure", "--model": model.spec, "--seq-len": seq_len}
+    if missing := [name for name, value in known.items() if not value]:
+        return f"no prediction of the step time without {' and '.join(missing)}"
+    assert model.spec is not None
+    cluster = load_cluster(section.cluster)
+    if cluster.num_ranks != world_size:
+        raise ConfigError(
+            f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {world_size} processes.'
+        )
+    work = pipelines_workload(facts, on_host=False, seq_len=seq_len)
+    try:
+        return judged_text(*judge_given(plan, COST_MODEL, cluster, model.spec, work))
+    except PlanError as error:  # a plan of this kind runs all the same, unless memory is short
+        return f"no prediction of the step time: {error}"

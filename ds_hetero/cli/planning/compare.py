@@ -1,0 +1,174 @@
+"""``ds-hetero compare``: every strategy, or every planner of pipelines, on one cluster, in one table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, GLOBAL_BATCH, PARALLEL, batch_of_pipelines
+from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
+from ds_hetero.cli.outputs.printing import print_json, print_table, term_shares
+from ds_hetero.common.text import time_text
+from ds_hetero.cost.prediction import Prediction
+from ds_hetero.errors import PlanError
+from ds_hetero.planner.exact import solve_exact
+from ds_hetero.planner.published.hetero_ring import fit_formula, profile_table
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
+from ds_hetero.planner.search.search import search
+from ds_hetero.planner.strategies import strategy
+from ds_hetero.values.baselines import STRATEGIES
+
+if TYPE_CHECKING:
+    from ds_hetero.cost.stages.stage import StageCosts
+    from ds_hetero.planner.planned import PlannedPipelines
+
+# Into how many units tokens and heads are cut for the exact solver, by number of ranks: seconds, at worst minutes.
+TOKEN_UNITS = (1, 1, 24, 24, 24, 20, 12, 8, 6)
+HEAD_UNITS = (1, 64, 16, 16, 12, 8, 8, 6, 4)
+
+
+@click.command
+@scenario_options()
+@click.option("--exact", is_flag=True, help="Add the optimum in coarse units, up to 8 ranks.")
+@PARALLEL
+@GLOBAL_BATCH
+@AS_JSON
+def compare(scenario: Scenario, exact: bool, parallel: str, global_batch: int | None, as_json: bool) -> None:
+    """All strategies, or all planners of pipelines, on one cluster, in one table."""
+    samples = batch_of_pipelines(parallel, global_batch)
+    if samples is None:
+        _strategies(scenario, exact, as_json)
+    else:
+        _pipelines(scenario, samples, as_json)
+
+
+def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
+    cost = scenario.cost
+    rows: dict[str, dict[str, Any]] = {}
+    for name in STRATEGIES:
+        try:
+            schedule = strategy(name, cost)
+        except PlanError as error:
+            rows[name] = {"reason": str(error), "schedule": None, "predicted": None}
+            continue
+        prediction = cost.predict(schedule)
+        rows[name] = {"reason": prediction.reason, "schedule": schedule.to_dict(), "predicted": prediction}
+    r_squared = fit_formula(profile_table(cost)).r_squared
+    exact = _exact(scenario) if with_exact else None
+    if as_json:
+        plain = {
+            name: {**row, "predicted": row["predicted"] and row["predicted"].to_dict()} for name, row in rows.items()
+        }
+        of_exact = {} if exact is None else {"exact": exact}
+        print_json({"strategies": plain, "formula_r_squared": r_squared, **of_exact})
+        return
+    columns = ("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring")
+    print_table(columns, _strategy_rows(rows), "Strategies")
+    print("\n".join(_remarks(rows)))
+    print(f"formula: R^2 = {r_squared:.3f} on its profile table")
+    if exact is not None:
+        gap = "found nothing" if exact["gap"] is None else f"is {100 * exact['gap']:.2f} % slower"
+        print(
+            f"exact: {time_text(exact['block_s'])} per block is the optimum in units of {exact['token_unit']} tokens "
+            f"and {exact['head_unit']} heads; in these units the search {gap} "
+            f"({exact['evaluated']:,} of {exact['combinations']:,} combinations evaluated)"
+        )
+
+
+def _exact(scenario: Scenario) -> dict[str, Any]:
+    """The optimum in coarse units, and the best of the search in the same units."""
+    num_ranks = scenario.cluster.num_ranks
+    if num_ranks >= len(TOKEN_UNITS):
+        raise PlanError(f"--exact takes at most {len(TOKEN_UNITS) - 1} ranks, the cluster has {num_ranks}.")
+    heads = scenario.model.num_heads
+    head_unit = min(
+        unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS[num_ranks]
+    )
+    token_unit = -(-scenario.workload.seq_len // TOKEN_UNITS[num_ranks])
+    problem, rank_of = make_problem(scenario.cost, token_unit=token_unit, head_units=(head_unit,))
+    searched = search(problem)
+    known_s = searched[0].time_s if searched else float("inf")
+    solved = solve_exact(problem, upper_bound_s=known_s)
+    best = solved.best or (searched[0] if searched else None)
+    if best is None:
+        raise PlanError(
+            f"no schedule of {scenario.model.name} fits in units of {token_unit} tokens and {head_unit} heads."
+        )
+    return {
+        "token_unit": token_unit,
+        "head_unit": head_unit,
+        "block_s": best.time_s,
+        "search_block_s": known_s if searched else None,
+        "gap": known_s / best.time_s - 1 if searched else None,
+        "schedule": schedule_of(problem, best, rank_of).to_dict(),
+        "combinations": solved.combinations,
+        "evaluated": solved.evaluated,
+    }
+
+
+def _strategy_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
+    best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
+    for name, row in rows.items():
+        prediction: Prediction | None = row["predicted"]
+        if prediction is None:
+            yield name, *["-"] * 6
+        else:
+            gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
+            rate = f"{prediction.tokens_per_s:,.0f}"
+            yield name, time_text(prediction.block_s), rate, gain, *term_shares(prediction)
+
+
+def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Why a strategy has no schedule or does not fit, or what its schedule waits for."""
+    for name, row in rows.items():
+        if row["predicted"] is None:
+            yield row["reason"]
+        else:
+            does_not_fit = row["reason"] and f"does not fit: {row['reason']}"
+            yield f"{name}: {does_not_fit or row['predicted'].bottleneck.text}"
+
+
+def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
+    """Compare planners of pipelines, judged by one cost model."""
+    from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
+    from ds_hetero.planner.pipelines.search.bound import balance_bound_s
+
+    cluster, model, work = scenario.cluster, scenario.model, scenario.workload
+    calibrated = scenario.cost_model == "calibrated"
+    models = recomputing_or_not(cluster, model, work) if calibrated else [scenario.stage_costs()]
+    planned = plan_pipelines(cluster, model, work, global_batch, costs=None if calibrated else models[0])
+    rows = [{"name": "ours", "step_s": planned.step_s, "search_s": planned.search_s}]
+    rows += [rival.to_dict() for rival in planned.rivals.values()]
+    rows += _other_searches(models, planned)
+    bound_s = min(balance_bound_s(costs, global_batch) for costs in models)
+    rows.append({"name": "bound: perfect balance, free communication", "step_s": bound_s})
+    if as_json:
+        print_json({"rows": rows, "plan": planned.plan.to_dict()})
+        return
+    columns = ("planner", "step", "tokens/s", "of our time", "search")
+    print_table(columns, (_planner_row(row, planned) for row in rows), "Pipelines under one cost model")
+
+
+def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iterator[dict[str, Any]]:
+    """Published planners, with the recomputation that is best for each."""
+    from ds_hetero.planner.pipelines.planning import MICRO_BATCH_SIZES
+    from ds_hetero.planner.pipelines.rivals import best_published
+    from ds_hetero.planner.published.registry import PLANNERS
+
+    for planner in [planner for planner in PLANNERS if planner.pipelines]:
+        started = time.perf_counter()
+        rival = best_published(planner, models, planned.objective, planned.global_batch, MICRO_BATCH_SIZES)
+        yield {**rival.to_dict(), "search_s": time.perf_counter() - started}
+
+
+def _planner_row(row: Mapping[str, Any], planned: PlannedPipelines) -> tuple[str, ...]:
+    search_time = time_text(row["search_s"]) if "search_s" in row else ""
+    if row["step_s"] is None:
+        return row["name"], "-", "-", str(row.get("reason")), search_time
+    rate = planned.global_batch * planned.costs.seq_len / row["step_s"]
+    over = f"{row['step_s'] / planned.step_s:.2f} x"
+    return row["name"], time_text(row["step_s"]), f"{rate:,.0f}", over, search_time

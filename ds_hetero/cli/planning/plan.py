@@ -1,0 +1,336 @@
+"""``ds-hetero plan``: search the best schedule, or the best pipelines, and say why they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, FILE, GLOBAL_BATCH, LAYOUT, PARALLEL, SEED, batch_of_pipelines
+from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
+from ds_hetero.cli.outputs.printing import (
+    PLANS,
+    check_out,
+    prediction_lines,
+    print_json,
+    print_table,
+    print_written,
+    ranks_text,
+    write_plan,
+)
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.planner import plan as plan_schedule
+from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
+from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
+from ds_hetero.values.plans.reading import SCENARIO
+
+if TYPE_CHECKING:
+    from ds_hetero.planner.documents.for_lengths import PlannedForLengths
+    from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
+
+_LENGTHS_HELP = (
+    "Plan for batches of documents: a JSON file of lengths, or arxiv, github or prolong64k; --seq-len is the length "
+    "of a row."
+)
+_SAMPLED_BATCHES = 8
+
+
+class _Answer(NamedTuple):
+    """Result of a search.
+
+    Args:
+        plan: content of the plan's file.
+        scenario: what the plan was made for.
+        data: for machines.
+        show: prints it for people.
+    """
+
+    plan: Mapping[str, Any]
+    scenario: Mapping[str, Any]
+    data: Mapping[str, Any]
+    show: Callable[[], None]
+
+
+@click.command
+@scenario_options()
+@LAYOUT
+@click.option("--token-unit", type=int, default=1, help="Hand out tokens in multiples of this.")
+@PARALLEL
+@GLOBAL_BATCH
+@click.option("--objective", default="time", help="time, cost or energy, for --parallel full.")
+@click.option("--at-most-s", type=float, help="Longest step, for the objectives cost and energy.")
+@click.option("--lengths", help=_LENGTHS_HELP)
+@SEED
+@click.option("--out", type=FILE, help="Schedule or plan file to write, .json, or a page of it, .html.")
+@AS_JSON
+def plan(
+    scenario: Scenario,
+    layout: str | None,
+    token_unit: int,
+    parallel: str,
+    global_batch: int | None,
+    objective: str,
+    at_most_s: float | None,
+    lengths: str | None,
+    seed: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Search the best schedule, or the best pipelines, for a cluster, a model and a length, and say why."""
+    work, samples = scenario.workload, batch_of_pipelines(parallel, global_batch)
+    if samples is not None:
+        if (work.micro_batch, work.micro_batches, layout, token_unit, lengths) != (1, 1, None, 1, None):
+            raise click.UsageError("--parallel full chooses micro-batches, layouts and tokens itself.")
+    elif lengths is not None and (layout, token_unit) != (None, 1):
+        raise click.UsageError("--lengths chooses layouts and tokens itself.")
+    check_out(out, endings=PLANS)
+    if samples is not None:
+        answer = _pipelines(scenario, samples, objective, at_most_s, as_json)
+    elif lengths is not None:
+        answer = _for_lengths(scenario, lengths, seed)
+    else:
+        answer = _schedule(scenario, layout, token_unit)
+    if out is not None:
+        write_plan(out, answer.plan, answer.scenario)
+    if as_json:
+        print_json(answer.data)
+        return
+    answer.show()
+    print_written(out)
+
+
+def _schedule(scenario: Scenario, layout: str | None, token_unit: int) -> _Answer:
+    """Search the best schedule of one replica."""
+    planned = plan_schedule(
+        scenario.cluster,
+        scenario.model,
+        scenario.workload,
+        cost_model=scenario.cost_model,
+        layout=layout,
+        token_unit=token_unit,
+    )
+    fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
+    stage = faster_zero_stage(scenario.cost, planned)
+    advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
+    show = partial(_show_schedule, scenario, planned, fewer, stage)
+    return _answer(scenario, planned, planned.schedule.to_dict(), show, advice=advice)
+
+
+def _answer(
+    scenario: Scenario, planned: Planned, plan_file: Mapping[str, Any], show: Callable[[], None], **advice: Any
+) -> _Answer:
+    price, described = planned.price(scenario.cluster.devices), scenario.to_dict()
+    data = {**planned.to_dict(), "price": price and price.to_dict(), **advice, SCENARIO: described}
+    return _Answer(plan_file, described, data, show)
+
+
+def _price_lines(scenario: Scenario, planned: Planned) -> list[str]:
+    price = planned.price(scenario.cluster.devices)
+    return [] if price is None else [f"price:      {price.text}"]
+
+
+def _show_schedule(
+    scenario: Scenario,
+    planned: PlannedSchedule,
+    fewer: FewerRanks | None,
+    stage: OtherStage | None,
+) -> None:
+    work, layout = scenario.workload, planned.schedule.layout
+    columns = ("ring", "ranks", "device", "tokens", "heads", "memory GiB", "of")
+    print_table(columns, _ranks(scenario, planned), f"Schedule, {layout}, ring order from top to bottom")
+    lines = [
+        f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, {'causal' if work.causal else 'full'}, "
+        f"{scenario.cost_model} cost model; searched for {time_text(planned.search_s)}",
+        f"chosen:     {planned.name}",
+        *prediction_lines(planned.prediction),
+        f"bound:      {100 * planned.of_bound:.1f} % of the speed at perfect balance with free communication",
+    ]
+    lines += _price_lines(scenario, planned)
+    if planned.idle_ranks:
+        lines.append(
+            f"idle:       {ranks_text(planned.idle_ranks)}; over these links they would cost more than they add"
+        )
+    print("\n".join((*lines, *_advice_lines(scenario, planned, fewer, stage))))
+    print_table(
+        ("baseline", "block", "tokens/s", "plan is faster by"), _baselines(planned), "Against uniform schedules"
+    )
+    for rejected in planned.rejected:
+        print(f"not {rejected.name}: {rejected.reason}")
+
+
+def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
+    """Ranks that do the same in one row: group, device, tokens, heads, memory."""
+    tokens, capacity = planned.schedule.tokens(scenario.workload.seq_len), scenario.cost.capacity_bytes_D
+    for position, group in enumerate(planned.schedule.ring_groups):
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for rank, heads in zip(group.ranks, group.heads, strict=True):
+            need = bytes_text(planned.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
+            share = scenario.cluster.devices[rank].name, str(tokens[rank]), str(heads)
+            rows.setdefault((*share, *need), []).append(rank)
+        for row, ranks in rows.items():
+            yield (str(position), ranks_text(ranks), *row)
+
+
+def _baselines(planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
+    for kind, prediction in planned.baselines.items():
+        if prediction is None:
+            yield kind, "-", "-", planned.baseline_reasons[kind]
+        else:
+            faster = planned.prediction.tokens_per_s / prediction.tokens_per_s
+            rate = f"{prediction.tokens_per_s:,.0f}"
+            yield planned.baseline_names[kind], time_text(prediction.block_s), rate, f"{faster:.2f} x"
+
+
+def _advice_lines(
+    scenario: Scenario, planned: PlannedSchedule, fewer: FewerRanks | None, stage: OtherStage | None
+) -> list[str]:
+    """Advice for a faster job, in words."""
+    lines, now_s = [], planned.prediction.iteration_s
+    if fewer is not None:
+        names = [scenario.cluster.devices[rank].name for rank in fewer.left_out]
+        devices = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+        then_s = fewer.planned.prediction.iteration_s
+        lines.append(
+            f"leave out:  {ranks_text(fewer.left_out)} ({devices}): a job of the other devices alone takes "
+            f"{time_text(then_s)} per iteration, {_less(then_s, now_s)}, for ZeRO's traffic goes over every rank of a "
+            f"job, idle ones too. Its schedule: {fewer.planned.name}"
+        )
+        lines.append("            --parallel full says whether replicas or pipelines make use of all devices")
+    if stage is not None:
+        lines.append(
+            f"ZeRO:       this schedule under stage {stage.stage} takes {time_text(stage.iteration_s)} per iteration, "
+            f"{_less(stage.iteration_s, now_s)}, and fits"
+        )
+    return lines
+
+
+def _less(then_s: float, now_s: float) -> str:
+    return f"{100 * (1 - then_s / now_s):.0f} % less"
+
+
+def _for_lengths(scenario: Scenario, source: str, seed: int) -> _Answer:
+    """Choose the schedule whose units place batches of a distribution fastest.
+
+    Args:
+        scenario: its length is that of a row.
+        source: file of lengths, or the name of a distribution.
+        seed: of the drawing.
+    """
+    from ds_hetero.cli.inputs.lengths import draw_batches, read_distribution
+    from ds_hetero.planner.documents.for_lengths import plan_for_lengths
+
+    distribution, work = read_distribution(source), scenario.workload
+    batches = draw_batches(distribution, work.seq_len, _SAMPLED_BATCHES, seed)
+    planned = plan_for_lengths(scenario.cost_of_documents, batches)
+    blocks_s = (planned.best.block_s or 1.0) * scenario.model.num_layers
+    tokens_per_s = work.seq_len * work.micro_batch / blocks_s
+    schedule = planned.best.schedule.to_dict()
+    data = {
+        "schedule": schedule,
+        "predicted": {**planned.best.to_dict(), "tokens_per_s": tokens_per_s},
+        "candidates": [candidate.to_dict() for candidate in planned.candidates],
+        "lengths": {"distribution": distribution.name, "batches": planned.batches, "seed": seed},
+    }
+    described = replace(scenario, lengths=tuple(batches[0])).to_dict()
+    show = partial(_show_for_lengths, scenario, planned, distribution.name, tokens_per_s)
+    return _Answer(schedule, described, data, show)
+
+
+def _show_for_lengths(scenario: Scenario, planned: PlannedForLengths, distribution: str, tokens_per_s: float) -> None:
+    columns = ("schedule", "block", "over ideal", "as a stream")
+    print_table(columns, _candidates(planned), "Schedules for batches of documents")
+    print(
+        f"{scenario.model.name}, rows of {scenario.workload.seq_len} tokens, documents as in {distribution}, "
+        f"{planned.batches} batches\n"
+        f"chosen:     {planned.best.name}\n"
+        f"predicted:  {time_text(planned.best.block_s or 0.0)} per block, "
+        f"{tokens_per_s:,.0f} tokens/s through all blocks"
+    )
+
+
+def _candidates(planned: PlannedForLengths) -> Iterator[tuple[str, ...]]:
+    """One row per schedule: mean time of a block, against the ideal of single ranks and against the stream."""
+    ideal_s = planned.candidates[0].ideal_s
+    for candidate in planned.candidates:
+        if candidate.block_s is None or candidate.stream_s is None:
+            yield candidate.name, "-", "-", str(candidate.reason)
+        else:
+            over = f"{candidate.block_s / ideal_s:.3f}"
+            yield candidate.name, time_text(candidate.block_s), over, time_text(candidate.stream_s)
+
+
+def _pipelines(
+    scenario: Scenario, global_batch: int, objective: str, at_most_s: float | None, as_json: bool
+) -> _Answer:
+    """Search pipelines of unequal stages."""
+    from ds_hetero.planner.pipelines.planning import plan_pipelines
+
+    costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
+    progress = _Progress(as_json)
+    planned = plan_pipelines(
+        scenario.cluster,
+        scenario.model,
+        scenario.workload,
+        global_batch,
+        costs=costs,
+        objective=objective,
+        at_most_s=at_most_s,
+        progress=progress,
+    )
+    progress.end()
+    return _answer(scenario, planned, planned.plan.to_dict(), partial(_show_pipelines, scenario, planned))
+
+
+def _show_pipelines(scenario: Scenario, planned: PlannedPipelines) -> None:
+    from ds_hetero.cli.outputs.pipelines import print_pipelines
+
+    if planned.finished is not None:
+        print_pipelines(planned.costs, planned.finished)
+    else:
+        print(f"one stage of sequence parallelism over ranks {planned.plan.ranks[0]} to {planned.plan.ranks[-1]}")
+    recomputed = {True: "with", False: "without"}[bool(planned.plan.activation_checkpointing)]
+    lines = [
+        f"{scenario.model.name}, {planned.global_batch} sequences of {scenario.workload.seq_len} tokens per step, "
+        f"{planned.costs.name} cost model; searched for {time_text(planned.search_s)}"
+        f"{', then interrupted: the best plan so far' if planned.interrupted else ''}",
+        f"predicted:  {time_text(planned.step_s)} per step, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} "
+        "recomputation",
+    ]
+    if planned.objective.name == "energy":
+        lines.append(f"objective:  {planned.value:.4g} joules per token")
+    lines += _price_lines(scenario, planned)
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(planned.reasons)]
+    for rival in planned.rivals.values():
+        if rival.value is None:
+            lines.append(f"not {rival.name}: {rival.reason}")
+        else:
+            times = f"{rival.value / planned.value:.2f} x as much"
+            lines.append(f"not {rival.name}: {times} ({time_text(rival.step_s or 0)} per step)")
+    print("\n".join(lines))
+
+
+class _Progress:
+    """One line on stderr that follows a long search; nothing where nobody watches."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._watched = not quiet and sys.stderr.isatty()
+        self._shown = False
+
+    def __call__(self, best: PlanCandidate, share: float) -> None:
+        """Show the best step so far."""
+        if self._watched:
+            from ds_hetero.planner.pipelines.explain import shape_text
+
+            self._shown = True
+            step = f"{shape_text(best)}, {time_text(best.step_s)} per step"
+            print(f"\r{100 * share:3.0f} %  {step} (Ctrl-C takes it)\033[K", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Commands that draw plans, runs and steps."""

@@ -1,0 +1,188 @@
+"""``ds-hetero show``: draw a schedule or a plan of pipelines, or show where the documents of a batch lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds_hetero.cli.inputs.options import AS_JSON, FILE, PLAN_FILE, SEED
+from ds_hetero.cli.inputs.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
+from ds_hetero.cli.outputs.printing import (
+    PICTURES,
+    check_out,
+    print_json,
+    print_table,
+    print_written,
+    ranks_text,
+    write_out,
+)
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GB
+from ds_hetero.errors import PlanError
+
+if TYPE_CHECKING:
+    from ds_hetero.planner.documents.summary import DocumentsReport
+
+MAX_ROWS = 64  # of a table; more ranks or lanes are counted
+
+
+@click.command
+@scenario_options()
+@click.option(
+    "--out", type=FILE, help="Picture to write: .svg, .png or .html; may be left out with --documents and --sample."
+)
+@click.option("--schedule", default="plan", help="Schedule file, output of plan --json, or a strategy's name.")
+@PLAN_FILE
+@click.option(
+    "--documents", type=FILE, help="JSON file with the lengths of a row's documents: where they lie, and the load."
+)
+@click.option("--sample", help="The same for a row drawn from arxiv, github, prolong64k, or a file of lengths.")
+@SEED
+@AS_JSON
+def show(
+    scenario: Scenario,
+    out: Path | None,
+    schedule: str,
+    plan: Path | None,
+    documents: Path | None,
+    sample: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
+    if documents is not None or sample is not None:
+        _documents(scenario, schedule, documents, sample, seed, out, as_json)
+        return
+    if out is None:
+        raise click.UsageError("give --out, the picture to write.")
+    data = _schedule(scenario, schedule, out) if plan is None else _pipelines(scenario, plan, out)
+    if as_json:
+        print_json({"out": str(out), **data})
+    else:
+        print_written(out)
+
+
+def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
+    from ds_hetero.cli.outputs.schedule_picture import draw, page
+
+    check_out(out, endings=(*PICTURES, ".html"))
+    cost = scenario.cost
+    schedule = read_schedule(source, cost)
+    prediction = cost.predict(schedule)
+    figure = draw(scenario, cost, schedule, prediction)
+    if out.suffix == ".html":
+        write_out(out, page(scenario, schedule, prediction, figure))
+    else:
+        figure.savefig(out, dpi=120)
+    return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
+
+
+def _pipelines(scenario: Scenario, path: Path, out: Path) -> dict[str, Any]:
+    from ds_hetero.cli.outputs.pipelines_picture import draw
+
+    check_out(out, endings=PICTURES)
+    plan, costs, finished = judge_plan_file(scenario, path)
+    draw(costs, finished).savefig(out, dpi=120)
+    return {"step_s": finished.step_s, "plan": plan.to_dict()}
+
+
+def _documents(
+    scenario: Scenario,
+    source: str,
+    documents: Path | None,
+    sample: str | None,
+    seed: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Place one batch and print where its documents lie.
+
+    Args:
+        scenario: its length is that of the row.
+        source: schedule file or strategy; ``plan`` is the best schedule for this batch.
+        documents: file of the lengths.
+        sample: distribution to draw them from, instead.
+        seed: of the drawing.
+        out: picture to write.
+        as_json: print one JSON object instead of tables.
+    """
+    from ds_hetero.cli.inputs.lengths import draw_batches, read_distribution, read_lengths
+    from ds_hetero.planner.documents.for_lengths import plan_for_lengths
+    from ds_hetero.planner.documents.summary import report_documents
+
+    if (documents is None) == (sample is None):
+        raise PlanError("give either --documents FILE or --sample DISTRIBUTION.")
+    check_out(out, endings=PICTURES)
+    cost = scenario.cost_of_documents
+    if sample is not None:
+        (lengths,) = draw_batches(read_distribution(sample), scenario.workload.seq_len, 1, seed)
+    else:
+        lengths = read_lengths(str(documents))
+    schedule = plan_for_lengths(cost, [lengths]).best.schedule if source == "plan" else read_schedule(source, cost)
+    report = report_documents(cost, schedule, lengths)
+    if out is not None:
+        from ds_hetero.cli.outputs.documents_picture import draw
+
+        draw(scenario, report).savefig(out, dpi=120)
+    if as_json:
+        print_json({**report.to_dict(), **({"out": str(out)} if out else {})})
+        return
+    print_table(
+        ("zone", "ranks", "documents", "tokens", "tokens by unit"), _lanes(report), "Lanes, in the order of the forward"
+    )
+    columns = ("ranks", "device", "tokens", "linear", "attention", "receives", "over ideal")
+    print_table(columns, _units(scenario, report), "Load of one block")
+    print("\n".join(_summary(report)))
+    print_written(out)
+
+
+def _lanes(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """One row per lane: its zone, its ranks, its documents by index, and the tokens of every unit."""
+    index = {document: str(j) for j, document in enumerate(report.documents)}
+    groups = report.placement.schedule.ring_groups
+    for lane in report.placement.lanes[:MAX_ROWS]:
+        names = [index.get(span, "padding") for span in lane.spans]
+        shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
+        tokens = [sum(column) for column in zip(*lane.tokens, strict=True)]
+        by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
+        ranks = ranks_text([rank for unit in lane.members for rank in groups[unit].ranks])
+        way = ", by heads" if lane.by_heads else ", proxies" if lane.proxies else ""
+        yield lane.zone(report.costs.node) + way, ranks, shown, f"{sum(tokens):,}", by_unit
+    if len(report.placement.lanes) > MAX_ROWS:
+        yield "...", f"{len(report.placement.lanes) - MAX_ROWS} more lanes", "", "", ""
+
+
+def _units(scenario: Scenario, report: DocumentsReport) -> Iterator[tuple[str, ...]]:
+    """One row per unit: what it holds, how long it computes and receives, against the ideal."""
+    loads = report.loads
+    for unit, group in enumerate(report.placement.schedule.ring_groups[:MAX_ROWS]):
+        busy_s = loads.linear_s[unit] + loads.attention_s[unit]
+        times = (loads.linear_s[unit], loads.attention_s[unit], loads.received_s[unit])
+        device = scenario.cluster.devices[group.ranks[0]].name
+        over = f"{busy_s / report.ideal_s:.3f}"
+        yield ranks_text(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over
+    if report.placement.schedule.ring_size > MAX_ROWS:
+        yield f"{report.placement.schedule.ring_size - MAX_ROWS} more", *[""] * 6
+
+
+def _summary(report: DocumentsReport) -> list[str]:
+    """Lines for people: the time against the ideal and against other placements, tokens by zone, bytes by link."""
+    predicted_s, length = report.loads.predicted_s, report.placement.length
+    zones = ", ".join(f"{zone} {100 * count / length:.0f} %" for zone, count in report.zone_tokens.items())
+    others = [
+        f"{name} {time_text(seconds)} ({seconds / predicted_s:.2f} x)" if seconds else f"{name} not possible"
+        for name, seconds in report.others_s.items()
+    ]
+    sent = report.bytes_by_link
+    return [
+        f"{len(report.documents)} documents, {length:,} tokens",
+        f"predicted:  {time_text(predicted_s)} per block, ideal {time_text(report.ideal_s)}; slowest computes "
+        f"{report.balance:.3f} of the ideal",
+        f"others:     {', '.join(others)}",
+        f"tokens:     {zones}",
+        f"sent:       {sent['inside_nodes'] / GB:.2f} GB inside nodes, "
+        f"{sent['between_nodes'] / GB:.2f} GB between nodes, per block",
+    ]

@@ -1,0 +1,245 @@
+"""Decisions of rank 0 where ``"parallel": "full"`` asks for pipelines, and ``ds-hetero doctor`` without a job.
+
+No collectives, no devices, no framework: the same facts give the same plan everywhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.cost import Workload
+from ds_hetero.cost.stages.calibrated import INNERS
+from ds_hetero.decision.facts import JobFacts, TrainingFacts
+from ds_hetero.decision.workload import FP32_BYTES, workload_of
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.pipelines.planning import plan_pipelines
+from ds_hetero.planner.planned import PlannedPipelines
+from ds_hetero.values.plans import INNER, Plan
+from ds_hetero.values.plans.section_keys import SECTION_KEYS, SectionKey
+from ds_hetero.values.section import SECTION, HeterogeneitySection
+
+_ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFacts:
+    """Facts of a job whose pipelines are searched for.
+
+    Args:
+        job: section, model and training.
+        no_inners: why ranks cannot share the work of a stage of this model, by the way in which they cannot.
+    """
+
+    job: JobFacts
+    no_inners: Mapping[str, str]
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Ways in which no stage of the job may share its work, and why."""
+        asked = [(path, key) for path, _, key in _asked_keys(self.job.section)]
+        by_key = {inner: f'"{path}": {key.refused[inner]}' for path, key in asked for inner in key.refused}
+        return {**by_key, **self.no_inners}
+
+    @property
+    def inners(self) -> tuple[str, ...]:
+        """Ways in which several ranks may share the work of a stage."""
+        return tuple(inner for inner in INNERS if inner not in self.left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedPipelines:
+    """Result of the search.
+
+    Args:
+        plan: what every rank does.
+        planned: with the prediction, its rivals and its reasons.
+        facts: for which it was searched.
+    """
+
+    plan: Plan
+    planned: PlannedPipelines
+    facts: PipelineFacts
+
+
+def wants_search(section: HeterogeneitySection) -> bool:
+    """Whether pipelines are to be searched for at the start of the job."""
+    return section.parallel == "full" and section.schedule == "plan"
+
+
+def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str]) -> None:
+    """Refuse keys of the section that stages of pipelines do not follow.
+
+    Args:
+        section: from `read_section`.
+        inners: kinds of the plan's stages; where one is searched for, those that are always possible.
+
+    Raises:
+        ConfigError: names the key, its value and what to do.
+    """
+    for path, value, key in _asked_keys(section):
+        if kind := next((inner for inner in inners if inner in key.refused), None):
+            where = "pipelines" if set(key.refused) == set(INNER) else f'stages that are "inner": "{kind}"'
+            raise ConfigError(
+                f'"{SECTION}.{path}": {json.dumps(value)} cannot be used with {where}: {key.refused[kind]}. '
+                "Leave it out."
+            )
+
+
+def idle_keys(section: HeterogeneitySection, plan: Plan) -> list[str]:
+    """A sentence for every key of the section that has nothing to say in some stages of a plan."""
+    return [
+        f'"{SECTION}.{path}" has nothing to say in stages that are "inner": "{inner}": {key.idle[inner]}'
+        for path, _, key in _asked_keys(section)
+        for inner in inners_of(plan)
+        if inner in key.idle
+    ]
+
+
+def inners_of(plan: Plan) -> tuple[str, ...]:
+    """The kinds of a plan's stages, in the order of `INNER`."""
+    present = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    return tuple(inner for inner in INNER if inner in present)
+
+
+def _asked_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, SectionKey]]:
+    """Path, value and row of every key that the user wrote and that asks for something."""
+    for path, key in SECTION_KEYS.items():
+        name, _, inside = path.partition(".")
+        value = getattr(section, name)
+        if name in section.model_fields_set and (value := getattr(value, inside) if inside else value) not in key.off:
+            yield path, value, key
+
+
+def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
+    """Return the sequences of an optimizer step over all pipelines.
+
+    Args:
+        training: from ds_config.json.
+        plan: that ds_config.json may not contradict; None where it is searched for, and ds_config.json must say.
+
+    Raises:
+        ConfigError: ds_config.json does not say, says two numbers, or another one than the plan.
+    """
+    if training.accumulation_steps not in (None, 1):
+        raise ConfigError(
+            f'"gradient_accumulation_steps" is {training.accumulation_steps}; with pipelines it is 1, since the engine '
+            "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
+        )
+    given = {
+        "train_batch_size": training.train_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+    }
+    known = {key: value for key, value in given.items() if value is not None}
+    if plan is not None:
+        assert plan.batch_split is not None
+        samples = plan.batch_split.samples
+        for key, value in known.items():
+            if value != samples:
+                raise ConfigError(
+                    f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. '
+                    f"Every rank is given the global batch: set it to {samples}, or leave it out."
+                )
+        return samples
+    if not known:
+        raise ConfigError(
+            '"parallel": "full" shares the sequences of an optimizer step among pipelines, and ds_config.json does not '
+            'say how many there are. Set "train_batch_size" to the global batch.'
+        )
+    if len(set(known.values())) > 1:
+        listed = " and ".join(f'"{key}" is {value}' for key, value in known.items())
+        raise ConfigError(
+            f'{listed}. With "parallel": "full" all ranks are one worker, whose batch is the global one: make them '
+            "equal, or leave one out."
+        )
+    return next(iter(known.values()))
+
+
+def check_pipelines_searchable(facts: JobFacts) -> None:
+    """Refuse what can be known to be impossible before anything is measured.
+
+    Raises:
+        ConfigError: see `check_pipeline_section` and `global_batch_of`.
+        ModelError: no cost model describes the model.
+    """
+    check_pipeline_section(facts.section, ("one",))
+    global_batch_of(facts.training)
+    _spec_of(facts)
+
+
+def search_pipelines(
+    facts: PipelineFacts, world_size: int, *, measured: Cluster | None, on_host: bool
+) -> SearchedPipelines:
+    """Search for the fastest pipelines of a job.
+
+    Args:
+        facts: of the job.
+        world_size: ranks of the job.
+        measured: the live ranks, where the section says ``"cluster": "measure"``.
+        on_host: devices are CPUs.
+
+    Raises:
+        ConfigError: see `global_batch_of`; or the cluster has another number of devices than the job has ranks.
+        ModelError: no cost model describes the model.
+        PlanError: nothing fits; the message says which stage lacks how many GiB.
+    """
+    job, section = facts.job, facts.job.section
+    cluster = measured if measured is not None else load_cluster(section.cluster)
+    if cluster.num_ranks != world_size:
+        raise ConfigError(
+            f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {world_size} processes. With '
+            '"parallel": "full" it describes every device of the job once, in rank order.'
+        )
+    planned = plan_pipelines(
+        cluster,
+        _spec_of(job),
+        pipelines_workload(job, on_host=on_host),
+        global_batch_of(job.training),
+        inners=facts.inners,
+    )
+    return SearchedPipelines(plan=planned.plan.with_layers(), planned=planned, facts=facts)
+
+
+def _spec_of(facts: JobFacts) -> ModelSpec:
+    if facts.model.spec is None:
+        raise ModelError(
+            f'{facts.model.no_spec_reason} So no pipelines can be searched for: give "{SECTION}.schedule" a plan file.'
+        )
+    return facts.model.spec
+
+
+def pipelines_workload(
+    facts: JobFacts, *, on_host: bool, seq_len: int | None = None, checkpointing: bool | None = None
+) -> Workload:
+    """Return the workload of one pipeline; its batches are the search's to choose.
+
+    Owned elements have values and optimizer state in fp32, whatever the parameters are.
+
+    Args:
+        facts: of the job.
+        on_host: devices are CPUs.
+        seq_len: tokens of a sequence, where the job does not say.
+        checkpointing: of activations; None for what the model says.
+
+    Raises:
+        PlanError: neither the section nor the model says how long sequences are.
+    """
+    model = facts.model if facts.model.max_seq_len else replace(facts.model, max_seq_len=seq_len)
+    work = workload_of(replace(facts, model=model), 1, on_host=on_host)
+    return replace(
+        work,
+        seq_len=facts.section.seq_len or seq_len or work.seq_len,
+        micro_batch=1,
+        micro_batches=1,
+        zero_stage=1,
+        zero_weights=None,
+        activation_checkpointing=work.activation_checkpointing if checkpointing is None else checkpointing,
+        optimizer_bytes=_ADAM_BYTES * model.trained_share,
+        gradient_bytes=FP32_BYTES * model.trained_share,
+        offload_optimizer=False,
+        offload_parameters=False,
+    )

@@ -1,0 +1,229 @@
+"""Report of a job on rank 0: that the engine is on, and what is predicted of its schedules or pipelines."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.cluster import Cluster
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.units import GIB
+from ds_hetero.cost import Workload
+from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.decision.decide_pipelines import SearchedPipelines
+from ds_hetero.decision.forecast import Forecast
+from ds_hetero.planner import PlannedSchedule
+from ds_hetero.planner.explain import describe
+from ds_hetero.planner.pipelines.explain import reasons_of
+from ds_hetero.planner.pipelines.finish import Finished
+from ds_hetero.values.plans import Pipeline, Plan, Stage
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import HeterogeneitySection
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8  # groups of a schedule, replicas or pipelines of a job, and ranks of a stage, that are named
+
+
+def announce(text: str) -> None:
+    """Say something once: as a log record where the script lets these through, else on stderr."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        print(f"ds_hetero: {text}", file=sys.stderr, flush=True)
+
+
+def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
+    """One line: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``.
+
+    Args:
+        plan: of replicas.
+        section: that the plan was made of.
+    """
+    source = section.schedule if isinstance(section.schedule, str) else "given inline"
+    source = Path(source).name if source.endswith(".json") else source
+    shapes: dict[Schedule, list[int]] = {}
+    for number, schedule in enumerate(plan.schedules):
+        shapes.setdefault(schedule.shifted(0), []).append(number)
+    count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
+    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
+    return f"{ranks}, {count}schedule {source}: {_shapes_text(shapes)}"
+
+
+def _shapes_text(shapes: dict[Schedule, list[int]]) -> str:
+    if len(shapes) == 1:
+        return _shape_text(next(iter(shapes)))
+    parts = [f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}" for shape, numbers in shapes.items()]
+    more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
+    return "; ".join([*parts[:_SHOWN], *more])
+
+
+def _shape_text(schedule: Schedule) -> str:
+    """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
+    groups = schedule.ring_groups[:_SHOWN]
+    heads = ["+".join(map(str, group.heads)) for group in groups]
+    tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in groups]
+    more = [f"{len(schedule.groups) - _SHOWN} more"] if len(schedule.groups) > _SHOWN else []
+    return f"groups {len(schedule.groups)}, heads {' | '.join([*heads, *more])}, tokens {' | '.join([*tokens, *more])}"
+
+
+def forecast_text(forecasts: Sequence[Forecast]) -> str:
+    """A table of who does what, and the prediction; replicas that are alike have one table."""
+    alike: dict[tuple[Cluster, Workload, Schedule], list[int]] = {}
+    for number, forecast in enumerate(forecasts):
+        cost = forecast.cost
+        alike.setdefault((cost.cluster, cost.workload, forecast.schedule.shifted(0)), []).append(number)
+    parts = []
+    for numbers in alike.values():
+        title_prefix = f"replica {', '.join(map(str, numbers))}: " if len(forecasts) > 1 else ""
+        forecast = forecasts[numbers[0]]
+        parts.append(f"{_replica_table(forecast, title_prefix)}\n{_prediction_lines(forecast)}")
+    return "\n".join(parts)
+
+
+def _replica_table(forecast: Forecast, title_prefix: str) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    cost, schedule, prediction = forecast.cost, forecast.schedule, forecast.prediction
+    title = f"{title_prefix}{describe(schedule.shifted(0), cost.cluster)}; {schedule.layout}"
+    table = Table(title=title, box=box.SIMPLE)
+    for heading in ("ring", "rank", "device", "tokens", "share", "heads", "memory GiB", "of"):
+        table.add_column(heading, justify="left" if heading == "device" else "right")
+    seq_len, first = cost.workload.seq_len, schedule.ranks[0]
+    tokens = schedule.tokens(seq_len)
+    for position, group in enumerate(schedule.ring_groups):
+        for rank, heads in sorted(zip(group.ranks, group.heads, strict=True)):
+            own = rank - first
+            table.add_row(
+                str(position),
+                str(rank),
+                cost.cluster.devices[own].name,
+                f"{tokens[rank]:,}",
+                f"{tokens[rank] / seq_len:.1%}",
+                str(heads),
+                f"{prediction.memory_bytes[own] / GIB:.2f}",
+                f"{cost.capacity_bytes_D[own] / GIB:.2f}",
+            )
+    file = io.StringIO()
+    Console(file=file, width=118).print(table)
+    return file.getvalue().rstrip()
+
+
+def _prediction_lines(forecast: Forecast) -> str:
+    cost, prediction, planned = forecast.cost, forecast.prediction, forecast.planned
+    work, terms = cost.workload, prediction.terms
+    shares = ", ".join(
+        f"{name} {seconds / prediction.block_s:.0%}"
+        for name, seconds in (
+            ("non-attention", terms.non_attention_s),
+            ("all-to-all", terms.all_to_all_s),
+            ("ring steps", terms.ring_steps_s),
+        )
+    )
+    batches = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''} of "
+    lines = [
+        f"for {cost.model.name}, {batches}{work.micro_batch} x {work.seq_len:,} tokens per step, ZeRO-{work.zero_stage}"
+        f"{', activation checkpointing' if work.activation_checkpointing else ''}",
+        f"predicted:  {time_text(prediction.iteration_s)} per step, {prediction.tokens_per_s:,.0f} tokens/s; "
+        f"{time_text(prediction.block_s)} per block ({shares})",
+        f"bottleneck: {prediction.bottleneck.text}",
+        f"bound:      {prediction.bound_s / prediction.block_s:.1%} of the speed at perfect balance with free links",
+    ]
+    if offloaded := _offloaded(work):
+        lines.append(f"not in it:  copies to and from the host and what it computes there, for the {offloaded}")
+    if prediction.reason:
+        lines.append(f"memory:     {prediction.reason}")
+    if planned is not None:
+        lines.append(f"searched:   {time_text(planned.search_s)}; {_against_baselines(planned)}")
+    return "\n".join(lines)
+
+
+def _offloaded(work: Workload) -> str:
+    kept = {"optimizer state": work.offload_optimizer, "parameters": work.offload_parameters}
+    return " and the ".join(name for name, is_offloaded in kept.items() if is_offloaded)
+
+
+def _against_baselines(planned: PlannedSchedule) -> str:
+    parts = []
+    for kind, prediction in planned.baselines.items():
+        if prediction is None:
+            parts.append(f"no {kind}")
+        else:
+            gain = planned.prediction.tokens_per_s / prediction.tokens_per_s
+            parts.append(f"{gain:.2f} x {planned.baseline_names[kind]}")
+    return ", ".join(parts)
+
+
+def pipelines_text(plan: Plan) -> str:
+    """A line that counts, and a line per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 3``.
+
+    Args:
+        plan: of pipelines with layers.
+    """
+    count = len(plan.pipelines)
+    lines = [f"{len(plan.ranks)} ranks in {count} pipeline{'s' if count > 1 else ''}"]
+    lines += [f"  {_pipeline_text(pipeline)}" for pipeline in plan.pipelines[:_SHOWN]]
+    if count > _SHOWN:
+        lines.append(f"  and {count - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def searched_text(searched: SearchedPipelines) -> str:
+    """The prediction of the plan, the reasons for it, and the rivals that it has beaten.
+
+    Args:
+        searched: from `ds_hetero.decision.decide_pipelines.search_pipelines`.
+    """
+    planned, predicted = searched.planned, searched.plan.predicted or {}
+    recomputed = "with" if searched.plan.activation_checkpointing else "without"
+    lines = [
+        f"predicted:  {time_text(planned.step_s)} per step of {planned.global_batch} sequences of "
+        f"{planned.costs.seq_len:,} tokens, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} recomputation",
+        f"memory:     {_memory_text(predicted)}",
+    ]
+    if planned.idle_ranks:
+        lines.append(f"idle:       rank {', '.join(map(str, planned.idle_ranks))}: the step would not be shorter")
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(planned.reasons)]
+    against = [
+        f"{rival.value / planned.value:.2f} x {rival.name}" if rival.value is not None else f"no {rival.name}"
+        for rival in planned.rivals.values()
+    ]
+    lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.left_out.items()]
+    lines.append(f"searched:   {time_text(planned.search_s)}; {', '.join(against)}")
+    return "\n".join(lines)
+
+
+def judged_text(costs: StageCosts, finished: Finished) -> str:
+    """The prediction of a given plan, and what decides it.
+
+    Args:
+        costs: the cost model.
+        finished: from `ds_hetero.planner.pipelines.given.judge_given`.
+    """
+    lines = [f"predicted:  {time_text(finished.step_s)} per step"]
+    lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(reasons_of(costs, finished))]
+    return "\n".join(lines)
+
+
+def _pipeline_text(pipeline: Pipeline) -> str:
+    stages = ", ".join(map(_stage_text, pipeline.stages))
+    return f"{pipeline.micro_batches} x {pipeline.micro_batch_size} samples: {stages}"
+
+
+def _stage_text(stage: Stage) -> str:
+    shown = ", ".join(map(str, stage.ranks[:_SHOWN])) + (", ..." if len(stage.ranks) > _SHOWN else "")
+    start, stop = stage.layers or (0, 0)
+    ranks = f"rank {shown}" if len(stage.ranks) == 1 else f"ranks {shown} ({stage.inner})"
+    return f"{ranks} layer{f's {start}-{stop - 1}' if stop - start > 1 else f' {start}'}"
+
+
+def _memory_text(predicted: Mapping[str, Any]) -> str:
+    by_rank = {int(rank): need for rank, need in predicted.get("memory_bytes", {}).items()}
+    most = max(by_rank, key=lambda rank: by_rank[rank])
+    return f"at most {bytes_text(by_rank[most])} GiB on a rank (rank {most})"

@@ -1,0 +1,138 @@
+"""The loader as a model needs it: shards while it trains, whole batches while it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.frameworks.transformers.checks.model_checks import POOLS
+from ds_hetero.frameworks.transformers.model.recent_shards import note_shard
+from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+from ds_hetero.frameworks.transformers.self_check import (
+    check_batches_of_ranks,
+    check_same_batch,
+    features_of,
+)
+from ds_hetero.runtime.data.loading.loader import ShardedLoader
+from ds_hetero.runtime.data.loading.sample_loader import on_device
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import model_inputs
+from ds_hetero.runtime.replica import Replica
+
+
+class ModelLoader(ShardedLoader):
+    """A `ShardedLoader` for one model, whose batches are on ``device``.
+
+    An epoch whose first batch is drawn in ``model.eval()`` yields the wrapped loader's batches, whole. A rank that the
+    schedule gives no token of a batch gets one column of placeholders, which takes no part in attention or loss.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        model: ShardedModel,
+        device: torch.device,
+        batches: Literal["same", "own"] | None = None,
+    ) -> None:
+        self._model, self._target = model, device
+        super().__init__(
+            dataloader,
+            model.replica,
+            batches=batches,
+            keep_labels=not model.moves_labels,
+            keep_inputs=model.cuts_inputs,
+            complete=model.complete,
+            placer=model.place,
+            plan_ahead=(lambda: model.placer) if model.places_documents else None,
+            by_documents=model.places_documents,
+            keeps=lambda batch: model.needs_check(features_of(model, batch)),
+            names=KNOWN_LOADERS,
+        )
+
+    @property
+    def replica(self) -> Replica:
+        """The model's replica, whose schedule may change while it trains."""
+        return self._model.replica
+
+    def __iter__(self) -> Iterator[Any]:
+        self._expect_split_model()
+        if not self._model.takes_shards:
+            yield from WholeLoader(self.whole, self._target)
+            return
+        if self._model.pools:
+            raise ModelError(POOLS.format(type(self._model.pretrained).__name__))
+        for shard in super().__iter__():
+            self._verify()
+            inputs = model_inputs(shard, self._target)
+            info = shard_info(inputs["position_ids"])
+            assert info is not None
+            self._model.note_shard(info)
+            note_shard(shard)
+            yield inputs
+            self._expect_split_model()
+
+    def _expect_split_model(self) -> None:
+        """Refuse to give shards to a model that takes whole sequences by now."""
+        if self._model.is_restored:
+            raise ConfigError(
+                "this loader cuts batches for a model that is not split any more: its handle was undone, or the model "
+                "was prepared again under another configuration. Wrap the loader again, with handle.dataloader of the "
+                "handle that trains the model now."
+            )
+
+    def _verify(self) -> None:
+        """Check the model with the batches of this fetch that can show something new; see `self_check`."""
+        if self._batches.keeps_on_a_rank:
+            check_batches_of_ranks(self._model, self._batches.take_kept())
+
+
+class WholeLoader:
+    """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
+
+    Args:
+        dataloader: yields mappings; for a module that is not split, what it takes; or lists of prompts.
+        device: where tensors shall be.
+        model: that is trained by sharded calls, to be checked with the first batch; None without.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], device: torch.device, model: ShardedModel | None = None) -> None:
+        self.dataloader: Any = dataloader
+        self._target, self._model = device, model
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.dataloader:
+            if self._model is not None:
+                self._verify(self._model, batch)
+            yield on_device(batch, self._target)
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeLoader:
+        """A loader without the first ``num_batches``; see `ShardedLoader.skipping`."""
+        return WholeLoader(skip(self.dataloader, num_batches), self._target, self._model)
+
+    def _verify(self, model: ShardedModel, batch: Any) -> None:
+        """Check the model with the tokens of a batch, each the label of the one before it."""
+        if not model.pools and "input_ids" in batch:
+            piece = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+            check_same_batch(model, {**piece, "labels": batch["input_ids"]})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":  # looked up by copy before there is any attribute
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
+
+
+def is_placeholder(batch: Any) -> bool:
+    """Whether the batch stands for none: on a rank without tokens, or to fill up an optimizer step."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(positions, Tensor):
+        return False
+    info = shard_info(positions)
+    return (info is not None and info.is_filler) or (positions.shape[1] == 1 and bool(positions[0, 0] < 0))

@@ -1,0 +1,48 @@
+"""`Handle.sharded_call`: which model a call is of, and what it runs under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.engine.forward_mode import Wanted, sharded_calls
+from ds_hetero.engine.registry import Registry
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.transformers.model.sharded_call import TokenResults, whole_results
+from ds_hetero.frameworks.transformers.self_check import check_same_batch
+
+
+def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wanted: Wanted) -> TokenResults | Any:
+    """Call a model with a whole batch; see `Handle.sharded_call`.
+
+    Args:
+        registry: of this process.
+        model: an engine, or a model that one trains.
+        batch: what the model takes.
+        wanted: what to return.
+
+    Raises:
+        ConfigError: ``model`` is none that was prepared.
+    """
+    is_model = isinstance(model, nn.Module) and (registry.find(model) is not None or registry.is_unsplit(model))
+    module: nn.Module = model if is_model else getattr(model, "module", model)
+    prepared = registry.find(module)
+    if prepared is None:
+        if registry.is_unsplit(module):
+            return whole_results(model, batch, wanted)
+        raise ConfigError(
+            "handle.sharded_call was given a model that ds_hetero does not split: one of pipelines, or one that "
+            "deepspeed.initialize was not given since ds_hetero.register(). Give it the engine."
+        )
+    split = prepared.model
+    if isinstance(split, WholeModel):
+        raise ConfigError(
+            f"handle.sharded_call was given {type(module).__name__}, which runs whole on every rank; call it itself."
+        )
+    if split.trains_now and not split.pools:
+        check_same_batch(split, batch)
+    with sharded_calls(wanted):
+        return model(**batch)

@@ -1,0 +1,1 @@
+"""accelerate's private names, and nothing else."""

@@ -1,0 +1,363 @@
+"""accelerate: the same batch for all ranks of a replica, and schedules that count replicas, not ranks.
+
+Replicas that take different batches are, to the user, one worker on all ranks (``sp_size`` is the world size): the
+global batch is that of one process, and how it is dealt out is the schedule's business.
+
+All private names of accelerate that ds_hetero knows are in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import accelerate.accelerator
+import accelerate.data_loader
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    DistributedType,
+    DummyScheduler,
+    ParallelismConfig,
+    recursively_apply,
+)
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from ds_hetero.engine.agreement import agree_on_configuration
+from ds_hetero.engine.calls.loader import WholeLoader
+from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.sp_sizes import size_of_configuration
+from ds_hetero.errors import ConfigError
+from ds_hetero.job.request import ReplicaBatches
+from ds_hetero.runtime.data.loading.loader import ShardedLoader
+from ds_hetero.runtime.data.loading.sampling import replica_samples
+
+WORKS = ">=1.12,<2"
+PRIVATE_NAMES = (
+    "accelerate.accelerator:Accelerator._prepare_deepspeed",
+    "accelerate.accelerator:prepare_data_loader",
+    "accelerate.accelerator:skip_first_batches",
+    "accelerate.data_loader:BatchSamplerShard",  # these three by their attributes, see `loader_names`
+    "accelerate.data_loader:DataLoaderShard",
+    "accelerate.data_loader:IterableDatasetShard",
+    "accelerate.scheduler:AcceleratedScheduler.step",
+    "accelerate.state:AcceleratorState._shared_state",
+    "accelerate.state:PartialState._shared_state",
+)
+
+_sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
+_replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """Kind of batches that loaders prepared now yield.
+
+    Args:
+        sp_size: ranks that share a batch.
+        batches: where the replicas take different batches.
+    """
+
+    sp_size: int
+    batches: ReplicaBatches | None
+
+
+def install(registry: Registry) -> None:
+    """Replace what has to know the difference between ranks and replicas."""
+    replace = registry.patches.replace
+    replace(accelerate.Accelerator, "__init__", _counting_processes)
+    replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(registry, stock))
+    replace(AcceleratedScheduler, "step", _stepping_by_replicas)
+    replace(accelerate.accelerator, "prepare_data_loader", _sharding_over_replicas)
+    for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
+        replace(module, "skip_first_batches", skip_first_batches)
+
+
+def asks_for_engine(accelerator: Any) -> bool:
+    """Whether an Accelerator was made with DeepSpeed and a configuration that asks for this engine."""
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    return plugin is not None and enabled(plugin.deepspeed_config)
+
+
+@contextlib.contextmanager
+def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Iterator[None]:
+    """Let loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
+
+    Args:
+        sp_size: ranks that share a batch.
+        batches: of replicas that take different batches; see `ds_hetero.job.request.Request.batches_of`.
+    """
+    token = _sharding.set(_Sharding(sp_size, batches))
+    try:
+        yield
+    finally:
+        _sharding.reset(token)
+
+
+@contextlib.contextmanager
+def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
+    """Let an Accelerator gather and reduce one value of each replica inside, whose ranks hold the same."""
+    token = _replica_size.set(accelerator.parallelism_config.sp_size)
+    gather = gathered_from_replicas(accelerator.gather)
+    accelerator.gather = gather
+    accelerator.reduce = functools.partial(_reduce, gather)
+    accelerator.pad_across_processes = _counting_all(accelerator.pad_across_processes)
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.reduce, accelerator.pad_across_processes
+        _replica_size.reset(token)
+
+
+def gathered_from_replicas(stock: Any) -> Any:
+    """``gather`` or ``gather_object`` of accelerate; inside `gathering_over_replicas` it takes a replica's first rank.
+
+    Args:
+        stock: the function.
+    """
+
+    @functools.wraps(stock)
+    def gather(values: Any) -> Any:
+        replica_size = _replica_size.get()
+        if replica_size == 1:
+            return stock(values)
+        if stock.__name__ == "gather_object":
+            by_rank = _counting_all(stock)([values])
+            return [entry for of_rank in by_rank[::replica_size] for entry in of_rank]
+
+        def first_of_replica(gathered: Tensor) -> Tensor:
+            by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
+            return by_rank[::replica_size].flatten(0, 1)
+
+        return recursively_apply(first_of_replica, _counting_all(stock)(values))
+
+    return gather
+
+
+_REDUCTIONS: dict[str, Any] = {
+    "sum": Tensor.sum,
+    "none": Tensor.sum,
+    "mean": Tensor.mean,
+    "max": Tensor.amax,
+}  # none: as accelerate
+
+
+def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    return recursively_apply(lambda value: _REDUCTIONS[reduction](gather(value[None]), dim=0), values)
+
+
+def _counting_all(stock: Any) -> Any:
+    """A function of the process group, whatever `one_process_per_replica` has made of it."""
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _counting(dist.get_world_size()):
+            return stock(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def one_process_per_replica() -> Iterator[None]:
+    """Let accelerate see no sequence parallelism inside, and replicas as its processes."""
+    state = AcceleratorState()
+    parallelism, index = state.parallelism_config, state.process_index
+    _set_state(parallelism_config=None, process_index=index // parallelism.sp_size)
+    try:
+        with _counting(state.num_processes // parallelism.sp_size):
+            yield
+    finally:
+        _set_state(parallelism_config=parallelism, process_index=index)
+
+
+@contextlib.contextmanager
+def _counting(num_processes: int) -> Iterator[None]:
+    before = AcceleratorState().num_processes
+    _set_state(num_processes=num_processes)
+    try:
+        yield
+    finally:
+        _set_state(num_processes=before)
+
+
+def skip_first_batches(stock: Any) -> Any:
+    """Of a sharded loader, steps are skipped and not the wrapped loader's batches."""
+
+    @functools.wraps(stock)
+    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, ShardedLoader | WholeLoader):
+            return dataloader.skipping(num_batches, stock)
+        return stock(dataloader, num_batches)
+
+    return skip
+
+
+def _counting_processes(stock: Any) -> Any:
+    """Where there is no GPU, accelerate takes every rank of a DeepSpeed job for the only process; count them."""
+
+    @functools.wraps(stock)
+    def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        stock(accelerator, *args, **_with_parallelism(kwargs))
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
+        if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
+            _set_state(
+                backend=dist.get_backend(),
+                num_processes=dist.get_world_size(),
+                process_index=dist.get_rank(),
+                local_process_index=dist.get_node_local_rank(fallback_rank=dist.get_rank()),
+            )
+
+    return init
+
+
+def _with_parallelism(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an Accelerator, with a ParallelismConfig if the script and its environment give none."""
+    plugin = arguments.get("deepspeed_plugin")
+    given = arguments.get("parallelism_config") is not None or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")
+    sp_size = None if given or plugin is None else size_of_configuration(plugin.deepspeed_config)
+    if sp_size is None:
+        return arguments
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    parallelism = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=sp_size,
+        dp_shard_size=int(os.environ["WORLD_SIZE"]) // sp_size,
+        sp_handler=handler,
+    )
+    return {**arguments, "parallelism_config": parallelism}
+
+
+def size_of_accelerate() -> int | None:
+    """The sequence-parallel size that accelerate was given; None where there is none."""
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return None if parallelism is None or parallelism.sp_size == 1 else int(parallelism.sp_size)
+
+
+def _preparing(registry: Registry, stock: Any) -> Any:
+    """The configuration is known here, before the model is registered and the loaders are wrapped."""
+
+    @functools.wraps(stock)
+    def prepare(accelerator: Any, *args: Any) -> Any:
+        if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
+            return stock(accelerator, *args)
+        parallelism = accelerator.parallelism_config
+        sp_size = parallelism.sp_size if parallelism is not None else 1
+        if sp_size == 1 and dist.get_world_size() > 1:
+            raise ConfigError(_why_not_split(accelerator.deepspeed_plugin.deepspeed_config, parallelism is not None))
+        ds_config = accelerator.deepspeed_plugin.deepspeed_config
+        batches = registry.request_of(ds_config).batches_of(dist.get_rank())
+        with (
+            registry.using(ds_config),
+            loaders_over_replicas(sp_size, batches),
+            _steps_of_replicas(args, sp_size),
+        ):
+            prepared = stock(accelerator, *args)
+        if batches is not None:
+            accelerator.gradient_accumulation_steps = batches.split.micro_steps
+        if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
+            accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
+        return prepared
+
+    return prepare
+
+
+def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
+    """Why nothing is split under a sequence-parallel size of 1, and what to do.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        has_parallelism: accelerate was given a ParallelismConfig, with that size.
+    """
+    sized_by = '"sequence_parallel_size"' if read_training_facts(ds_config).sp_size == 1 else None
+    if sized_by is None and has_parallelism:
+        sized_by = "sp_size of the ParallelismConfig"
+    if sized_by is None:
+        return (
+            'the "heterogeneity" section splits sequences over ranks, but accelerate does not split them. Give it '
+            'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
+        )
+    return (
+        f"{sized_by} is 1, which makes every rank a replica, and replicas of one rank do not train under accelerate "
+        "and the HF Trainer. Train them in a loop of your own (docs/loops.md, Give a fast rank more samples), or "
+        "let N > 1 ranks share a sequence: leave the size out, or give "
+        'ParallelismConfig(sp_backend="deepspeed", sp_size=N).'
+    )
+
+
+@contextlib.contextmanager
+def _steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]:
+    """Accelerate divides the steps of a DummyScheduler by its processes; the number of replicas is meant."""
+    schedulers = [s for s in objects if isinstance(s, DummyScheduler) and s.total_num_steps is not None]
+    for scheduler in schedulers:
+        scheduler.total_num_steps *= sp_size
+    try:
+        yield
+    finally:
+        for scheduler in schedulers:
+            scheduler.total_num_steps //= sp_size
+
+
+def _sharding_over_replicas(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        sharding = _sharding.get()
+        if sharding is None:
+            return stock(dataloader, *args, **kwargs)
+        batches = sharding.batches
+        num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
+        if batches is not None:
+            dataloader = replica_samples(dataloader, batches.split, batches.replica_id)
+            num_replicas, replica = 1, 0  # nothing is left to shard
+        kwargs.update(num_processes=num_replicas, process_index=replica)
+        if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
+            kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
+        if num_replicas == 1:
+            kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
+        prepared = stock(dataloader, *args, **kwargs)
+        if batches is not None:
+            # Read ahead by an optimizer step, it would tell accelerate too early that the epoch ends; every optimizer
+            # step has the same number of micro-batches, so that counting them is enough.
+            prepared.begin = prepared.end = _do_nothing
+        return prepared
+
+    return prepare_data_loader
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _as_it_is(values: Any, *args: Any, **kwargs: Any) -> Any:
+    return values
+
+
+def _stepping_by_replicas(stock: Any) -> Any:
+    """A step of the optimizer uses one batch per worker, so that many steps of the schedule."""
+
+    @functools.wraps(stock)
+    def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        state = AcceleratorState()
+        if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
+            stock(scheduler, *args, **kwargs)
+            return
+        parallelism = state.parallelism_config
+        with _counting(state.num_processes // (parallelism.sp_size if parallelism is not None else 1)):
+            stock(scheduler, *args, **kwargs)
+
+    return step
+
+
+def _set_state(**values: Any) -> None:
+    """Set attributes of accelerate's process-wide state, which it keeps twice."""
+    PartialState._shared_state.update(values)
+    AcceleratorState._shared_state.update(values)

@@ -1,0 +1,295 @@
+"""DeepSpeed: the engine is built as if there were no sequence parallelism, then `groups` answers for the replica.
+
+DeepSpeed divides gradients by world size over sequence-parallel size on most paths and by the plain world size on
+others (ZeRO-3 with reduce_scatter). Shown no sequence parallelism while an engine is built, it divides by the plain
+world size on all of them, which is right for the loss recipe that DeepSpeed and transformers document (an all_gather
+of the ranks' mean losses, weighted by tokens, whose backward adds up over the ranks) and for `Handle.loss`. Batch
+sizes are kept right by `sequence_parallel_size` in the configuration, which `DeepSpeedConfig` reads where it is given
+no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
+
+This folder is the only place that knows names of DeepSpeed. `PRIVATE_NAMES` lists those that are not documented, and
+`install` replaces names of its modules; `hooks` wraps the methods of an engine that has been built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.runtime.sequence_parallel import ulysses_sp
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_hetero.common.text import listed
+from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.decision.start_text import announce
+from ds_hetero.engine.agreement import agree_on_configuration
+from ds_hetero.engine.ds_config import enabled
+from ds_hetero.engine.registry import PreparedModel, Registry
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.accelerate.adapter import size_of_accelerate
+from ds_hetero.frameworks.deepspeed import registered, tiled_loss
+from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
+from ds_hetero.frameworks.deepspeed.checkpoints import loading as checkpoints
+from ds_hetero.frameworks.deepspeed.checkpoints import saving
+from ds_hetero.frameworks.deepspeed.hooks import backwards
+from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
+from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
+from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
+from ds_hetero.frameworks.deepspeed.installer import Installer
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
+from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
+from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
+from ds_hetero.job.start import World
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.step_clock import IDLE, running_clock
+from ds_hetero.values.section import expect_section_name
+
+WORKS = ">=0.19.8,<0.20"
+# Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+_HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
+PRIVATE_NAMES = (
+    "deepspeed:initialize",
+    "deepspeed:load_ds_config",
+    "deepspeed:DeepSpeedEngine.backward",
+    "deepspeed:DeepSpeedEngine.set_train_batch_size",
+    "deepspeed:DeepSpeedEngine.set_train_micro_batch_size",
+    "deepspeed.utils.groups:mpu",
+    "deepspeed.utils.groups:mesh_device",
+    "deepspeed.utils.groups:_get_sequence_parallel_group",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.__init__",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
+    *optimizers.PRIVATE_NAMES,
+    *checkpoints.PRIVATE_NAMES,
+    *backwards.PRIVATE_NAMES,
+    *registered.PRIVATE_NAMES,
+    *saving.PRIVATE_NAMES,
+    *tiled_loss.PRIVATE_NAMES,
+    *stage12.PRIVATE_NAMES,
+    *stage3.PRIVATE_NAMES,
+    *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),
+    *(f"deepspeed.runtime.zero.partition_parameters:{name}.wait" for name in _HANDLES),
+)
+
+
+def install(registry: Registry) -> None:
+    """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
+    replace = registry.patches.replace
+    ulysses = Ulysses(registry)
+    replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
+    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
+    replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
+    tiled_loss.install(registry)
+    replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
+    replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
+    for name in _COLLECTIVES:
+        replace(TorchBackend, name, _timed)
+    for name in _HANDLES:
+        replace(getattr(partition_parameters, name), "wait", _timed)
+
+
+def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """With a section the model is converted and the engine built without sequence parallelism."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        ds_config = _agreed_configuration(given)
+        pending = ulysses.take_pending()
+        if ds_config is None or not enabled(ds_config):
+            expect_section_name(ds_config or {})
+            if pending is not None and pending.error is not None:
+                raise pending.error
+            registry.note_unsplit(given.get("model"))
+            return stock(*args, **kwargs)
+        if pending is not None:
+            pending.cancel()
+        if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
+            announce(
+                f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
+                "training on unequal ranks is not known"
+            )
+        try:
+            request = registry.request_of(ds_config)
+            installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
+            engine, *rest = installer(registry, stock, given, ds_config).install()
+        finally:
+            registry.forget_request()
+        registered.note_engine(engine)
+        return (engine, *rest)
+
+    return initialize
+
+
+class EngineInstaller(Installer):
+    """Of an engine whose model is split over the sequence, or runs whole on every rank."""
+
+    def install(self) -> tuple[Any, ...]:
+        """Convert the model, build the engine and put the hooks around its methods; return what stock returns."""
+        given, ds_config = self._given, self._ds_config
+        model = given["model"]
+        _expect_supported(model, ds_config)
+        sizes = {
+            **size_in_configuration(ds_config),
+            **_size_of_mesh(given),
+            **_size_of_mpu(given.get("mpu")),
+            "sp_size of accelerate's ParallelismConfig": size_of_accelerate(),
+        }
+        prepared = self._registry.prepare(model, ds_config, sizes)
+        engine, *rest = self._build(prepared, sp_size_of(sizes))
+        report_batches_of_replicas(engine, prepared.model.replica)
+        engine.seq_parallel_group = prepared.model.replica.sp_group
+        prepared.prediction_check.start()
+        self._hook(
+            SplitEngine(
+                engine=engine,
+                model=prepared.model,
+                clock=prepared.model.clock,
+                scaling=LossScaling(prepared.model),
+                monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
+                prediction_check=prepared.prediction_check,
+                note_destroyed=_noting_destroyed(prepared),
+                stage3=optimizers.stage3_checkpoints(engine),
+                backwards=BackwardsOfStep(engine),
+            )
+        )
+        return (engine, *rest)
+
+    @waiting_for_peers("building the engine")
+    def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
+        """Let stock build the engine without sequence parallelism and with our ZeRO optimizers."""
+        replica = prepared.model.replica
+        config = plain_configuration(self._ds_config, replica, sp_size)
+        weights = optimizers.agree_on_weights(
+            prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
+        )
+        stage3.gather_experts_at_once(prepared.model.model)
+        replica_state = SequenceParallelState(replica, sp_size)
+        with (
+            _sequence_parallelism_hidden(replica_state, self._registry),
+            optimizers.optimizers_in_place(config, weights),
+        ):
+            return self._call_stock(config, mpu=None)
+
+
+def _noting_destroyed(prepared: PreparedModel) -> Callable[[], None]:
+    def note_destroyed() -> None:
+        prepared.is_destroyed = True
+
+    return note_destroyed
+
+
+def _configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration as a mapping, by the rules of `deepspeed.initialize`; None where that will complain."""
+    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    if config is None or isinstance(config, Mapping):
+        return config
+    loaded: Mapping[str, Any] = deepspeed.load_ds_config(config)
+    return loaded
+
+
+def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`_configuration`, which all ranks have compared.
+
+    Raises:
+        ConfigError: see `agree_on_configuration`; on every rank.
+        Exception: what DeepSpeed's reader raised on this rank.
+    """
+    _init_distributed(given)
+    error: Exception | None = None
+    try:
+        ds_config = _configuration(given)
+    except Exception as caught:
+        error, ds_config = caught, None
+    model = given.get("model")
+    try:
+        agree_on_configuration(ds_config, model if isinstance(model, nn.Module) else None, error)
+    finally:
+        if error is not None:
+            raise error
+    return ds_config
+
+
+def _size_of_mesh(given: Mapping[str, Any]) -> dict[str, int | None]:
+    mesh = given.get("mesh_param")
+    return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
+
+
+def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
+    if isinstance(mpu, SequenceParallelState):
+        size = mpu.size_given
+    else:
+        size = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
+    return {"the mpu given to deepspeed.initialize": size}
+
+
+def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
+    if isinstance(model, deepspeed.PipelineModule):
+        raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
+    expect_supported_keys(ds_config)
+
+
+def _init_distributed(given: Mapping[str, Any]) -> None:
+    """As `deepspeed.initialize` would a moment later; ranks choose their device before they first speak."""
+    accelerator = deepspeed.get_accelerator()
+    if "LOCAL_RANK" in os.environ:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    port = {name: given[name] for name in ("distributed_port",) if name in given}
+    deepspeed.init_distributed(
+        accelerator.communication_backend_name(), dist_init_required=given.get("dist_init_required"), **port
+    )
+
+
+@contextlib.contextmanager
+def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry: Registry) -> Iterator[None]:
+    """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
+    before = groups.mpu, groups.mesh_device
+    groups.mpu = groups.mesh_device = None
+    try:
+        yield
+    except BaseException:
+        groups.mpu, groups.mesh_device = before
+        raise
+    groups.mpu = replica_state
+
+    def restore() -> None:
+        if groups.mpu is replica_state:
+            groups.mpu, groups.mesh_device = before
+
+    registry.patches.on_undo(restore)
+
+
+def _timed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the clock of the running engine see how long a collective keeps this rank."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(stock)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with running_clock().phase(IDLE, stock.__name__):
+            return stock(*args, **kwargs)
+
+    wrapped: Callable[..., Any] = timed
+    return wrapped

@@ -1,0 +1,1 @@
+"""Hooks around the methods of DeepSpeed's engine."""

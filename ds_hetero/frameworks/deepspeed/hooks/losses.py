@@ -1,0 +1,148 @@
+"""The losses that training scripts compute themselves, brought to the scale that the engine's average needs.
+
+`Handle.loss` and the Trainer give the engine a loss of the right scale, and it is known as such. Any other loss follows
+a convention (`ds_hetero.runtime.loss.CONVENTIONS`): the one that ``"loss"`` in the "heterogeneity" section declares, or
+``"replica_mean"``, the recipe that accelerate and transformers document. At an engine's first backward the ranks look
+at each other's losses and refuse what contradicts the convention: the recipe gives all ranks of a replica one value,
+the others each its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
+from ds_hetero.values.section import SECTION
+
+_ADDED_TERM = (
+    "the loss given to backward is the engine's plus a term computed from this rank's shard. One process would "
+    "weigh the term by tokens; as it is, ranks weigh alike, whose shards are unequal. Make the term with "
+    "handle.mean(per_token, batch), the mean over the tokens of the whole batch of values [B, s] (handle = "
+    "ds_hetero.register()). It also takes a scalar that is the same on all ranks, such as a penalty on parameters."
+)
+# Relative difference below which two ranks' losses count as one value. Ranks that follow the recipe compute with the
+# same numbers; they differ by the order of their sums, or where compilers fuse a product and a sum.
+_SAME, _SAME_HALF = 16 * torch.finfo(torch.float32).eps, 1e-3
+
+
+class LossScaling:
+    """Scales the losses given to one engine's backward.
+
+    Args:
+        model: what the engine trains, with the convention that the section declares.
+    """
+
+    def __init__(self, model: ShardedModel | WholeModel) -> None:
+        self._model = model
+        self._checked: set[str] = set()
+
+    def scale(self, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """The loss to differentiate: its value is that of ``loss``.
+
+        Args:
+            loss: scalar, of the batch that the model saw last.
+            divisor: what the engine's backward will divide by.
+            micro_step: of the engine's, since its last optimizer step.
+
+        Caller: every rank of the world, once per micro-batch.
+        Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
+
+        Raises:
+            ConfigError: the loss follows another convention than it should, or is the engine's plus a term that is not;
+                on every rank.
+            BatchError: the batch did not come from the loader, so that its labels or samples are not known; on every
+                rank.
+        """
+        if isinstance(self._model, WholeModel):
+            loss = self._by_samples(self._model, loss, divisor, micro_step)
+        elif not is_scaled(loss):
+            loss = self._by_convention(loss, divisor)
+        elif has_unscaled_term(loss):
+            raise ConfigError(_ADDED_TERM)
+        self._model.note_scaled_loss()
+        return loss
+
+    def _by_samples(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """Weigh the mean over a micro-batch's samples as a part of the mean over those of the step."""
+        if model.loss_convention is None:
+            return loss
+        batch = model.batch_at(micro_step)
+        return rescaled_loss(loss, "local_mean", batch.samples, model.replica, batch.samples_of_step, divisor)
+
+    def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
+        replica = self._model.replica
+        convention = self._model.loss_convention or "replica_mean"
+        if convention not in self._checked and self._expect(convention, loss):
+            self._checked.add(convention)
+        info = shard_info(self._model.latest_positions)
+        labels = None if info is None else info.labels
+        num_items = None if info is None else info.num_items
+        needs_items = replica.batch_split is not None
+        if (needs_items and num_items is None) or (labels is None and (needs_items or convention != "replica_mean")):
+            raise BatchError(
+                f'a loss by the convention "{convention}" needs the labels of its batch, which are not known here: '
+                "give the model the position_ids of a batch from ds_hetero's loader as they are, not a copy; or use "
+                "handle.loss."
+            )
+        num_tokens = None if labels is None else labels.ne(IGNORE_INDEX).sum()
+        return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
+
+    def expect_scaled(self) -> None:
+        """Before the engine's step: refuse gradients of a loss that was differentiated without coming here.
+
+        Raises:
+            ConfigError: the loss needed scaling; on every rank.
+        """
+        model = self._model
+        if model.end_step() and (model.loss_convention is not None or model.replica.batch_split is not None):
+            raise ConfigError(
+                "backward was called on the loss itself, which leaves it without the scale that the engine's average "
+                "needs. Call engine.backward(loss), or take the loss from handle.loss."
+            )
+
+    def _expect(self, convention: str, loss: Tensor) -> bool:
+        """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""
+        replica = self._model.replica
+        device = message_device()
+        own = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        rows = [(int(row[0]), float(row[1])) for row in gathered]
+        if not any(value and not math.isnan(value) for _, value in rows):
+            return False
+        by_rank = [f"{value:.6g}" for _, value in rows]
+        by_replica = [[v for r, v in rows if r == replica_id] for replica_id in sorted({r for r, _ in rows})]
+        same = _SAME if loss.element_size() >= 4 else _SAME_HALF
+        alike = [_all_alike(values, same) for values in by_replica if len(values) > 1]
+        if convention == "replica_mean" and not all(alike):
+            raise ConfigError(
+                f"the loss given to backward differs between the ranks of a replica (by rank {by_rank}), so it is not "
+                "the mean over the replica's tokens. Use handle.loss, or say what it is: "
+                f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
+                '"local_share", their sum over the number of labels in the replica.'
+            )
+        if convention != "replica_mean" and alike and all(alike):
+            raise ConfigError(
+                f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
+                f"replica (by rank {by_rank}), as it is by handle.loss and by the recipe. Leave the key out."
+            )
+        return True
+
+
+def _all_alike(values: Sequence[float], same: float) -> bool:
+    """Whether a replica's ranks have one loss, up to a relative difference; NaN is that of no label at all."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(known) != len(values):
+        return not known
+    return max(known) - min(known) <= same * max(abs(value) for value in known)

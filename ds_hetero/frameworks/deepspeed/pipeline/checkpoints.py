@@ -1,0 +1,222 @@
+"""Checkpoints of pipelines: every rank saves what it owns, and loads what it owns under any other plan.
+
+DeepSpeed writes one file per rank, with its counters, the scheduler and the user's state in each. What the optimizer
+puts into it are the values and the optimizer's state of the elements that this rank owns, with the boxes of the whole
+parameter that they are. A rank that loads takes its own elements out of the boxes of all files, whatever plan has cut
+them: no element is computed with, so it has the bits that were saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ds_hetero.errors import CheckpointError
+from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
+from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
+from ds_hetero.frameworks.deepspeed.checkpoints.saving import save_whole
+from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.frameworks.transformers.stages import whole_parameter
+from ds_hetero.gradient_sync.transfers import local_tensor
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.sharding.gradient_chunks import Box, box_size
+
+_PARTS = "mp_rank_*_model_states.pt"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+MODEL_CONFIG = "ds_hetero_model_config"  # the content of config.json
+_CLIENT_STATE = "ds_hetero_client_state"  # what the user gave to be saved; DeepSpeed mixes it with its own keys
+
+
+def save_pipelines(
+    pipelined: PipelinedEngine,
+    save: Callable[..., Any],
+    save_dir: str,
+    tag: Any = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Around ``save_checkpoint``: see `ds_hetero.frameworks.deepspeed.checkpoints.saving.save_whole`."""
+    state = {_CLIENT_STATE: dict(client_state or {}), MODEL_CONFIG: pipelined.stage.configuration}
+    return save_whole(pipelined.engine, save, None, save_dir, tag, state, save_latest, **kwargs)
+
+
+def frozen_state(pipelined: PipelinedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """In place of ``module_state_dict``: whole parameters that are not trained, from one rank that holds them.
+
+    Collectives: in a ``"tensor"`` stage an all_gather for every parameter that is cut and not trained.
+    """
+    frozen = {name: p for name, p in pipelined.stage.parameters().items() if not p.requires_grad}
+    whole = {name: whole_parameter(parameter) for name, parameter in frozen.items()}
+    return whole if pipelined.stage.is_writer else {}
+
+
+def load_any_plan(
+    pipelined: PipelinedEngine,
+    load: Callable[..., Any],
+    load_dir: str,
+    tag: Any = None,
+    *,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    **kwargs: Any,
+) -> tuple[str | None, dict[str, Any]]:
+    """In place of ``load_checkpoint``: take a checkpoint of pipelines that any plan has saved.
+
+    Args:
+        pipelined: the engine.
+        load: the engine's own, which is not called.
+        load_dir: as of the method, and so the others.
+        tag: left out, the one that ``latest`` names.
+        load_optimizer_states: with moments and the like.
+        load_lr_scheduler_states: with the scheduler.
+        load_module_only: parameters alone, no counters either.
+        kwargs: of the method, not used here.
+
+    Caller: every rank of the world.
+    Collectives: `on_all_ranks` for each check; those of `AsymmetricGradientSync.gather`.
+
+    Raises:
+        CheckpointError: on every rank, when parts are missing, damaged, of another save or of another model.
+    """
+    folder = _folder(Path(load_dir), tag)
+    if folder is None:
+        return None, {}
+    manifest = expect_one_save(pipelined.engine, folder, with_optimizer=True)
+    engine, optimizer = pipelined.engine, pipelined.engine.optimizer
+    parts: list[Mapping[str, Any]] = []
+
+    def take() -> None:
+        parts.extend(read_parts(folder))
+        saved = [part["optimizer"]["owned"] for part in parts]
+        with_state = load_optimizer_states and not load_module_only
+        for name, boxes in optimizer.sync.owned_boxes.items():
+            _take_owned(optimizer, name, boxes, [owned[name] for owned in saved if name in owned], with_state)
+        _take_frozen(pipelined, parts)
+
+    on_all_ranks(take)
+    optimizer.sync.gather()
+    first = parts[0]
+    if not load_module_only:
+        optimizer.load_state_dict(first["optimizer"])
+        for name in _COUNTERS:
+            setattr(engine, name, first[name])
+        if load_lr_scheduler_states and engine.lr_scheduler is not None and first.get("lr_scheduler") is not None:
+            engine.lr_scheduler.load_state_dict(first["lr_scheduler"])
+        if manifest is not None:
+            restore_random_states(folder, manifest)
+    return str(folder), dict(first[_CLIENT_STATE])
+
+
+def read_parts(folder: Path) -> list[Mapping[str, Any]]:
+    """Read the files of all ranks; tensors stay on the disk until they are used.
+
+    Raises:
+        CheckpointError: there are none, or they are no checkpoint of pipelines.
+    """
+    paths = sorted(folder.glob(_PARTS))
+    parts = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
+    if not parts or any("owned" not in (part.get("optimizer") or {}) for part in parts):
+        raise CheckpointError(
+            f"{folder} holds no checkpoint of pipelines. Load it with the plan or schedule that it was saved under, or "
+            "start from its weights."
+        )
+    return parts
+
+
+def whole_tensor(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[Box], Tensor]]) -> Tensor:
+    """Put a parameter together.
+
+    Args:
+        name: for the message.
+        shape: of the parameter.
+        pieces: boxes, and their elements box after box.
+
+    Raises:
+        CheckpointError: elements are missing.
+    """
+    whole: Tensor | None = None
+    filled = 0
+    for boxes, values in pieces:
+        if whole is None:
+            whole = torch.empty(tuple(shape), dtype=values.dtype)
+        sizes = [box_size(box) for box in boxes]
+        for box, part in zip(boxes, torch.split(values, sizes), strict=True):
+            view = whole[_slices(box)]
+            view.copy_(part.view(view.shape))
+        filled += sum(sizes)
+    if whole is None or filled != prod(shape):
+        raise CheckpointError(
+            f"the checkpoint has {filled} of the {prod(shape)} elements of {name} {list(shape)}: it is of another "
+            "model, or parts are missing."
+        )
+    return whole
+
+
+def _take_owned(
+    optimizer: Any, name: str, boxes: Sequence[Box], pieces: Sequence[Mapping[str, Any]], with_state: bool
+) -> None:
+    """Set the values, and the optimizer's state, of what this rank owns of a parameter."""
+    owned, shape = optimizer.sync.owned[name], optimizer.sync.shapes[name]
+    if any(tuple(piece["shape"]) != tuple(shape) for piece in pieces):
+        raise CheckpointError(f"{name} is {list(shape)} in the model and {list(pieces[0]['shape'])} in the checkpoint.")
+
+    def own(values: Sequence[Tensor]) -> Tensor:
+        saved = zip((piece["boxes"] for piece in pieces), values, strict=True)
+        whole = whole_tensor(name, shape, saved)
+        return torch.cat([whole[_slices(box)].reshape(-1) for box in boxes]).to(owned)
+
+    with torch.no_grad():
+        owned.copy_(own([piece["value"] for piece in pieces]))
+    if not with_state or not pieces or not pieces[0]["state"]:
+        return
+    state = {}
+    for key, first in pieces[0]["state"].items():
+        by_element = isinstance(first, Tensor) and first.shape == pieces[0]["value"].shape
+        state[key] = own([piece["state"][key] for piece in pieces]) if by_element else first
+    optimizer.inner.state[owned] = state
+
+
+def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Mapping[str, Any]]) -> None:
+    saved = {name: tensor for part in parts for name, tensor in (part.get("module") or {}).items()}
+    for name, parameter in pipelined.stage.parameters().items():
+        if parameter.requires_grad:
+            continue
+        if name not in saved:
+            raise CheckpointError(f"the checkpoint has no {name}, which the model does not train.")
+        with torch.no_grad():
+            local_tensor(parameter).copy_(_part_of(parameter, saved[name]))
+
+
+def _part_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's shard of a parameter that is cut evenly along one dimension, or all of it."""
+    if not isinstance(parameter, DTensor) or not isinstance(placement := parameter.placements[0], Shard):
+        return whole
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return whole.chunk(parameter.device_mesh.size(), placement.dim)[coordinate[0]]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _folder(load_dir: Path, tag: Any) -> Path | None:
+    """The folder of a checkpoint, by the tag that rank 0 reads in ``latest`` where none is given."""
+
+    def latest() -> str | None:
+        if tag is not None:
+            return str(tag)
+        path = load_dir / "latest"
+        return path.read_text(encoding="utf-8").strip() if dist.get_rank() == 0 and path.is_file() else None
+
+    chosen = on_all_ranks(latest)[0]
+    return None if chosen is None else load_dir / chosen

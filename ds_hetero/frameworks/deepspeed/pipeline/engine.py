@@ -1,0 +1,303 @@
+"""`deepspeed.initialize` with a plan of pipelines: this rank's stage of the model, behind an engine of DeepSpeed's.
+
+The forward of the engine runs all passes of an optimizer step, 1F1B through the pipelines, and returns the loss of the
+global batch; its backward keeps the books; its step synchronizes, clips and updates. So the commonest loop does what it
+says, with a global batch in the place of a micro-batch:
+
+    for batch in handle.dataloader(batches):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide_pipelines import check_pipelines_searchable, global_batch_of, inners_of
+from ds_hetero.decision.facts import JobFacts
+from ds_hetero.engine.ds_config import read_training_facts
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.frameworks.deepspeed.installer import Installer
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import (
+    LoneRank,
+    clipping_of,
+    lone_configuration,
+)
+from ds_hetero.frameworks.deepspeed.pipeline.moving import expect_movable, move_layers
+from ds_hetero.frameworks.deepspeed.pipeline.one_worker import LoneWorker
+from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
+    Groups,
+    PipelineOptimizer,
+    expect_elementwise,
+    groups_by_name,
+    optimizer_of_section,
+    owned_of_group,
+    synchronizer_of,
+)
+from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.transformers.model.facts import describe_model
+from ds_hetero.frameworks.transformers.stages import (
+    StageModel,
+    check_cuttable,
+    check_stages,
+    impossible_inners,
+    is_on_meta,
+)
+from ds_hetero.job.capabilities import requested_kernel
+from ds_hetero.job.monitoring.layer_search import LayerSearch
+from ds_hetero.job.monitoring.monitor import StepMonitor
+from ds_hetero.job.monitoring.replanning import Replanning
+from ds_hetero.job.start import World, agree_on_facts, announce_start, start_job
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.pipeline.batches import samples_of_step
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.runtime.step_clock import StepClock
+from ds_hetero.values.plans import Plan, Stage
+from ds_hetero.values.schedule import Group, Schedule
+
+
+class _Examined(NamedTuple):
+    """Arguments of a rank.
+
+    Args:
+        groups: of the user's optimizer, with names for parameters.
+        is_empty: the model was built without weights.
+    """
+
+    groups: Groups
+    is_empty: bool
+
+
+class PipelineInstaller(Installer):
+    """Of an engine whose model is a stage of a pipeline."""
+
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
+        self._rank = dist.get_rank()
+        self._clock = StepClock(default_device())
+        self._is_empty = False
+        self._start = self._agree_on_start()
+        self._section, self._plan = self._start.section, self._start.plan
+        self._stage = self._plan.stage_of(self._rank)
+
+    @waiting_for_peers("starting the job")
+    def _agree_on_start(self) -> JobStart:
+        """Let all ranks agree on the model and the plan, which may be searched for."""
+        model, world, request = self._given["model"], World.current(), self._registry.request_of(self._ds_config)
+        section, clusters, searches = request.section, self._registry.clusters, request.plan is None
+        assert section is not None
+        # Other stages compute the attention that the model was built with.
+        has_kernel = request.plan is None or "sequence" in inners_of(request.plan)
+
+        def read_facts() -> JobFacts:
+            if searches:
+                check_cuttable(model)
+            of_model = replace(describe_model(model), is_split=has_kernel)
+            facts = JobFacts(section=section, model=of_model, training=read_training_facts(self._ds_config))
+            if searches:
+                check_pipelines_searchable(facts)
+            return facts
+
+        facts = agree_on_facts(world, read_facts, has_kernel=has_kernel)
+        start = start_job(world, facts, clusters, plan=request.plan, read_no_inners=lambda: impossible_inners(model))
+        if world.rank == 0:
+            announce_start(start)
+        return start
+
+    @waiting_for_peers("building the engine")
+    def install(self) -> tuple[Any, ...]:
+        """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
+
+        Caller: every rank of the world.
+
+        Raises:
+            HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
+        """
+        model: nn.Module = self._given["model"]
+        examined = on_all_ranks(self._examine)
+        named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
+        made = self._registry.process_groups
+        if self._plan.activation_checkpointing is not None:
+            _checkpoint_activations(model, "enable" if self._plan.activation_checkpointing else "disable")
+        if self._start.facts.training.mixed_precision == "bfloat16":
+            _cast(model, torch.bfloat16)
+        stage = StageModel(model, self._plan, self._rank, self._section.tile_tokens)
+        replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
+        if self._stage is not None and self._stage.inner == "sequence":
+            assert replica is not None
+            stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
+        boundaries = make_boundary_groups(self._plan, made)
+        engine, *rest = self._build(stage, named)
+        runner = None
+        if self._stage is not None:
+            neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
+            runner = PipelineRunner(neighbours, stage, stage.width, stage.dtype, self._clock)
+        stage.time_layers(self._clock)
+        pipelined = PipelinedEngine(
+            engine=engine,
+            plan=self._plan,
+            stage=stage,
+            runner=runner,
+            clock=self._clock,
+            monitor=self._monitor(engine, lambda plan: move_layers(pipelined, plan)),
+            groups=made,
+        )
+        self._hook(pipelined)
+        self._registry.note_pipelined(stage)
+        return (engine, *rest)
+
+    def _monitor(self, engine: Engine, change_plan: Callable[[Plan], None]) -> StepMonitor:
+        """Monitor that observes the steps, and re-plans if the section asks for it."""
+        replan = self._section.replan
+        replanning = Replanning(self._plan, LayerSearch(replan.min_gain), change_plan) if replan.enabled else None
+        return self._registry.watch(self._start, self._clock, engine.steps_per_print(), engine.monitor, replanning)
+
+    def _examine(self) -> _Examined:
+        """Check what this rank was given, and name the parameters of the user's groups while the model is whole."""
+        model: nn.Module = self._given["model"]
+        expect_supported_keys(self._ds_config, pipelines=True)
+        global_batch_of(self._start.facts.training, self._plan)
+        check_stages(model, self._plan)
+        if self._section.replan.enabled:
+            expect_movable(model)
+        optimizer = self._given.get("optimizer")
+        if isinstance(optimizer, Optimizer):
+            expect_elementwise(type(optimizer))
+        elif optimizer is None and "optimizer" not in self._ds_config:
+            raise ConfigError(
+                'pipelines need an optimizer: "optimizer" in ds_config.json, or one given to deepspeed.initialize.'
+            )
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if isinstance(optimizer, Optimizer):
+            return _Examined(groups_by_name(optimizer.param_groups, names), is_on_meta(model))
+        given = list(self._given.get("model_parameters") or [p for p in model.parameters() if p.requires_grad])
+        if given and not isinstance(given[0], Mapping):
+            given = [{"params": given}]
+        return _Examined(groups_by_name(given, names), is_on_meta(model))
+
+    def _build(self, stage: StageModel, named: Groups) -> tuple[Any, ...]:
+        """Let stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
+        with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
+            built = self._call_stock(
+                lone_configuration(self._ds_config, samples_of_step(self._plan)),
+                optimizer=lambda _: self._optimizer(stage, named),
+                model_parameters=None,
+                mpu=LoneRank(self._registry.process_groups),
+            )
+        names = {parameter: name for name, parameter in stage.model.named_parameters()}
+        built[0].param_names = names  # DeepSpeed's own would keep what was whole before tensor parallelism cut it
+        built[0].enable_backward_allreduce = False
+        before, groups.mpu = groups.mpu, LoneWorker(self._registry.process_groups)
+        self._registry.patches.on_undo(lambda: setattr(groups, "mpu", before))
+        return built
+
+    def _optimizer(self, stage: StageModel, named: Groups) -> PipelineOptimizer:
+        """Cut tensor-parallel stages, start the synchronizer, and make the user's optimizer over what it owns."""
+        meshes = _meshes(self._plan)
+        if self._stage is not None and self._stage.inner == "tensor":
+            stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
+        if self._is_empty:
+            on_all_ranks(lambda: stage.fill(default_device()))
+        sync = synchronizer_of(stage, self._plan, self._registry.process_groups)
+        names = [group["params"] for group in named]
+        owned = [{**group, "params": owned_of_group(sync, group["params"])} for group in named]
+        return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock, names)
+
+    def _inner(self, owned: Groups) -> Optimizer:
+        optimizer = self._given.get("optimizer")
+        if optimizer is None:
+            return optimizer_of_section(self._ds_config["optimizer"], owned)
+        if isinstance(optimizer, Optimizer):  # the same object, since schedulers set the rates in its groups
+            for group, of_rank in zip(optimizer.param_groups, owned, strict=True):
+                group["params"] = of_rank["params"]
+            optimizer.state.clear()
+            return optimizer
+        made: Optimizer = optimizer(owned)
+        expect_elementwise(type(made))
+        return made
+
+
+@contextlib.contextmanager
+def _left_on_meta(stage: StageModel) -> Iterator[None]:
+    """Let DeepSpeed neither move nor broadcast a model without weights, which is filled with the optimizer."""
+    for parameter in stage.model.parameters():
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    stage.model.to = lambda *args, **kwargs: stage.model  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del stage.model.to
+
+
+def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
+    """Whether all ranks have built the model without weights.
+
+    Raises:
+        ModelError: some have, others have not.
+    """
+    empty = [rank for rank, examined in enumerate(by_rank) if examined.is_empty]
+    if empty and len(empty) < len(by_rank):
+        raise ModelError(
+            f"the model has no weights (it is on the meta device) on ranks {empty} of {len(by_rank)}. Build it without "
+            "weights on every rank, or with them on every rank."
+        )
+    return bool(empty)
+
+
+def _checkpoint_activations(model: nn.Module, verb: str) -> None:
+    """``"enable"`` or ``"disable"`` it, by the name that the installed transformers has for it."""
+    prefixes = ("activation", "gradient")  # before transformers 5.23 it is the latter
+    name = next(name for name in (f"{prefix}_checkpointing_{verb}" for prefix in prefixes) if hasattr(model, name))
+    getattr(model, name)()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters in place; buffers, such as rotary frequencies, keep theirs."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _has_sequence_stages(plan: Plan) -> bool:
+    return any(stage.inner == "sequence" for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
+def _plan_of_stages(plan: Plan) -> Plan:
+    """Return a plan of replicas in which every sequence stage is one, and every other rank of the job is one alone."""
+    assert plan.model is not None
+    num_heads, num_kv_heads = plan.model.num_heads, plan.model.num_kv_heads
+
+    def alone(rank: int) -> Schedule:
+        group = Group(ranks=(rank,), tokens=(1.0,), heads=(num_heads,))
+        return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=(group,))
+
+    stages: list[Stage] = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    schedules = [stage.schedule for stage in stages if stage.schedule is not None]
+    held = {rank for schedule in schedules for rank in schedule.ranks}
+    schedules += [alone(rank) for rank in range(dist.get_world_size()) if rank not in held]
+    return Plan.of_replicas(sorted(schedules, key=lambda schedule: schedule.ranks))
+
+
+def _meshes(plan: Plan) -> dict[tuple[int, ...], DeviceMesh]:
+    """Make the mesh of every tensor-parallel stage, on every rank in one order: each makes a process group."""
+    device = default_device().type
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.inner == "tensor"]
+    return {stage.ranks: DeviceMesh(device, list(stage.ranks)) for stage in stages}

@@ -1,0 +1,40 @@
+"""An engine of DeepSpeed's whose model is a stage of a pipeline, and what the hooks around its methods need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
+from ds_hetero.frameworks.transformers.stages import StageBatch, StageModel
+from ds_hetero.runtime.pipeline.runner import PipelineRunner
+from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.values.plans import Plan
+
+
+@dataclass(kw_only=True)
+class PipelinedEngine(HookedEngine):
+    """An engine whose model is a stage of a pipeline.
+
+    Args:
+        plan: what all ranks do.
+        stage: this rank's part of the model.
+        runner: of its passes; None on a rank that is idle.
+        groups: process groups made so far, to be used again.
+        loss: of the passes that have yet to be followed by a step.
+    """
+
+    plan: Plan
+    stage: StageModel
+    runner: PipelineRunner[StageBatch] | None
+    groups: ProcessGroups
+    loss: Tensor | None = None
+
+    @property
+    def why_batch_is_fixed(self) -> str:
+        """The engine would count micro-batches that no pipeline has."""
+        return (
+            f"the batch of pipelines is the plan's ({self.plan.batch_split}) and cannot be changed; change "
+            "micro_batch_size and micro_batches in the plan."
+        )

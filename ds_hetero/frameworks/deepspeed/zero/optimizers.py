@@ -1,0 +1,216 @@
+"""Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
+
+    weights = agree_on_weights(start, ds_config, model, optimizer)
+    with optimizers_in_place(ds_config, weights):
+        engine, *_ = deepspeed.initialize(...)
+    checkpoints = stage3_checkpoints(engine)
+
+Nothing of DeepSpeed stays replaced after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed.runtime.engine as engine_module
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.engine.ds_config import read_training_facts
+from ds_hetero.engine.process.patching import Patches
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
+from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.sharding.zero_partition import check_weights, is_even
+
+logger = logging.getLogger(__name__)
+
+PRIVATE_NAMES = (
+    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",
+    "deepspeed.runtime.engine:BFLOAT16",
+    "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """Replacement of DeepSpeed's optimizer for one ZeRO stage.
+
+    Args:
+        module: where the engine looks for DeepSpeed's class.
+        name: of that class.
+        make: takes the arguments of that class, and ``weights``.
+        check: raises `ConfigError` for a configuration with which unequal weights do not work.
+    """
+
+    module: str
+    name: str
+    make: Callable[..., Any]
+    check: Callable[[Mapping[str, Any]], None]
+
+
+_STAGES_1_AND_2 = Replacement(
+    module="deepspeed.runtime.engine",
+    name="DeepSpeedZeroOptimizer",
+    make=WeightedZeroOptimizer,
+    check=lambda ds_config: None,
+)
+_STAGE_3 = Replacement(
+    module="deepspeed.runtime.zero.stage3",
+    name="DeepSpeedZeroOptimizer_Stage3",
+    make=make_stage3_optimizer,
+    check=check_stage3,
+)
+OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3: _STAGE_3}
+"""By ZeRO stage."""
+
+
+def agree_on_weights(
+    start: JobStart, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
+) -> tuple[float, ...]:
+    """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
+
+    Args:
+        start: what the ranks have agreed on for the model.
+        ds_config: DeepSpeed's configuration.
+        model: what is trained.
+        optimizer: given to ``deepspeed.initialize``, if any.
+
+    Returns:
+        One weight per rank, the same on every rank.
+
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        ConfigError: on every rank; see `expect_possible` and `ds_hetero.sharding.zero_partition.check_weights`.
+    """
+
+    def decide() -> tuple[float, ...]:
+        weights = _weights_of(start, dist.get_world_size())
+        expect_possible(ds_config, weights, model, optimizer)
+        return weights
+
+    weights = on_all_ranks(decide)[0]
+    if dist.get_rank() == 0 and not is_even(weights):
+        shares = ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
+        logger.info("ZeRO-%d partitions by rank: %s", start.facts.training.zero_stage, shares)
+    return weights
+
+
+def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
+    """The ZeRO shares of all ranks that the section asks for.
+
+    Raises:
+        ConfigError: they cannot be; see `check_weights`.
+    """
+    setting = start.section.zero_partition
+    if setting == "uniform":
+        return (1.0,) * world_size
+    weights = setting if isinstance(setting, list) else start.zero_weights
+    assert weights is not None
+    check_weights(weights, world_size, zero_stage=start.facts.training.zero_stage)
+    return tuple(weights)
+
+
+def expect_possible(
+    ds_config: Mapping[str, Any], weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
+) -> None:
+    """Check that unequal partitions can be had with the rest of the configuration.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        weights: one per rank; equal ones are always possible.
+        model: the model; None where it is not known.
+        optimizer: given to ``deepspeed.initialize``, if any.
+
+    Raises:
+        ConfigError: they cannot; the message names what stands against it.
+    """
+    if is_even(weights):
+        return
+    training = read_training_facts(ds_config)
+    if training.zero_stage == 0:
+        raise ConfigError(
+            '"zero_partition" has nothing to partition without ZeRO. Set "zero_optimization": {"stage": 1} or higher, '
+            'or leave "zero_partition" out.'
+        )
+    if training.zero_stage not in OPTIMIZERS:
+        stages = " or ".join(map(str, sorted(OPTIMIZERS)))
+        raise ConfigError(f'"zero_partition" does not work with ZeRO stage {training.zero_stage}; use {stages}.')
+    refused = []
+    if "muon" in f"{training.optimizer} {type(optimizer).__name__}".lower():
+        refused.append("the Muon optimizer")
+    if model is not None and any(isinstance(part, MoE) for part in model.modules()):
+        refused.append("a mixture of experts over expert-parallel groups")
+    if refused:
+        raise ConfigError(
+            f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
+            'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
+        )
+    OPTIMIZERS[training.zero_stage].check(ds_config)
+
+
+@contextlib.contextmanager
+def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) -> Iterator[None]:
+    """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
+    patches = Patches()
+    training = read_training_facts(ds_config)
+    if ours := OPTIMIZERS.get(training.zero_stage):
+        patches.replace(
+            importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
+        )
+    in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
+    if training.zero_stage == 1 and not is_even(weights) and in_fp32:
+        # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
+        # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
+        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
+    """Make what reads and writes the checkpoints of an engine; None where DeepSpeed does it alone.
+
+    Args:
+        engine: built under `optimizers_in_place`.
+    """
+    ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3
+    has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)  # not so without an optimizer
+    return Stage3Checkpoints(engine) if ours and has_state else None
+
+
+def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:
+    """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
+
+    @functools.wraps(stock)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("has_moe_layers"):
+            return stock(*args, **kwargs)
+        return ours(*args, weights=weights, **kwargs)
+
+    return make
+
+
+def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(check)
+    def checked(engine: Any, basic_optimizer: Any) -> Any:
+        chosen = check(engine, basic_optimizer)
+        return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
+
+    return checked

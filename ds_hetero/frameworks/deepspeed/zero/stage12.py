@@ -1,0 +1,299 @@
+"""ZeRO stages 1 and 2 with partitions in proportion to weights: DeepSpeed's optimizer with other cuts.
+
+DeepSpeed flattens every parameter group and lets rank r own ``[r * n / W, (r + 1) * n / W)`` of it. Its reductions,
+norms, clipping and steps work on whatever a rank owns; only the places that compute a boundary as rank times size are
+replaced here, and the all-gather of the updated parameters, which takes equal sizes only. With equal weights the
+partitions and the communication are DeepSpeed's own.
+
+Checked against DeepSpeed 0.19.8; `PRIVATE_NAMES` is what this builds on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed.runtime.zero.stage_1_and_2 as stock
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import link_hp_params
+from torch import Tensor
+
+from ds_hetero.frameworks.deepspeed.zero import stage12_checkpoint
+from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import RestoredGroup
+from ds_hetero.sharding.zero_partition import FlatGroup, Fragment, cut_flat_group
+
+_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+PRIVATE_NAMES = (
+    f"{_MODULE}:all_gather_dp_groups",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.get_data_parallel_partitions",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.get_partition_info",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.get_grad_position",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.get_param_id",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.initialize_gradient_partition",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.update_lp_params",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._link_all_hp_params",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._get_offload_gradient_dict",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._has_inf_or_nan",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._load_global_state",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._load_universal_checkpoint",
+    f"{_MODULE}:DeepSpeedZeroOptimizer._restore_from_bit16_weights",
+    f"{_MODULE}:DeepSpeedZeroOptimizer.load_hp_checkpoint_state_from_checkpoint_dir",
+    "deepspeed.utils:link_hp_params",
+)
+
+
+class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+    """`DeepSpeedZeroOptimizer` whose rank r owns ``weights[r] / sum(weights)`` of every parameter group.
+
+    Args:
+        args: of `DeepSpeedZeroOptimizer`.
+        weights: by rank of the data-parallel group, not negative; a rank of weight zero owns nothing.
+        kwargs: of `DeepSpeedZeroOptimizer`.
+
+    Collectives: DeepSpeed's; with unequal parts the updated parameters are gathered by one broadcast per owner and
+    group, all posted together.
+    Source: ZeRO (arXiv:1910.02054), section 5.
+    """
+
+    def __init__(self, *args: Any, weights: Sequence[float], **kwargs: Any) -> None:
+        self.weights = tuple(weights)
+        self.layouts: list[FlatGroup] = []  # by parameter group, in the order of bit16_groups
+        super().__init__(*args, **kwargs)
+
+    def rank_in(self, group_id: int) -> int:
+        """This rank's part of parameter group ``group_id``."""
+        rank: int = dist.get_rank(group=self.real_dp_process_group[group_id])
+        return rank
+
+    # --- the cut ------------------------------------------------------------------------------------
+
+    def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
+        """``tensor``, flat, cut for all ranks."""
+        return list(torch.split(tensor, list(cut_flat_group(tensor.numel(), self.weights).sizes)))
+
+    def get_partition_info(
+        self, tensor_list: list[Tensor], partition_size: int, partition_id: int, param_padding: Any = None
+    ) -> tuple[list[Tensor], list[Tensor], int]:
+        """Sort ``tensor_list`` by whether they lie in a part, and say where in the first one that does it begins.
+
+        Called while the optimizer is built, once for each group in turn and just after it was flattened, so this is
+        where the layout of the group becomes known.
+        """
+        self.layouts.append(self._layout_of(len(self.layouts)))
+        fragments = self.fragments(len(self.layouts) - 1, partition_id)
+        inside = {id(parameter) for parameter, _ in fragments}
+        return (
+            [tensor for tensor in tensor_list if id(tensor) in inside],
+            [tensor for tensor in tensor_list if id(tensor) not in inside],
+            fragments[0][1].in_parameter if fragments else 0,
+        )
+
+    def _layout_of(self, group_id: int) -> FlatGroup:
+        flat, parameters = self.bit16_groups_flat[group_id], self.bit16_groups[group_id]
+        return FlatGroup(
+            starts=tuple(p.storage_offset() - flat.storage_offset() for p in parameters),
+            sizes=tuple(p.numel() for p in parameters),
+            cut=cut_flat_group(flat.numel(), self.weights),
+        )
+
+    def fragments(self, group_id: int, partition_id: int) -> list[tuple[Tensor, Fragment]]:
+        """The parameters of which a part of a group holds something, in its order, and what it holds."""
+        parameters = self.bit16_groups[group_id]
+        return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
+
+    # --- where gradients go -------------------------------------------------------------------------
+
+    def initialize_gradient_partitioning_data_structures(self) -> None:
+        """As DeepSpeed; everything that reads ``partition_size`` from here on means this rank's own."""
+        self.partition_size = [layout.cut.sizes[self.rank_in(group_id)] for group_id, layout in enumerate(self.layouts)]
+        super().initialize_gradient_partitioning_data_structures()
+
+    def initialize_gradient_partition(self, i: int, param_group: list[Tensor], partition_id: int) -> None:
+        """Record for a part which gradients it takes, from which element on, and where they go."""
+        for parameter, fragment in self.fragments(i, partition_id):
+            param_id = self.get_param_id(parameter)
+            self.param_to_partition_ids[i].setdefault(param_id, []).append(partition_id)
+            self.total_grads_in_partition[i][partition_id] += 1
+            self.is_grad_computed[i][partition_id][param_id] = False
+            self.grad_partition_insertion_offset[i][partition_id][param_id] = fragment.in_part
+            self.grad_start_offset[i][partition_id][param_id] = fragment.in_parameter
+
+    def get_grad_position(self, group_id: int, *_: Any) -> None:
+        """Where offloaded gradients come from and go."""
+        for parameter, fragment in self.fragments(group_id, self.rank_in(group_id)):
+            position = [group_id, fragment.in_parameter, fragment.in_part, fragment.count]
+            self.grad_position[self.get_param_id(parameter)] = position
+
+    def flatten_dense_tensors_aligned(self, tensor_list: Any, alignment: int, *args: Any, **kwargs: Any) -> Tensor:
+        """As DeepSpeed, also for the empty part of a rank that owns nothing."""
+        flat: Tensor = super().flatten_dense_tensors_aligned(tensor_list, max(alignment, 1), *args, **kwargs)
+        return flat
+
+    def _link_all_hp_params(self) -> None:
+        """Link every parameter to the part of its fp32 copy that is here, for checkpoints and ``safe_get_full_*``."""
+        if self.cpu_offload:
+            self._get_offload_gradient_dict()
+        for group_id, layout in enumerate(self.layouts):
+            start, stop = layout.cut.ranges[self.rank_in(group_id)]
+            in_flat_order = sorted(zip(layout.starts, self.bit16_groups[group_id], strict=True), key=lambda at: at[0])
+            padded = sum(layout.sizes) < max(map(sum, zip(layout.starts, layout.sizes, strict=True)))
+            link_hp_params(
+                lp_param_list=[parameter for _, parameter in in_flat_order],
+                flat_hp_partition=self.single_partition_of_fp32_groups[group_id],
+                gradient_dict=self.averaged_gradients,
+                offload_gradient_dict=self.offload_gradient_dict,
+                use_offload=self.cpu_offload,
+                param_group_index=group_id,
+                # An empty part within a parameter would count as a fragment of it; behind the end it does not.
+                partition_start=start if start < stop else layout.cut.total,
+                partition_size=stop - start,
+                dp_group=self.real_dp_process_group[group_id],
+                **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
+            )
+
+    # --- updated parameters -------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed."""
+        with _gathering_any_sizes():
+            super().step(*args, **kwargs)
+
+    def update_lp_params(self) -> None:
+        """As DeepSpeed: refresh the parameters of all ranks from their owners' fp32 copies."""
+        with _gathering_any_sizes():
+            super().update_lp_params()
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters of every group."""
+        return [[self.param_names[parameter] for parameter in group] for group in self.bit16_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: DeepSpeed's, and where its parts lie."""
+        state: dict[str, Any] = super().state_dict()
+        state[stage12_checkpoint.LAYOUT] = stage12_checkpoint.layout_to_save(self.group_names, self.layouts)
+        return state
+
+    def read_checkpoint(
+        self, read: Callable[[int], dict[str, Any]], num_shards: int
+    ) -> tuple[list[RestoredGroup], dict[str, Any]]:
+        """This rank's part of a checkpoint of any layout; see `stage12_checkpoint.read_groups`. Changes nothing yet."""
+        return stage12_checkpoint.read_groups(
+            read,
+            num_shards,
+            self.group_names,
+            self.layouts,
+            dist.get_rank(group=self.dp_process_group),
+            round_robin=self.round_robin_gradients,
+        )
+
+    def restore(self, groups: list[RestoredGroup], state: dict[str, Any], *, load_from_fp32_weights: bool) -> None:
+        """Take over what `read_checkpoint` returned.
+
+        Args:
+            groups: this rank's part of every parameter group.
+            state: of one shard, for what is the same in all of them.
+            load_from_fp32_weights: take the saved master weights, else those of the model, which has been loaded.
+        """
+        self._load_global_state(state)
+        base = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(
+            {
+                "state": {i: group.state for i, group in enumerate(groups)},
+                "param_groups": [
+                    {**now, **group.options} for now, group in zip(base["param_groups"], groups, strict=True)
+                ],
+            }
+        )
+        if load_from_fp32_weights:
+            for current, group in zip(self.single_partition_of_fp32_groups, groups, strict=True):
+                current.data.copy_(group.fp32)
+        else:
+            self._restore_from_bit16_weights()
+        self._link_all_hp_params()
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+
+    def _load_universal_checkpoint(self, checkpoint_folder: str, *_: Any) -> None:
+        """As DeepSpeed, which takes for granted that every rank owns something of every group."""
+        nothing = _Nothing()
+        names: dict[Any, str] = self.param_names  # type: ignore[has-type]
+        self.param_names = {**names, nothing: "nothing"}
+        self.groups_or_nothing = [
+            group if self.fragments(i, self.rank_in(i)) else [*group, nothing]
+            for i, group in enumerate(self.bit16_groups)
+        ]
+        try:
+            self.load_hp_checkpoint_state_from_checkpoint_dir("groups_or_nothing", checkpoint_folder)
+        finally:
+            self.param_names = names
+            del self.groups_or_nothing
+
+
+class _Nothing:
+    """Stands in a universal checkpoint's loading for the parameter that a rank does not own."""
+
+    @property
+    def _hp_mapping(self) -> _Nothing:
+        return self
+
+    def load_hp_checkpoint_state(self, *_: Any, **__: Any) -> None:
+        return None  # the optimizer's step
+
+    def get_optim_state_keys(self) -> list[str]:
+        return []
+
+
+def gather_partitions(partitions: Sequence[Tensor], group: Any) -> list[Any]:
+    """Start to bring every rank's part of a flat vector to all ranks; wait for what is returned.
+
+        partitions   [sizes[0]], [sizes[1]], ...   views of one flat vector; zero is allowed
+
+    Caller: every rank of ``group``, with the same sizes.
+    Collectives: one broadcast for each part that is not empty, in place; none waits for another.
+    Sends: as a whole, what an all-gather of equal parts sends.
+    """
+    works = [
+        dist.broadcast(part.detach(), dist.get_global_rank(group, owner), group=group, async_op=True)
+        for owner, part in enumerate(partitions)
+        if part.numel()
+    ]
+    return [work for work in works if work is not None]
+
+
+@contextlib.contextmanager
+def _gathering_any_sizes() -> Iterator[None]:
+    """Let DeepSpeed's all-gather of updated parameters take parts of any size inside; equal ones go its own way."""
+    gather_equal = stock.all_gather_dp_groups
+
+    def all_gather_dp_groups(
+        groups_flat: list[Tensor],
+        partitioned_param_groups: list[list[Tensor]],
+        dp_process_group: list[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        works, equal = [], []
+        for i, parts in enumerate(partitioned_param_groups):
+            if len({part.numel() for part in parts}) == 1:
+                equal.append(i)
+            else:
+                works += gather_partitions(parts, dp_process_group[i])
+        chosen = [[of_all[i] for i in equal] for of_all in (groups_flat, partitioned_param_groups, dp_process_group)]
+        gather_equal(*chosen, *args, **kwargs)
+        for work in works:
+            work.wait()
+
+    stock.all_gather_dp_groups = all_gather_dp_groups
+    try:
+        yield
+    finally:
+        stock.all_gather_dp_groups = gather_equal

@@ -1,0 +1,1 @@
+"""Our attention and masks, registered with transformers."""

@@ -1,0 +1,1 @@
+"""Requirements of models, arguments and adapters, checked before training."""

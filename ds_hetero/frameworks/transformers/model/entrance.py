@@ -1,0 +1,171 @@
+"""The call of a sharded model: what happens before its ``forward``, and to what it returns.
+
+PEFT and others call ``model.forward`` itself, past the hooks of the module, so an attribute of the model takes its
+place, as TRL does. A model whose head pools over the sequence computes its head from whole results of its decoder:
+there a sharded call is entered and left where the decoder is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ds_hetero.engine.forward_mode import ShardedForward, Wanted, sharding_is_set, wanted_results
+from ds_hetero.frameworks.transformers.layers.router_losses import router_term
+from ds_hetero.frameworks.transformers.layers.tiles import Tiles
+from ds_hetero.frameworks.transformers.model.forward_inputs import expect_arguments
+from ds_hetero.frameworks.transformers.model.shard_loss import add_loss
+from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall
+
+_OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
+
+
+class Entrance:
+    """Stands in the place of a model's ``forward``; `close` puts that back.
+
+    Args:
+        model: whose ``pretrained`` is the outermost transformers model.
+        at_decoder: sharded calls are entered and left where the decoder is.
+
+    Attributes:
+        tiles: computes the loss of a shard tile by tile; None for logits of all its tokens.
+    """
+
+    tiles: Tiles | None = None
+
+    def __init__(self, model: Called, at_decoder: bool) -> None:
+        self._model, self._at_decoder = model, at_decoder
+        self._pretrained = model.pretrained
+        self._former = vars(self._pretrained).get("forward")  # that of TRL, for one
+        self._names = list(inspect.signature(type(self._pretrained).forward).parameters)[1:]
+        self._latest: ShardedForward | None = None
+        self._made: Any = None  # by the decoder, where the loss is tiled
+        self._call: ShardedCall | None = None
+        self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Put back the ``forward`` that the model had."""
+        del self._pretrained.forward
+        if self._former is not None:
+            self._pretrained.forward = self._former  # type: ignore[method-assign]
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a sharded call is running."""
+        return self._call is not None
+
+    def enter_decoder(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments for the decoder.
+
+        Args:
+            arguments: what it was called with, by name.
+
+        Raises:
+            BatchError: see `ShardedCall`.
+        """
+        if not self._at_decoder:
+            return arguments
+        self._call = None
+        wanted = _wanted_of(arguments)
+        if wanted is None:
+            return arguments
+        self._call = ShardedCall(self._model, arguments, _OWN_OUTPUTS)
+        return {**self._call.inputs, **({"use_cache": False} if "use_cache" in arguments else {})}
+
+    def run_decoder(self, forward: ShardedForward) -> None:
+        """The decoder runs ``forward`` in the call of the model that is running."""
+        self._latest = forward
+        if self.tiles is not None:
+            self.tiles.begin(forward.batch.placement.rank_tokens)
+
+    def leave_decoder(self, outputs: Any) -> Any:
+        """Results for the caller of the decoder; None for ``outputs`` themselves, or where it has failed."""
+        if self.tiles is not None and self._latest is not None:
+            self._made = outputs
+        if self._call is None or outputs is None:
+            self._call = None if self._at_decoder else self._call
+            return None
+        if not self._at_decoder:
+            self._call.note_hidden_state(outputs[0])
+            return None
+        call, self._call = self._call, None
+        return call.put_together(outputs)
+
+    def _standing_in(self) -> Any:
+        former = self._former
+        plain = type(self._pretrained).forward if former is None else getattr(former, "__func__", None)
+
+        def run(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+            return former(*args, **kwargs) if plain is None else plain(pretrained, *args, **kwargs)  # type: ignore[misc]
+
+        @functools.wraps(type(self._pretrained).forward)
+        def forward(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+            wanted = self._begin(args, kwargs)
+            is_tuple = kwargs.get("return_dict") is False
+            if is_tuple:
+                kwargs["return_dict"] = True
+            if wanted is not None:
+                output = self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
+            else:
+                tiles = self._tiles_of(kwargs)
+                output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
+                self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
+            return output.to_tuple() if is_tuple and isinstance(output, ModelOutput) else output
+
+        return forward
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted | None:
+        """Results that the call returns, if it is a sharded call.
+
+        Raises:
+            BatchError: see `expect_arguments`.
+        """
+        self._latest = None
+        if self._call is not None:
+            return None
+        wanted = _wanted_of(kwargs)
+        has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        if wanted is not None or (self._model.takes_shards and not has_cache):
+            arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            expect_arguments(self._model, arguments, in_call=wanted is not None)
+        return None if self._at_decoder else wanted
+
+    def _tiles_of(self, kwargs: Mapping[str, Any]) -> Tiles | None:
+        """Tiles that compute the loss of this call, where the loss is made here."""
+        is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
+        return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Any:
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self._call = call = ShardedCall(self._model, arguments, wanted)
+        without_cache = {"use_cache": False} if "use_cache" in self._names else {}
+        try:
+            outputs = run(**{**call.inputs, **without_cache})
+        finally:
+            self._call = self._latest = None
+        return call.put_together(outputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, kwargs: dict[str, Any], output: Any, run: Callable[..., Any] | None) -> None:
+        """The call is over; ``run`` is the model's own forward where the loss is tiled."""
+        forward, self._latest = self._latest, None
+        made, self._made = self._made, None
+        if forward is None:
+            return
+        loss_sum: Callable[[], Any] | None = None
+        if self.tiles is not None and run is not None:
+            loss_sum = functools.partial(self.tiles.loss_sum, run, made, kwargs)
+        add_loss(output, kwargs, forward, router_term(self._pretrained, output), loss_sum)
+
+
+def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:
+    """Results that a call returns, if it is a sharded call: no part of a generation, which keeps keys and values."""
+    return wanted_results() if arguments.get("past_key_values") is None else None

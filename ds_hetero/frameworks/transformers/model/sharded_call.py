@@ -1,0 +1,284 @@
+"""Sharded calls: a model is given a whole batch, which is cut where the model is entered, and returns whole results.
+
+A loop that computes its loss from whole sequences (preferences, rewards, distillation) holds whole batches, the same on
+every rank of a replica. `ShardedCall` is one call of the model with such a batch: each rank runs the model on its
+shard, as it does with batches of a loader, and results of tokens are put together on every rank, in the order of the
+whole batch (`ds_hetero.runtime.data.gathered`). What the script computes from them is of the convention
+``"replica_mean"`` of `ds_hetero.runtime.loss`, so that the engine's backward gives the gradients of one process.
+
+Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ds_hetero.engine.forward_mode import Wanted
+from ds_hetero.errors import BatchError, ModelError
+from ds_hetero.frameworks.transformers.layers.router_losses import adds_router_loss
+from ds_hetero.frameworks.transformers.model.forward_inputs import Taking
+from ds_hetero.frameworks.trl.outputs import is_one_shorter
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.gathered import gather_tokens
+from ds_hetero.runtime.data.shard_info import ShardInfo, attach
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, WholeBatch, model_inputs, place, read_batch
+from ds_hetero.runtime.loss import mean_over_replica
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.token_log_probs import token_log_probs
+from ds_hetero.values.placement import stream_placement
+
+logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 1 << 30  # of logits, which are told
+
+
+@dataclass
+class TokenResults(ModelOutput):  # type: ignore[misc]
+    """Results of a whole batch, the same on every rank of the replica, with gradients for the engine's backward.
+
+    Args:
+        loss: the mean of the token losses over the replica's labels; None without labels.
+        log_probs: [B, L] of ``labels``: at i that of ``labels[:, i]``, given the tokens before it; 0 where the label is
+            -100, and at the first position. Of masked-language models, given all tokens. None without labels.
+        hidden_state: [B, L, D] of the last layer, where asked for.
+        logits: [B, L, V], where asked for.
+    """
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    hidden_state: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Called(Taking, Protocol):
+    """The model of a call."""
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica."""
+
+    def complete(self, batch: Any) -> Any:
+        """A whole batch with the positions that the model would make of the whole of it."""
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward would now take a shard."""
+
+
+class ShardedCall:
+    """One call of a model with a whole batch.
+
+    Args:
+        model: that is called.
+        arguments: of the call, by name: the whole batch, and what else the model takes.
+        wanted: what it is to return.
+
+    Attributes:
+        inputs: what to call the model with instead.
+
+    Caller: every rank of the replica, when the model is entered.
+    Collectives: one `on_all_ranks` in the replica, with checksums of the batch.
+
+    Raises:
+        BatchError: on every rank of the replica: the batch cannot be cut, or the ranks hold different ones.
+        ModelError: the model adds a loss of its routers, which would be of a part of the tokens.
+    """
+
+    def __init__(self, model: Called, arguments: Mapping[str, Any], wanted: Wanted) -> None:
+        if adds_router_loss(model.pretrained):
+            raise ModelError(
+                f"{type(model.pretrained).__name__} adds a loss of its routers, and a sharded call puts results of "
+                "tokens together only. Set output_router_logits to false in its configuration."
+            )
+        self._model, self._wanted, self._replica = model, wanted, model.replica
+        self._hidden: Tensor | None = None
+        given = {name: entry for name, entry in arguments.items() if entry is not None}
+        self._num_items = given.pop("num_items_in_batch", None)
+        self._kept_logits = given.pop("logits_to_keep", 0)
+        placed = self._agree_on_batch(given)
+        self._placement = placed.placement
+        shard = _shard(placed, self._replica.rank)
+        self.inputs = model_inputs(shard, shard["position_ids"].device)
+        self._labels: Tensor | None = self.inputs.get("shift_labels")
+        self._columns = self.inputs["position_ids"].shape[1]
+        if self._labels is not None and wanted.own_outputs:
+            self.inputs["labels"] = self._labels
+
+    def note_hidden_state(self, hidden: Tensor) -> None:
+        """The last layer has made ``hidden`` [B, s, D]."""
+        if self._wanted.hidden_state:
+            self._hidden = hidden
+
+    def put_together(self, outputs: Any) -> Any:
+        """Results of the whole batch from those of the shard.
+
+        Args:
+            outputs: of the model, or of its decoder.
+
+        Caller: every rank of the replica.
+        Collectives: one all_gather for each result of tokens, one all_reduce of two numbers for a loss.
+
+        Raises:
+            ModelError: the model returns a tuple, or results that are none of tokens.
+        """
+        if not isinstance(outputs, ModelOutput):
+            raise ModelError(
+                f"a sharded call of {type(self._model.pretrained).__name__} returned {type(outputs).__name__}, whose "
+                "parts have no names. Leave out return_dict=False."
+            )
+        if not self._wanted.own_outputs:
+            return self._token_results(outputs)
+        whole = {name: self._whole(name, entry, is_one_shorter(outputs)) for name, entry in outputs.items()}
+        return type(outputs)(**{name: entry for name, entry in whole.items() if entry is not None})
+
+    def _agree_on_batch(self, given: Mapping[str, Any]) -> PlacedBatch:
+        """Read the batch and place it; all ranks of the replica compare theirs."""
+        replica, made = self._replica, []
+
+        def read() -> dict[str, str]:
+            _expect_cuttable(type(self._model.pretrained).__name__, given, replica, self._kept_logits)
+            batch = read_batch(self._model.complete(given), keep_labels=not self._model.moves_labels)
+            made.append(place(stream_placement, replica.schedule, batch))
+            return made[0].fingerprints()
+
+        by_rank = on_all_ranks(read, replica.sp_group)
+        names = sorted({name for of_rank in by_rank for name in of_rank})
+        for name in names:
+            values = [of_rank.get(name, "absent") for of_rank in by_rank]
+            if len(set(values)) > 1:
+                raise BatchError(
+                    f"a sharded call needs the same whole batch on all ranks of a replica, but {name} by rank is "
+                    f"{values} (ranks {list(replica.ranks)}). Seed what draws or generates batches alike."
+                )
+        return made[0]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        return gather_tokens(part, self._placement, self._replica)
+
+    def _whole(self, name: str, entry: Any, one_shorter: bool) -> Any:
+        """One entry of the model's outputs, of the whole batch."""
+        if name == "loss":
+            return self._whole_loss(entry)
+        if name == "logits":
+            return self._whole_logits(entry)
+        if isinstance(entry, tuple):
+            return tuple(self._whole(name, each, one_shorter) for each in entry)
+        if not isinstance(entry, Tensor):
+            return entry
+        if entry.dim() < 2 or entry.shape[1] != self._columns:
+            raise ModelError(
+                f"{type(self._model.pretrained).__name__} returns {name} of shape {list(entry.shape)}, which is not "
+                f"one result per token ([B, s, ...] with s={self._columns} here), so that a sharded call cannot put "
+                "it together."
+            )
+        whole = self._gather(entry)
+        return whole[:, :-1] if one_shorter else whole
+
+    def _whole_loss(self, mean: Tensor) -> Tensor | None:
+        if self._labels is None:
+            return None
+        return mean_over_replica(mean, self._labels.ne(IGNORE_INDEX).sum(), self._replica, self._num_items)
+
+    def _whole_logits(self, logits: Tensor) -> Tensor | None:
+        if not self._wanted.logits:
+            return None
+        rows, _, vocabulary = logits.shape
+        num_bytes = rows * self._placement.length * vocabulary * logits.element_size()
+        if num_bytes >= _LARGE_BYTES and dist.get_rank() == 0:
+            logger.warning(
+                "logits of the whole batch are put together on every rank: %.1f GB for [%d, %d, %d]. "
+                "handle.sharded_call returns log-probabilities of labels without them.",
+                num_bytes / 1e9,
+                rows,
+                self._placement.length,
+                vocabulary,
+            )
+        whole = self._gather(logits)
+        return whole[:, -self._kept_logits :] if self._kept_logits else whole
+
+    def _token_results(self, outputs: ModelOutput) -> TokenResults:
+        results = TokenResults()
+        logits = outputs.get("logits")
+        if self._labels is not None:
+            if logits is None:
+                raise ModelError(f"{type(self._model.pretrained).__name__} returns no logits to take labels by.")
+            log_probs = self._gather(token_log_probs(logits, self._labels))
+            num_labels = self._num_items
+            if num_labels is None:
+                num_labels = self._gather(self._labels.ne(IGNORE_INDEX)).sum().clamp(min=1)
+            results["loss"] = -log_probs.sum() / num_labels
+            moved = self._model.moves_labels
+            results["log_probs"] = nn.functional.pad(log_probs[:, :-1], (1, 0)) if moved else log_probs
+        if self._hidden is not None:
+            results["hidden_state"] = self._gather(self._hidden)
+        if logits is not None and self._wanted.logits:
+            results["logits"] = self._whole_logits(logits)
+        return results
+
+
+def whole_results(model: Any, batch: Mapping[str, Any], wanted: Wanted) -> TokenResults:
+    """Results of a sharded call of a model that is not split.
+
+    Args:
+        model: returns ``logits``; and ``hidden_states`` where asked for.
+        batch: the whole batch.
+        wanted: what to return.
+    """
+    labels, results = batch.get("labels"), TokenResults()
+    others = {name: entry for name, entry in batch.items() if name != "labels"}
+    outputs = model(**others, **({"output_hidden_states": True} if wanted.hidden_state else {}))
+    if labels is not None:
+        moved = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        log_probs = token_log_probs(outputs.logits, moved)
+        results["loss"] = -log_probs.sum() / moved.ne(IGNORE_INDEX).sum().clamp(min=1)
+        results["log_probs"] = nn.functional.pad(log_probs[:, :-1], (1, 0))
+    if wanted.hidden_state:
+        results["hidden_state"] = outputs.hidden_states[-1]
+    if wanted.logits:
+        results["logits"] = outputs.logits
+    return results
+
+
+def _shard(placed: PlacedBatch, rank: int) -> dict[str, Any]:
+    """The part of ``rank``, where the batch is, with gradients to it."""
+    batch: WholeBatch = placed.batch
+    intervals = placed.placement.intervals(rank)
+    shard = {name: _cut(tensor, intervals) for name, tensor in batch.sequences.items()}
+    tokens = shard["input_ids"] if "input_ids" in shard else shard["inputs_embeds"]
+    shard["position_ids"] = attach(shard["position_ids"].to(tokens.device), ShardInfo(placement=placed.placement))
+    return {**shard, **batch.constants, **batch.objects}
+
+
+def _cut(tensor: Tensor, intervals: tuple[tuple[int, int], ...]) -> Tensor:
+    """[B, L, ...] -> [B, s, ...]."""
+    parts = [tensor[:, start:stop] for start, stop in intervals] or [tensor[:, :0]]
+    return torch.cat(parts, dim=1)
+
+
+def _expect_cuttable(model: str, given: Mapping[str, Any], replica: Replica, kept_logits: Any) -> None:
+    """Refuse a call whose results would not be those of one process.
+
+    Raises:
+        BatchError: replicas take different batches.
+        ModelError: an argument asks for what no rank has.
+    """
+    if replica.batch_split is not None:
+        raise BatchError(
+            f"a sharded call of {model} weighs replicas alike, but these take different batches "
+            f"({replica.batch_split}). Give all replicas the same micro_batch_size and micro_batches."
+        )
+    if given.get("output_router_logits"):
+        raise ModelError(
+            f"output_router_logits=True of {model} asks for a router loss, which is not a mean over tokens. Set "
+            "router_aux_loss_coef to 0 in the model's config."
+        )
+    if not isinstance(kept_logits, int):
+        raise ModelError(f"logits_to_keep of a sharded call of {model} must be a number of positions, from the end.")

@@ -1,0 +1,427 @@
+"""One transformers model that is switched to our attention, and knows whether a forward takes a shard of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.frameworks.transformers.attention.attention import NAME
+from ds_hetero.frameworks.transformers.attention.former_attention import remember_implementation, restore_implementation
+from ds_hetero.frameworks.transformers.checks.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
+from ds_hetero.frameworks.transformers.layers.counted_positions import position_counter, with_positions
+from ds_hetero.frameworks.transformers.layers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
+from ds_hetero.frameworks.transformers.layers.rope_length import RopeLength
+from ds_hetero.frameworks.transformers.layers.router_losses import mark_router_logits, open_router_loss, router_term
+from ds_hetero.frameworks.transformers.layers.tiles import Tiles
+from ds_hetero.frameworks.transformers.layers.towers import DecoderDoor, Window, front_of, has_towers
+from ds_hetero.frameworks.transformers.layers.training_noise import expect_no_noise, scale_noise
+from ds_hetero.frameworks.transformers.model.entrance import Entrance
+from ds_hetero.frameworks.transformers.model.forward_inputs import (
+    expect_shard_shapes,
+    expect_whole,
+    is_placeholder,
+    local_batch,
+)
+from ds_hetero.frameworks.transformers.protocols import ModelConfig
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
+from ds_hetero.runtime.attention.shard_placement import KnownPlacement
+from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
+from ds_hetero.runtime.data.shards import PACKING
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import IDLE, StepClock
+from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import SECTION
+
+_PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
+_KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
+
+
+class ShardedModel:
+    """One model, switched to our attention; `restore` switches it back.
+
+    A forward takes this rank's shard of a batch while ``model.training``, and until ``train()`` or ``eval()`` is first
+    called, since ``from_pretrained`` leaves models in evaluation and many loops train them so. In evaluation, and with
+    a cache of keys and values (generate), it takes whole batches.
+
+    Args:
+        model: a PreTrainedModel, or a PEFT model or other module around one.
+        replica: this rank's replica.
+        kernel: one of `ds_hetero.values.kernel_names.KERNEL_NAMES`; None for the best on the device.
+
+    Attributes:
+        clock: times the phases of this model's steps.
+        loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
+            where the configuration does not name one.
+        is_restored: the model is not split any more.
+        places_documents: batches are placed by their documents, and not by their length alone.
+        latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
+    """
+
+    def __init__(self, model: nn.Module, replica: Replica, kernel: str | None) -> None:
+        self.model, self.replica, self.kernel = model, replica, kernel
+        self.pretrained = pretrained_of(model)
+        self.clock = StepClock(default_device())
+        self.loss_convention: str | None = None
+        self.latest_positions: Tensor | None = None
+        self._verify = "first_batch"
+        self._checked: set[str] = set()  # features of batches
+        self._has_scaled_loss = False  # since the engine's last step
+        self.places_documents = False
+        self.placer: Placer = stream_placement  # of the moment
+        self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
+        self._record_batch: Callable[[BatchLayout], None] | None = None
+        self._earlier: list[Replica] = []  # with the schedules before this one, latest first
+        self._forward: ShardedForward | None = None  # that runs
+        self._end_forward: Callable[[], None] = lambda: None
+        self._end_whole_forward: Callable[[], None] = lambda: None
+        self._restore_noise: Callable[[], None] = lambda: None
+        self._kept_alive: object = None
+        self.is_restored = False
+        self._decoder = decoder_of(self.pretrained)
+        self._embeddings = embeddings_of(self.pretrained)
+        self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None
+        self._count_positions = position_counter(self._decoder) if self._door is None else None
+        self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
+        self._configs = self._switch_attention()
+        layers = (module for module in self.model.modules() if hasattr(module, "adapter_layer_names"))
+        self._adapted_layer: Any = next(layers, None)
+        self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
+        self._close_router_loss = open_router_loss(self.pretrained)
+        self._rope_length = RopeLength(self._decoder)
+        self._mode_was_set = False
+        self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
+        self._entrance = Entrance(self, at_decoder=self.pools or self._decoder is self.model)
+        self._hooks = [
+            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._decoder.register_forward_hook(self._after, always_call=True),
+        ]
+        if self._door is not None:
+            front = front_of(self.pretrained)
+            self._hooks.append(front.register_forward_pre_hook(self._before_towers, with_kwargs=True))
+            self._hooks.append(front.register_forward_hook(self._after_towers, always_call=True))
+
+    def _switch_attention(self) -> list[ModelConfig]:
+        """Let the decoder use our attention, and towers before it theirs; return the configurations that say so."""
+        part: Any = self.pretrained if self._door is None else self._decoder
+        inside: list[ModelConfig] = [m.config for m in part.modules() if hasattr(m, "config")]
+        outside: list[ModelConfig] = []
+        if self._door is not None:  # what makes masks before the decoder comes to us, too
+            outside = [self.pretrained.config, front_of(self.pretrained).config]  # type: ignore[list-item]
+        configs = list({id(config): config for config in (*inside, *outside)}.values())
+        for config in configs:
+            remember_implementation(config, self)
+        part.set_attn_implementation(NAME)
+        for config in configs:  # those of layers that were copied, too, as PEFT's layer_replication does
+            config._attn_implementation_internal = NAME
+        return configs
+
+    def tile(self, tokens: int) -> None:
+        """Compute MLPs and losses of shards in tiles of so many tokens.
+
+        Raises:
+            ModelError: see `Tiles`.
+        """
+        if self._entrance.tiles is not None:
+            self._entrance.tiles.close()
+        self._entrance.tiles = Tiles(self.pretrained, self._decoder, tokens)
+
+    def keep_alive(self, record: object) -> None:
+        """Keep ``record`` alive as long as the model, whose hooks hold this object."""
+        self._kept_alive = record
+
+    def restore(self) -> None:
+        """Give the model the implementation it had, and forget it."""
+        self.is_restored = True
+        for hook in self._hooks:
+            hook.remove()
+        if self._entrance.tiles is not None:
+            self._entrance.tiles.close()
+        self._entrance.close()
+        self._close_doors()
+        self._close_router_loss()
+        self._rope_length.restore()
+        del self._decoder.train
+        for config in self._configs:
+            restore_implementation(config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """Hooks of a copied model go on working; the replica is the same."""
+        return self
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward without a cache would now take a shard."""
+        return self._takes_shards(self._decoder)
+
+    @property
+    def times_forward(self) -> bool:
+        """Whether a forward is one of training."""
+        return self.takes_shards
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
+        return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+
+    @property
+    def pools(self) -> bool:
+        """Whether its head pools over the sequence, so that only sharded calls can split it."""
+        return pools(self.pretrained)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Module that turns embeddings of this rank's tokens into their hidden states."""
+        return self._decoder
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether forwards take whole sequences, of which the decoder is given this rank's part, see `towers`."""
+        return self._door is not None
+
+    def complete(self, batch: Any) -> Any:
+        """A whole batch with what the model would make of the whole of it: positions that it counts in its own way."""
+        return with_positions(self._count_positions, batch)
+
+    @contextlib.contextmanager
+    def looking_at(self, window: Window) -> Iterator[None]:
+        """Let forwards of whole batches inside compute a window of them; of a model with towers."""
+        assert self._door is not None
+        self._door.window = window
+        try:
+            yield
+        finally:
+            self._door.window = None
+
+    @property
+    def moves_labels(self) -> bool:
+        """Whether a token predicts the label of the next one, as in language models, and not its own."""
+        return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
+
+    @functools.cached_property
+    def shifts_labels_itself(self) -> bool:
+        """Whether the loss of a model with towers moves labels by itself; ours is made from its logits then."""
+        if not self.moves_labels or not self.cuts_inputs:
+            return False
+        try:
+            return "loss_function" not in inspect.getsource(type(self.pretrained).forward)
+        except (OSError, TypeError):  # made while the program runs
+            return False
+
+    def router_term(self, outputs: Any) -> Tensor | float:
+        """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
+        return router_term(self.pretrained, outputs)
+
+    def change_replica(self, replica: Replica) -> None:
+        """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
+
+        Caller: every rank of the replica, between the same two steps.
+        """
+        earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
+        self.replica, self._earlier = replica, earlier
+        self._checked.clear()
+
+    def place_documents(self, placer: Placer | None) -> None:
+        """Place the batches that are drawn from now on by their documents.
+
+        Args:
+            placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
+
+        Raises:
+            ConfigError: the model has towers.
+        """
+        if placer is not None and self.cuts_inputs:
+            raise ConfigError(
+                f'"placement": "documents" is for batches of tokens alone, and {type(self.pretrained).__name__} puts '
+                'images or sounds before its text decoder. Set "placement" to "stream".'
+            )
+        self.placer, self.places_documents = placer or stream_placement, placer is not None
+
+    def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch; see `ds_hetero.values.placement.Placer`."""
+        return self.placer(schedule, length, rows)
+
+    def note_shard(self, info: ShardInfo) -> None:
+        """Remember the placement of a shard, for a forward that is given copies of its tensors."""
+        if info.documents_from is not None:
+            known = KnownPlacement(
+                placement=info.placement, documents_from=info.documents_from, position_runs=info.position_runs
+            )
+            self._recent.appendleft(known)
+
+    def verify(self, when: str) -> None:
+        """Set when the engine checks itself with this model: ``"first_batch"``, ``"always"`` or ``"off"``."""
+        self._verify = when
+
+    @property
+    def trains_now(self) -> bool:
+        """Whether a forward would now be one of training."""
+        return self._decoder.training and torch.is_grad_enabled()
+
+    @property
+    def active_adapters(self) -> str:
+        """The adapters of PEFT that a forward would now use, which are those of every layer that has some."""
+        layer = self._adapted_layer
+        return "" if layer is None or layer.disable_adapters else ", ".join(layer.active_adapters)
+
+    def needs_check(self, features: frozenset[str]) -> bool:
+        """Whether a batch is to be run whole and sharded before it is trained on, see `self_check`.
+
+        Args:
+            features: of the batch, see `features_of`; the answer is the same on every rank of the world, also where
+                replicas are of different size.
+        """
+        is_due = self._verify == "always" or (self._verify == "first_batch" and not features <= self._checked)
+        return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+
+    def note_checked(self, features: frozenset[str]) -> None:
+        """The model passed under the present schedule, with a batch of these features."""
+        self._checked |= features
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
+        kept = self.clock, self._record_batch, self.latest_positions
+        tiles, self._entrance.tiles = self._entrance.tiles, None
+        self.clock, self._record_batch = StepClock(default_device()), None
+        try:
+            yield
+        finally:
+            self.clock, self._record_batch, self.latest_positions = kept
+            self._entrance.tiles = tiles
+
+    def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
+        """Call ``record`` with the layout of every batch from now on, except those that fill up a step."""
+        self._record_batch = record
+
+    def declare_loss(self, convention: str | None) -> None:
+        """Set `loss_convention`.
+
+        Raises:
+            ConfigError: it is that of modules which are not split; on every rank.
+        """
+        if convention == "sample_mean":
+            raise ConfigError(
+                f'"{SECTION}.loss": "sample_mean" is for modules that are not split; the loss of '
+                f"{type(self.model).__name__} is a mean over tokens. Leave the key out."
+            )
+        self.loss_convention = convention
+
+    def note_scaled_loss(self) -> None:
+        """A loss of the scale that the engine's average needs has been made of the latest batch."""
+        self._has_scaled_loss = True
+
+    def end_step(self) -> bool:
+        """Forget the batches of an optimizer step; return whether there were some, and no loss of them was scaled."""
+        is_unscaled = self.latest_positions is not None and not self._has_scaled_loss
+        self.latest_positions, self._has_scaled_loss = None, False
+        return is_unscaled
+
+    def _takes_shards(self, decoder: nn.Module) -> bool:
+        override = sharding_is_set()
+        return decoder.training or not self._mode_was_set if override is None else override
+
+    def _train(self, decoder: nn.Module, mode: bool = True) -> nn.Module:
+        """In place of ``decoder.train``: remember that the mode was set."""
+        self._mode_was_set = True
+        return type(decoder).train(decoder, mode)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = self._entrance.enter_decoder({**dict(zip(self._parameters, args, strict=False)), **kwargs})
+        is_forced, is_in_call = sharding_is_set() is True, self._entrance.is_in_call
+        is_entered = self._door is not None and self._door.is_entered
+        has_cache = kwargs.get("past_key_values") is not None and not (is_forced or is_entered)
+        if not is_in_call and (not self._takes_shards(decoder) or has_cache):
+            tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+            expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
+            self._end_whole_forward = change_mode(is_whole=True)
+            if self._door is not None and self._door.window is not None:
+                kwargs = self._door.cut_to_window(kwargs, self._door.window)
+            return (), kwargs
+        made: Tensor | None = None
+        if self._door is not None:
+            kwargs, made = self._door.cut(kwargs, self.replica.rank)
+        expect_shard_shapes(kwargs)
+        if self.pools and not is_in_call:
+            raise ModelError(POOLS.format(type(self.pretrained).__name__))
+        forward = self._agree_on_forward(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
+        keeps_cache = kwargs.get("past_key_values") is not None or (is_forced and kwargs.get("use_cache"))
+        if "use_cache" in self._parameters and not keeps_cache:
+            kwargs["use_cache"] = False  # made on request inside handle.sharded() only: training has no use for it
+        if forward.is_placeholder:
+            kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+        tokens = kwargs["position_ids"].shape[1]
+        if made is not None:
+            kwargs["position_ids"] = made
+        self._rope_length.begin(kwargs["position_ids"], forward.replica)
+        if self._has_doors:
+            kwargs[KEYWORD] = forward
+        self._forward, self._end_forward = forward, change_mode(forward=forward)
+        self._entrance.run_decoder(forward)
+        if self.places_documents:
+            expect_no_noise(self._embeddings)
+        if self._door is None:
+            self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)
+        return (), kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_towers(self, front: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._door is not None
+        if self._entrance.is_in_call or wanted_results() is not None:
+            raise ModelError(
+                f"{type(self.pretrained).__name__} puts images or sounds before its text decoder, and sharded calls "
+                "cannot cut those. Train it with batches of handle.dataloader, or call it inside handle.unsharded()."
+            )
+        is_generating = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
+        if self._takes_shards(self._decoder) and not is_generating:
+            return (), self._door.enter(args, kwargs)
+        expect_whole(type(self.pretrained).__name__, *args, *kwargs.values())
+        return args, kwargs
+
+    def _after_towers(self, front: nn.Module, args: Any, output: Any) -> None:
+        assert self._door is not None
+        self._door.leave()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
+        if self._forward is not None:
+            forward, self._forward = self._forward, None
+            self._end_forward()
+            self._rope_length.end()
+            mark_router_logits(output, forward)
+            self._restore_noise()
+            if self._has_doors and output is not None:
+                expect_doors_used(decoder, forward)
+        self._end_whole_forward()
+        self._end_whole_forward = lambda: None
+        return self._entrance.leave_decoder(output)
+
+    def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:
+        """Agree on the batch with the other ranks, and record it."""
+        positions: Tensor = kwargs["position_ids"]
+        info = shard_info(positions)
+        with self.clock.phase(IDLE, "agree_on_batch"):
+            earlier = [replica.schedule for replica in self._earlier]
+            local = local_batch(kwargs, self.pretrained.dtype)
+            batch = agree_on_batch(self.replica, local, earlier, self._recent)
+        if torch.is_grad_enabled():
+            self.latest_positions = positions
+        if self._record_batch is not None and (info is None or not info.is_filler):
+            self._record_batch(batch)
+        placement = batch.placement
+        replica = next(known for known in (self.replica, *self._earlier) if known.schedule == placement.schedule)
+        self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
+        return ShardedForward(batch, replica, self.kernel, is_placeholder(positions), self.clock)

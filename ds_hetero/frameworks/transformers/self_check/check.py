@@ -1,0 +1,228 @@
+"""The self-check: what all ranks do together with a piece of a batch, and the verdict.
+
+The piece runs whole on every rank, as one process would run it, and sharded, as it will be trained on; both through
+the user's model, forward and backward. What differs beyond rounding is refused on every rank, naming the first module
+that differs. Rules cannot know every model; this finds what one process and the ranks compute differently, whatever
+the reason. The first batch is looked at, and any later one that can show what none before it could, see `features`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hetero.errors import HeteroError, ModelError
+from ds_hetero.frameworks.transformers.attention.autocast import without_autocast
+from ds_hetero.frameworks.transformers.checks.arguments import OF_RESULTS
+from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+from ds_hetero.frameworks.transformers.self_check.comparison import (
+    GRADIENT,
+    LOSS,
+    Difference,
+    compare_runs,
+    faults,
+    least,
+    noise_of,
+    worst,
+)
+from ds_hetero.frameworks.transformers.self_check.features import features_of
+from ds_hetero.frameworks.transformers.self_check.piece import has_left_padding, marks_documents, piece_of
+from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
+from ds_hetero.frameworks.transformers.self_check.traceless import traceless
+from ds_hetero.runtime.collectives import on_all_ranks
+
+logger = logging.getLogger(__name__)
+
+_MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
+
+
+def check_batches_of_ranks(model: ShardedModel, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Check a model with those batches that can show something new; every rank may have other ones, or none.
+
+    Args:
+        model: what is trained.
+        batches: of this rank, as the wrapped loader gave them.
+
+    Caller: every rank of the world, between two forwards.
+    Collectives: one `on_all_ranks`, and those of `check_batch` for every batch that is looked at.
+
+    Raises:
+        ModelError: see `check_batch`.
+    """
+    features_of_ranks = on_all_ranks(lambda: [features_of(model, batch) for batch in batches])
+    seen: set[frozenset[str]] = set()  # where every batch is to be checked, ranks may still hold the same one
+    for rank, of_rank in enumerate(features_of_ranks):
+        for number, features in enumerate(of_rank):
+            if features not in seen and model.needs_check(features):
+                check_batch(model, batches[number] if rank == dist.get_rank() else None)
+                model.note_checked(features)
+            seen.add(features)
+
+
+def check_same_batch(model: ShardedModel, batch: Mapping[str, Any]) -> None:
+    """Check a model with a batch that all ranks of the replica hold, if it can show something new.
+
+    Replicas learn nothing of each other's batches here, so that of several replicas only the first batches are checked.
+
+    Args:
+        model: what is trained.
+        batch: whole, with labels.
+
+    Caller: every rank of the world, between two forwards.
+    Collectives: those of `check_batch`, if it is looked at.
+
+    Raises:
+        ModelError: see `check_batch`.
+    """
+    features = features_of(model, batch) if model.replica.num_replicas == 1 else frozenset({"the first batch"})
+    if model.needs_check(features):
+        check_batch(model, batch)
+        model.note_checked(features)
+
+
+def check_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+    """Compare a piece of a batch, run whole and sharded, on every rank.
+
+    Args:
+        model: what is trained; nothing is left behind in it.
+        batch: of this rank, as the wrapped loader gave it; None if it has none. The first that a rank has is taken.
+
+    Caller: every rank of the world, between two forwards.
+    Collectives: one `on_all_ranks` to agree on the piece and one after each pair of runs, one for packed documents;
+        those of the forwards.
+
+    Raises:
+        ModelError: the sharded run computes something else; on every rank, naming the module.
+    """
+    if batch is not None:
+        batch = {name: entry for name, entry in batch.items() if name not in OF_RESULTS}
+    if model.cuts_inputs:
+        _check_window(model, batch)
+        return
+    piece = _first_piece(model, batch)
+    runs = Runs(model, piece)
+    marked_by = marks_documents(piece)
+    refusal = _refusal_of_one_process(model, runs) if marked_by else ""
+    differences = [] if refusal else _differences(model, runs)
+    if not differences and not refusal:
+        if has_left_padding(piece):
+            _look_at_padding(model, batch)
+        return
+    if marked_by:
+        runs = Runs(model, _first_piece(model, batch, inside_document=True))
+        differences = _differences(model, runs)
+    if differences:
+        raise ModelError(_refusal(model, runs, *differences[0]))
+    does = f"refuses a packed batch ({refusal})" if refusal else "lets the documents of a packed batch see each other"
+    _warn(
+        f"{type(model.pretrained).__name__} {does} where one process runs it; here documents do not see each other, as "
+        f"its {marked_by} say."
+    )
+
+
+def _check_window(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+    """`check_batch` of a model with towers: with a window of what its text decoder is given."""
+    has_batch = on_all_ranks(lambda: batch is not None)
+    first = has_batch.index(True)
+    whole = on_all_ranks(lambda: dict(batch or {}) if dist.get_rank() == first else None)[first]
+    assert whole is not None
+    runs = WindowRuns(model, whole)
+    differences = _differences(model, runs)
+    if differences:
+        raise ModelError(_refusal(model, runs, *differences[0]))
+
+
+def _look_at_padding(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+    """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
+    differences = _differences_of_piece(model, batch, padding_predicts=True)
+    if differences:
+        error = max(difference.error for _, difference in differences)
+        _warn(
+            f"padding on the left predicts the first token of each row, and {type(model.pretrained).__name__} in one "
+            "process computes attention for padding, where ds_hetero computes none: on a piece of a batch, "
+            f"loss and gradients differ by up to {error:.1g}. Set the labels of first tokens to -100, or pad on the "
+            "right."
+        )
+
+
+def _warn(text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("%s", text)
+
+
+def _first_piece(model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool) -> dict[str, Any]:
+    """Return the piece of the first rank that has a batch, cut as `piece_of` does; the same on every rank."""
+
+    def cut() -> dict[str, Any] | None:
+        return None if batch is None else piece_of(batch, model.replica.schedule, **kind)
+
+    return next(piece for piece in on_all_ranks(cut) if piece is not None)
+
+
+def _differences_of_piece(
+    model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool
+) -> list[tuple[int, Difference]]:
+    return _differences(model, Runs(model, _first_piece(model, batch, **kind)))
+
+
+def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
+    """Message of one process on packed documents if it cannot keep them apart; empty if it runs them."""
+
+    def run_whole() -> str:
+        try:
+            with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
+                runs.whole(None)
+        except HeteroError:
+            raise
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return next((text for text in on_all_ranks(run_whole) if text), "")
+
+
+def _differences(model: ShardedModel, runs: Runs) -> list[tuple[int, Difference]]:
+    """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
+    eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
+    with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
+        whole, sharded = runs.pair(None)
+        noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
+        errors = compare_runs(whole, sharded, runs.held)
+        differences = _faults_of_all(errors, noise, eps)
+        for seed in range(1, _MOST_PAIRS):
+            if not differences:
+                break
+            errors = least(errors, compare_runs(*runs.pair(seed), runs.held))
+            differences = _faults_of_all(errors, noise, eps)
+    return differences
+
+
+def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Difference]]:
+    return faults(on_all_ranks(lambda: worst(errors, noise, eps)))
+
+
+def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference) -> str:
+    tokens = runs.held.real.shape[1]
+    if difference.kind == LOSS:
+        what = "the loss differs"
+    elif difference.kind == GRADIENT:
+        what = f"the gradient at {difference.module} differs"
+    else:
+        what = f"the output of {difference.module} differs"
+    hint = (
+        " Where the outputs agree and the gradient differs from the top on, the labels are not those that the model "
+        "expects of a shard, or its loss is more than a mean over tokens."
+        if difference.kind == GRADIENT
+        else ""
+    )
+    return (
+        f"{type(model.pretrained).__name__} computes something else when it is split over the sequence: on {tokens} "
+        f"tokens of a batch, {what} by {difference.error:.2g} on rank {rank}, where rounding accounts for "
+        f"{difference.noise:.1g}.{hint} Training would go on without a sign, so it is refused. Train this model "
+        'without sequence parallelism ("sequence_parallel_size": 1), or, if you know better, set '
+        '"heterogeneity": {"verify": "off"}.'
+    )

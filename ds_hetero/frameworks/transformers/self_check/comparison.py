@@ -1,0 +1,154 @@
+"""Two runs compared, token by token and module by module, against what rounding does to the model.
+
+The error of a token is the root mean square of its difference over that of the whole tensor. A module may differ by
+`FACTOR` times its own noise, which a second whole run with embeddings shaken by one unit of rounding shows, plus
+`FLOOR` units of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hetero.frameworks.transformers.self_check.recorded_run import ModuleOutput, RecordedRun
+from ds_hetero.runtime.data.shards import cut
+
+FACTOR = 8.0
+FLOOR = 2.0
+
+OUTPUT, GRADIENT, LOSS = "output", "gradient", "loss"
+
+
+class _Key(NamedTuple):
+    kind: str
+    place: ModuleOutput
+
+
+Errors = dict[_Key, Tensor]
+"""By output, gradient or loss: the error of every token of this rank, in the order in which faults are named."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which tokens of the piece this rank holds.
+
+    Args:
+        intervals: of positions; empty for a rank without tokens.
+        real: [B, n], true where a token of the whole piece is no padding.
+    """
+
+    intervals: tuple[tuple[int, int], ...]
+    real: Tensor
+
+    @property
+    def own_real(self) -> Tensor:
+        """[B, s], true where a token of this rank is no padding."""
+        return cut(self.real, self.intervals)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one module is from the whole run on this rank, at its worst token.
+
+    Args:
+        kind: ``"output"``, ``"gradient"`` or ``"loss"``.
+        module: its name.
+        error: relative, of the worst token.
+        noise: what rounding accounts for.
+        ratio: error over what is allowed; a fault above 1.
+    """
+
+    kind: str
+    module: str
+    error: float
+    noise: float
+    ratio: float
+
+
+def compare_runs(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
+    """Return the errors of a sharded run: outputs in forward order, gradients in backward order, the loss."""
+    errors: Errors = {}
+    for kind, expected, seen in (
+        (OUTPUT, whole.outputs, sharded.outputs),
+        (GRADIENT, dict(reversed(whole.gradients.items())), sharded.gradients),
+    ):
+        for place, reference in expected.items():
+            if place in seen:
+                errors[_Key(kind, place)] = _errors(reference, seen[place], held)
+    return {**errors, **_loss_error(whole, sharded)}
+
+
+def noise_of(whole: RecordedRun, shaken: RecordedRun, held: Held) -> dict[_Key, float]:
+    """Return the largest error that rounding alone makes, from a whole run with slightly shaken embeddings."""
+    everything = Held(((0, held.real.shape[1]),), held.real)
+    return {key: _largest(errors) for key, errors in compare_runs(whole, shaken, everything).items()}
+
+
+def least(first: Errors, again: Errors) -> Errors:
+    """Return each token's smaller error of two pairs: a tie in a router moves to other tokens, a fault stays."""
+    return {
+        key: torch.minimum(errors, again[key]) if key in again and again[key].shape == errors.shape else errors
+        for key, errors in first.items()
+    }
+
+
+def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Difference]:
+    """Return the worst token of every module, in the order in which faults are named.
+
+    Args:
+        errors: from `compare_runs`.
+        noise: from `noise_of`.
+        eps: unit of rounding of the model's data type.
+    """
+    differences = []
+    for key, values in errors.items():
+        error, rounding = _largest(values), noise.get(key, 0.0)
+        ratio = error / (FACTOR * rounding + FLOOR * eps)
+        differences.append(Difference(key.kind, key.place.module, error, rounding, ratio))
+    return differences
+
+
+def faults(differences_of_ranks: Sequence[Sequence[Difference]]) -> list[tuple[int, Difference]]:
+    """Return (rank, difference) of what exceeds rounding, one rank per module, in the order of naming."""
+    longest = max(differences_of_ranks, key=len)
+    out = []
+    for i in range(len(longest)):
+        of_ranks = [(d[i], rank) for rank, d in enumerate(differences_of_ranks) if i < len(d)]
+        difference, rank = max(of_ranks, key=lambda entry: (entry[0].ratio, -entry[1]))
+        if not difference.ratio <= 1:
+            out.append((rank, difference))
+    return out
+
+
+def _errors(reference: Tensor, seen: Tensor, held: Held) -> Tensor:
+    if not held.intervals:
+        return torch.zeros(1)
+    expected = cut(reference.double(), held.intervals)
+    if expected.shape != seen.shape:
+        return torch.full((1,), torch.inf)
+    size = _by_token(reference.double().cpu())[held.real].square().mean().sqrt().clamp(min=1e-30)
+    errors = _by_token(seen.double().cpu() - expected) / size
+    return errors.masked_fill(~_by_token(expected).isfinite(), 0)[held.own_real]  # what one process breaks is no fault
+
+
+def _loss_error(whole: RecordedRun, sharded: RecordedRun) -> Errors:
+    if whole.loss is None or sharded.loss is None or not isfinite(whole.loss):
+        return {}
+    error = abs(sharded.loss - whole.loss) / max(abs(whole.loss), 1e-30)
+    return {_Key(LOSS, ModuleOutput("the loss", 0, 0)): torch.tensor([error])}
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    return tensor.reshape(*tensor.shape[:2], -1).square().mean(2).sqrt()
+
+
+def _largest(errors: Tensor) -> float:
+    """Return the largest error; infinity if one is no number."""
+    if not errors.numel():
+        return 0.0
+    return float(errors.nan_to_num(torch.inf).max())

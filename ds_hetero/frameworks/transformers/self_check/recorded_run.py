@@ -1,0 +1,185 @@
+"""One run of a model: what every module made of every token, and the gradient of the loss at it.
+
+Equal outputs of all modules, and equal gradients at the outputs of modules that treat each token by itself, imply
+equal gradients of the parameters after the sum over the ranks. So parameters need not be looked at, which ZeRO-3 would
+have to gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.frameworks.transformers.layers.experts import containers_of_experts
+
+_EMBEDDINGS = "inputs_embeds"
+_MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
+
+
+class ModuleOutput(NamedTuple):
+    """An output of a module.
+
+    Args:
+        module: its name in the model.
+        call: number of the call, where a module is called several times.
+        position: of the tensor in what it returned.
+    """
+
+    module: str
+    call: int
+    position: int
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Record of a run.
+
+    Args:
+        outputs: [B, s, ...] by place, in the order in which the modules finished.
+        gradients: of the loss, by place; those of the outputs that it depends on.
+        loss: None if the run had none.
+    """
+
+    outputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)
+    gradients: dict[ModuleOutput, Tensor] = field(default_factory=dict)
+    loss: float | None = None
+
+
+def record_run(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    shape: tuple[int, int],
+    loss_of: Callable[[Any], Tensor | None],
+    shake: Callable[[Tensor], Tensor] | None = None,
+    decoder: nn.Module | None = None,
+) -> RecordedRun:
+    """Run a model once, and the backward of its loss.
+
+    Args:
+        model: called with ``inputs``.
+        inputs: of the model.
+        shape: (B, s) of the inputs; outputs that begin with it, with (1, s) or with B * s are recorded.
+        loss_of: takes what the model returned.
+        shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or
+            to move ties.
+        decoder: of a model with towers, whose embeddings are what this is given; it alone has outputs of ``shape``.
+    """
+    recorder = _Recorder(model, shape, shake, decoder)
+    if inputs.get(_EMBEDDINGS) is not None:
+        inputs = {**inputs, _EMBEDDINGS: recorder.as_leaf(inputs[_EMBEDDINGS])}
+    with recorder.recording():
+        returned = model(**inputs)
+    return recorder.finish(loss_of(returned))
+
+
+class _Recorder:
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: tuple[int, int],
+        shake: Callable[[Tensor], Tensor] | None,
+        decoder: nn.Module | None,
+    ) -> None:
+        self._decoder = decoder
+        inside = _inside_experts(model)
+        named = ((module, name) for name, module in model.named_modules() if module not in inside)
+        self._names = {module: name or type(model).__name__ for module, name in named}
+        self._shape, self._shake = shape, shake
+        self._num_calls: Counter[str] = Counter()
+        self._tensors: dict[ModuleOutput, Tensor] = {}
+        self._copies: dict[ModuleOutput, Tensor] = {}  # of outputs that a later module may change in place
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = [module.register_forward_hook(self._see) for module in self._names]
+        if self._decoder is not None:
+            hooks.append(self._decoder.register_forward_pre_hook(self._at_door, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self, loss: Tensor | None) -> RecordedRun:
+        run = RecordedRun(outputs=self._copies, loss=None if loss is None else float(loss.detach()))
+        differentiable = {place: tensor for place, tensor in self._tensors.items() if tensor.requires_grad}
+        if loss is not None and loss.requires_grad and differentiable:
+            gradients = torch.autograd.grad(loss, list(differentiable.values()), allow_unused=True)
+            for place, gradient in zip(differentiable, gradients, strict=True):
+                if gradient is not None:
+                    run.gradients[place] = self._by_token(gradient)
+        self._tensors = {}
+        return run
+
+    def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._decoder is None and isinstance(output, Tensor) and _embeds(module, args, output):
+            output = self.as_leaf(output)
+        name = self._names[module]
+        call = self._num_calls[name]
+        self._num_calls[name] += 1
+        for position, tensor in zip(range(_MOST_TENSORS), _tensors_in(output), strict=False):
+            if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
+                place = ModuleOutput(name, call, position)
+                self._copies[place] = self._by_token(tensor.detach()).clone()
+                if tensor.shape[0] >= self._shape[0]:  # gradients at what all rows share add up over the rows
+                    self._tensors[place] = tensor
+        return output
+
+    def _at_door(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(_EMBEDDINGS) is not None:
+            kwargs = {**kwargs, _EMBEDDINGS: self.as_leaf(kwargs[_EMBEDDINGS])}
+        return args, kwargs
+
+    def as_leaf(self, output: Tensor) -> Tensor:
+        """Let gradients end here, as the parameters take none; a copy of the leaf, which models may change in place."""
+        if self._shake is not None and tuple(output.shape[:2]) == self._shape:
+            with torch.no_grad():
+                output = self._shake(output)
+        return output if output.requires_grad else output.detach().requires_grad_().clone()
+
+    def _is_by_token(self, tensor: Tensor) -> bool:
+        batch_size, tokens = self._shape
+        return tuple(tensor.shape[:2]) in (self._shape, (1, tokens)) or tensor.shape[0] == batch_size * tokens
+
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        batch_size, tokens = self._shape
+        if tuple(tensor.shape[:2]) == (1, tokens):
+            return tensor.expand(batch_size, *tensor.shape[1:])
+        rest = tensor.shape[2:] if tuple(tensor.shape[:2]) == self._shape else tensor.shape[1:]
+        return tensor.reshape(*self._shape, *rest)
+
+
+def _embeds(module: nn.Module, args: Any, output: Tensor) -> bool:
+    """Whether a module makes floating numbers of integers, as embeddings do and what PEFT puts in their place.
+
+    Around an embedding that has been called, gradients flow already.
+    """
+    reads_tokens = bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
+    is_first = isinstance(module, nn.Embedding) or (reads_tokens and not output.requires_grad)
+    return is_first and output.is_floating_point()
+
+
+def _inside_experts(model: nn.Module) -> set[nn.Module]:
+    """Modules that a container of experts calls once for each expert that any token chose.
+
+    Calls in two runs are not of the same tokens; what the container returns is looked at.
+    """
+    containers = containers_of_experts(model)
+    return {module for container in containers for module in container.modules() if module is not container}
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors_in(value)

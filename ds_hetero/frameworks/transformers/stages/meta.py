@@ -1,0 +1,239 @@
+"""Models without weights, on torch's meta device, and the weights of one stage for them.
+
+    model = ds_hetero.empty_model("meta-llama/Llama-3.1-8B")     # a folder: nothing is allocated
+    engine, *_ = deepspeed.initialize(model=model, ...)                    # every rank reads what it holds
+
+Parameters are read from the folder's safetensors, of tensor-parallel stages the shard alone. A model that was built on
+the meta device from a configuration gets the values that transformers draws for such modules, from a seed by the name
+of the parameter: they are the same under every plan, though not those of a model that was built whole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.frameworks.transformers.stages.stored_weights import StoredWeights
+
+PRIVATE_NAMES = ("transformers:PreTrainedModel._init_weights",)
+
+_FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
+_FOLDERS: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+
+
+class _Place(NamedTuple):
+    """Where a parameter is in a model.
+
+    Args:
+        module: that has it.
+        attribute: of the module.
+        name: of the parameter in the whole model, the first one where it is tied.
+    """
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+def empty_model(folder: str | Path, **options: Any) -> nn.Module:
+    """Build the causal language model of a folder on the meta device; its ranks read their weights at the start.
+
+    Args:
+        folder: with config.json and safetensors, as `save_pretrained` writes it.
+        options: of `transformers.AutoModelForCausalLM.from_config`, such as ``attn_implementation`` and ``dtype``.
+
+    Raises:
+        ModelError: there is no such folder, or it has no safetensors.
+    """
+    import transformers
+
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is no folder with a config.json. Download the model first, such as with "
+            "huggingface_hub.snapshot_download, and give its folder."
+        )
+    StoredWeights(path)
+    config = transformers.AutoConfig.from_pretrained(path)
+    options.setdefault("dtype", getattr(config, "dtype", None) or torch.get_default_dtype())
+    with torch.device("meta"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
+    _FOLDERS[model] = path
+    return model
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model was built without weights.
+
+    Raises:
+        ModelError: a part of it was; or it has adapters, whose first values it cannot be given.
+    """
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not on_meta:
+        return False
+    if getattr(model, "peft_config", None):
+        raise ModelError(
+            "a model with adapters cannot be built on the meta device, since their first values are PEFT's to draw. "
+            "Load the base model whole, and add the adapters to it."
+        )
+    if len(on_meta) < sum(1 for _ in model.parameters()):
+        raise ModelError(f"a part of {type(model).__name__} is on the meta device ({on_meta[0]}), another is not.")
+    return True
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of a model that are on the meta device, such as rotary frequencies, as transformers does.
+
+    Raises:
+        ModelError: a buffer that transformers does not compute from the configuration.
+    """
+    pretrained = pretrained_of(model)
+    for name, module in list(model.named_modules()):
+        empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for key in empty:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            module._buffers[key] = torch.full_like(buffer, _nothing(buffer.dtype), device=device)
+        if not empty:
+            continue
+        _init(pretrained, module)
+        for key in empty:
+            filled = module._buffers[key]
+            assert filled is not None
+            if filled.numel() and bool(_is_nothing(filled).any()):
+                raise ModelError(
+                    f"{type(pretrained).__name__} cannot be built on the meta device: transformers does not compute "
+                    f"its buffer {name}.{key} again. Build it whole."
+                )
+
+
+def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
+    """Give the parameters that a stage has kept their memory and their values.
+
+    Args:
+        model: of which parts of other stages are taken out, and tensor-parallel stages are cut.
+        names: by name of a parameter in the model, its first one, under which the folder knows it.
+        device: where parameters live.
+
+    Raises:
+        ModelError: the folder lacks a parameter, or has it in another shape.
+    """
+    pretrained = pretrained_of(model)
+    folder = _FOLDERS.get(model)
+    stored = None if folder is None else StoredWeights(folder)
+    if stored is None:
+        _expect_one_draw(pretrained)
+    made: dict[int, nn.Parameter] = {}
+    for place in list(_places(model, names)):
+        before = place.module._parameters[place.attribute]
+        assert before is not None
+        if id(before) not in made:
+            local = torch.empty_like(before.to_local() if isinstance(before, DTensor) else before, device=device)
+            with torch.no_grad():
+                if stored is not None:
+                    local.copy_(_read(stored, place.name, before))
+                else:
+                    local.copy_(_draw(pretrained, place, before, device)[_own_part(before)])
+            made[id(before)] = _like(before, local)
+        place.module._parameters[place.attribute] = made[id(before)]
+    if stored is not None:
+        stored.close()
+
+
+def _places(model: nn.Module, names: Mapping[str, str]) -> Iterator[_Place]:
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                yield _Place(module, attribute, names[f"{prefix}.{attribute}" if prefix else attribute])
+
+
+def _read(stored: StoredWeights, name: str, parameter: Tensor) -> Tensor:
+    if name not in stored:
+        raise ModelError(
+            f"the folder of the model has no {name}, which this rank holds; its names are not those of the model's "
+            "parameters. Load it with from_pretrained, and give deepspeed.initialize the model with its weights."
+        )
+    if stored.shape(name) != tuple(parameter.shape):
+        raise ModelError(
+            f"{name} is {list(stored.shape(name))} in the folder and {list(parameter.shape)} in the model."
+        )
+    return stored.read(name, _own_part(parameter))
+
+
+def _draw(pretrained: PretrainedModel, place: _Place, before: Tensor, device: torch.device) -> Tensor:
+    """The values that transformers would draw for a whole parameter, from a seed by its name."""
+    module = place.module
+    whole = nn.Parameter(torch.empty(tuple(before.shape), dtype=before.dtype, device=device), requires_grad=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(torch.initial_seed() ^ zlib.crc32(place.name.encode()))
+        kept, module._parameters[place.attribute] = module._parameters[place.attribute], whole
+        try:
+            _init(pretrained, module, place.attribute)
+        finally:
+            module._parameters[place.attribute] = kept
+    return whole
+
+
+def _init(pretrained: PretrainedModel, module: nn.Module, attribute: str | None = None) -> None:
+    """Let transformers initialize a module: the parameter of that name, or buffers alone."""
+    others = [p for name, p in module._parameters.items() if p is not None and name != attribute]
+    for parameter in others:
+        setattr(parameter, _FILLED, True)
+    pretrained._init_weights(module)
+    for parameter in others:
+        delattr(parameter, _FILLED)
+
+
+def _expect_one_draw(pretrained: PretrainedModel) -> None:
+    """Refuse an embedding whose first values differ from those of the head that it is tied to."""
+    table = pretrained.get_input_embeddings()
+    is_tied = pretrained.config.to_dict().get("tie_word_embeddings")
+    if is_tied and getattr(table, "padding_idx", None) is not None:
+        raise ModelError(
+            f"{type(pretrained).__name__} cannot be built on the meta device without weights: its embedding has zeros "
+            "at pad_token_id, and is tied to a head that is drawn without them. Set pad_token_id to None, or give the "
+            "folder of its weights."
+        )
+
+
+def _own_part(parameter: Tensor) -> tuple[slice, ...]:
+    """Of a whole parameter, what this rank has of it."""
+    whole = [slice(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor) and isinstance(placement := parameter.placements[0], Shard):
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        size, ranks = parameter.shape[placement.dim], parameter.device_mesh.size()
+        step = -(-size // ranks)  # as torch.chunk
+        start = min(coordinate[0] * step, size)
+        whole[placement.dim] = slice(start, min(start + step, size))
+    return tuple(whole)
+
+
+def _like(before: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """A parameter with a rank's values, cut as the one on the meta device was."""
+    value = local
+    if isinstance(before, DTensor):
+        cut = before.device_mesh, before.placements
+        value = DTensor.from_local(local, *cut, run_check=False, shape=before.shape, stride=before.stride())
+    return nn.Parameter(value, requires_grad=before.requires_grad)
+
+
+def _nothing(dtype: torch.dtype) -> float | int | bool:
+    """A value that no buffer has."""
+    return float("nan") if dtype.is_floating_point else False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_nothing(buffer: Tensor) -> Tensor:
+    if buffer.dtype.is_floating_point:
+        return buffer.isnan()
+    return buffer.eq(_nothing(buffer.dtype)) if buffer.dtype is not torch.bool else torch.ones_like(buffer)

@@ -1,0 +1,167 @@
+"""Requirements of a transformers model that runs as stages of a pipeline, checked before it is cut.
+
+The cut relies on a decoder that does nothing but run its parts in order. Two short forwards without any layer show it:
+they must give back the hidden states that they are given, and hand the layers the same arguments whatever those are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hetero.errors import ModelError, PlanError
+from ds_hetero.frameworks.transformers.checks.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.frameworks.transformers.layers.rope_length import depends_on_length
+from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
+from ds_hetero.frameworks.transformers.stages.parts import Absent, DecoderParts, parts_of
+from ds_hetero.frameworks.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.values.plans import Plan
+
+_HEAD = "ForCausalLM"
+_PROBE_TOKENS = 4
+
+
+def check_cuttable(model: nn.Module) -> None:
+    """Refuse a model that cannot be cut into stages, whatever the plan.
+
+    Args:
+        model: a PreTrainedModel, or a module around one, whole and on this rank.
+
+    Raises:
+        ModelError: with the reason.
+    """
+    pretrained = pretrained_of(model)
+    name = type(pretrained).__name__
+    if not name.endswith(_HEAD):
+        raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
+    parts = parts_of(pretrained)
+    if is_on_meta(model):
+        fill_buffers(model, default_device())
+    _expect_runs_parts_only(pretrained, parts)
+
+
+def impossible_inners(model: nn.Module) -> dict[str, str]:
+    """Return why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
+    reasons = {"tensor": _refusal(check_tensor_model, model), "sequence": _refusal(_check_sharded, model)}
+    return {inner: reason for inner, reason in reasons.items() if reason is not None}
+
+
+def _check_sharded(model: nn.Module) -> None:
+    """Refuse a model whose stages cannot be split over the sequence."""
+    check_model(model)
+    if any(map(depends_on_length, model.modules())):
+        raise ModelError(
+            f"{type(pretrained_of(model)).__name__} cannot be split over the sequence inside a pipeline stage: its "
+            "rotary embedding depends on the length of the sequence. Use stages of one rank, or no pipelines."
+        )
+
+
+def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None:
+    try:
+        check(model)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def check_stages(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model that cannot be cut as the plan says, or another one than the plan is for.
+
+    Args:
+        model: see `check_cuttable`.
+        plan: of pipelines with layers.
+
+    Raises:
+        ModelError: the model cannot be cut; with the reason.
+        PlanError: the plan is for a model with other numbers of layers or heads.
+    """
+    check_cuttable(model)
+    pretrained = pretrained_of(model)
+    _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts_of(pretrained).layers)))
+    inners = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    if "sequence" in inners:
+        _check_sharded(model)
+    if "tensor" in inners:
+        check_tensor_stages(model, plan)
+
+
+def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: int) -> None:
+    assert plan.model is not None
+    heads = head_counts(pretrained)
+    planned = plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads
+    if planned != (num_layers, *heads):
+        raise PlanError(
+            f"the plan is for a model of {planned[0]} layers, {planned[1]} heads and {planned[2]} KV heads; "
+            f"{type(pretrained).__name__} has {num_layers}, {heads[0]} and {heads[1]}. Make a plan for this model."
+        )
+
+
+def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) -> None:
+    decoder = pretrained.base_model
+    weight = next(decoder.parameters())
+    device = default_device() if weight.is_meta else weight.device  # nothing that is left of the decoder is on meta
+    hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
+    given = [torch.full((1, _PROBE_TOKENS, hidden_size), x, dtype=weight.dtype, device=device) for x in (1, 2)]
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    with _without_layers(decoder, parts) as recorded, torch.no_grad():
+        try:
+            results = [decoder(inputs_embeds=x, position_ids=positions, use_cache=False)[0] for x in given]
+        except (AttributeError, TypeError, KeyError, RuntimeError) as error:
+            raise ModelError(
+                f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder does not run without its "
+                f"layers ({type(error).__name__}: {error})."
+            ) from None
+    does_more = any(not torch.equal(result, x) for result, x in zip(results, given, strict=True))
+    half = len(recorded) // 2
+    depends = any(not _equal(a, b) for a, b in zip(recorded[:half], recorded[half:], strict=True))
+    if does_more or depends:
+        what = "changes the hidden states outside its layers" if does_more else "hands layers more than hidden states"
+        raise ModelError(
+            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder {what}, which the stages "
+            "after the first would do again or lack."
+        )
+
+
+class _Recording(Absent):
+    """An absent layer that remembers its arguments."""
+
+    def __init__(self, recorded: list[list[Any]]) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._recorded.append([*args, *kwargs.values()])
+        return hidden
+
+
+@contextlib.contextmanager
+def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[Any]]]:
+    """Let the decoder run no layer and no norm inside, and record the arguments of its layers."""
+    layers = getattr(decoder, parts.layers)
+    kept, after = list(layers), {name: getattr(decoder, name) for name in parts.after}
+    recorded: list[list[Any]] = []
+    try:
+        for i in range(len(layers)):
+            layers[i] = _Recording(recorded)
+        for name in after:
+            setattr(decoder, name, Absent())
+        yield recorded
+    finally:
+        for i, layer in enumerate(kept):
+            layers[i] = layer
+        for name, module in after.items():
+            setattr(decoder, name, module)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b)

@@ -1,0 +1,340 @@
+"""One stage of a transformers model: the parts that its rank holds, and the forward of a micro-batch through them.
+
+The decoder of a stage is the whole model's, in which the parts of other stages give back what they are given. Its
+masks and rotary embeddings are made of positions, which every stage has; only hidden states travel. Parameters keep
+the names of the whole model.
+
+Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from ds_hetero.engine.forward_mode import sharding
+from ds_hetero.errors import BatchError, ModelError
+from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.layers.tiles import Tiles
+from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+from ds_hetero.frameworks.transformers.stages.export import write_stages
+from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
+from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
+from ds_hetero.frameworks.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
+from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
+from ds_hetero.runtime.loss import measure_tokens
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import UNTIMED, Clock, StepClock
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.plans import Plan
+
+_LABELS = "shift_labels"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageBatch:
+    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`.
+
+    Args:
+        whole: from `ds_hetero.runtime.data.shards.read_batch`.
+        scale: by which the sum of its token losses counts in the loss of the step.
+    """
+
+    whole: WholeBatch
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.whole.batch_size
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.whole.length
+
+
+class StageModel:
+    """A model of which this rank keeps one stage; `ds_hetero.runtime.pipeline.runner.StageCompute`.
+
+    Args:
+        model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are taken
+            out of it and freed.
+        plan: of pipelines; a rank that is idle in it keeps nothing.
+        rank: this process's.
+        tile_tokens: tokens of a sequence of which MLPs and logits are computed at once; None for all.
+
+    Attributes:
+        plan: of the job.
+        width: H.
+        dtype: of the parameters and of the activations between stages.
+        is_last: it computes the loss.
+        measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
+        is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, rank: int, tile_tokens: int | None = None) -> None:
+        assert plan.model is not None
+        place, num_layers = plan.place_of(rank), plan.model.num_layers
+        stage = plan.stage_of(rank)
+        self.model, self.plan, self._stage, self._rank = model, plan, stage, rank
+        self.is_writer = stage in plan.pipelines[0].stages and stage is not None and rank == stage.ranks[0]
+        self._writes = (place[1], len(plan.pipelines[0].stages)) if self.is_writer and place is not None else None
+        self._pretrained = pretrained_of(model)
+        self._decoder = self._pretrained.base_model
+        self.dtype: torch.dtype = self._pretrained.dtype
+        self.width: int = self._pretrained.config.get_text_config().to_dict()["hidden_size"]
+        self._names = _names_of_whole_model(model)
+        layers = (0, 0) if stage is None or stage.layers is None else stage.layers
+        self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
+        # Of all layers, before they are taken out: those that move here later are computed in tiles too.
+        self._tiles = None if tile_tokens is None else Tiles(self._pretrained, self._decoder, tile_tokens)
+        self._absent: dict[int, nn.Module] = {}
+        self._take_out(layers)
+        self._clock: Clock = UNTIMED
+        self._timers: list[RemovableHandle] = []
+        self._is_running = False
+        self.measures: Tensor | None = None
+        self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
+        self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
+        self._sharded: ShardedModel | None = None
+
+    def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
+        """Switch a ``"sequence"`` stage to the attention of its schedule.
+
+        Args:
+            replica: the stage's ranks.
+            kernel: see `ShardedModel`.
+        """
+        self._sharded = ShardedModel(self.model, replica, kernel)
+
+    def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's shards of a ``"tensor"`` stage; the model is on its device."""
+        cut_by_tensor_parallelism(self._pretrained, mesh)
+
+    def fill(self, device: torch.device) -> None:
+        """Give what this rank holds its memory and its values, where the model was built without weights.
+
+        Raises:
+            ModelError: the folder of the model lacks them.
+        """
+        fill_parameters(self.model, self._names, device)
+
+    def time_layers(self, clock: StepClock) -> None:
+        """Let a clock take the phases of the stage, and when its layers begin and end."""
+        self._clock = clock
+        if self._sharded is not None:
+            self._sharded.clock = clock
+        self._time_layers()
+
+    def _time_layers(self) -> None:
+        for timer in self._timers:
+            timer.remove()
+        clock = self._clock
+        held = [layer for layer in self._layers if not isinstance(layer, Absent)]
+        if held:
+            self._timers = [
+                held[0].register_forward_pre_hook(lambda *_: clock.enter_layers(), prepend=True),
+                held[-1].register_forward_hook(lambda *_: clock.leave_layers()),
+            ]
+
+    def change_layers(self, plan: Plan, device: torch.device) -> None:
+        """Hold the layers of another plan, whose ranks and stages are those of the one before.
+
+        Parameters of layers that are new here have memory but no values; those of layers that went are freed.
+
+        Args:
+            plan: the new one.
+            device: where the parameters shall be.
+        """
+        self.plan, stage = plan, plan.stage_of(self._rank)
+        if stage is None or stage.layers is None:
+            return
+        self._stage = stage
+        self.is_writer = stage in plan.pipelines[0].stages and self._rank == stage.ranks[0]
+        layers = self._layers
+        for i in range(len(layers)):
+            if not stage.layers[0] <= i < stage.layers[1]:
+                self._put_away(i)
+            elif i in self._absent:
+                layers[i] = with_memory(self._absent.pop(i), device).train(self._decoder.training)
+        self._time_layers()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The content of config.json of the whole model, as plain data."""
+        content: dict[str, Any] = json.loads(self._pretrained.config.to_json_string(use_diff=False))
+        return {**content, "architectures": [type(self._pretrained).__name__]}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by the names of the whole model; a tied parameter under its first name."""
+        held = self.model.named_parameters(remove_duplicate=False)
+        return {self._names[name]: parameter for name, parameter in held}
+
+    def partial_parameters(self) -> frozenset[str]:
+        """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
+        if self._stage is None or self._stage.inner != "tensor":
+            return frozenset()
+        ids = {id(p) for name, p in self._decoder.named_parameters() if name in partial_parameters(self._pretrained)}
+        return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights of all stages, and the configuration, as `from_pretrained` of transformers reads them.
+
+        Args:
+            folder: that all ranks see.
+
+        Caller: every rank of the world.
+
+        Raises:
+            ModelError: the model has adapters of PEFT, which a folder of a whole model does not hold.
+            CheckpointError: on every rank, when a rank cannot write.
+        """
+        if getattr(self.model, "peft_config", None):
+            raise ModelError(
+                "a model with adapters cannot be saved as a folder of transformers while it is cut into stages; "
+                "engine.save_checkpoint keeps the adapters."
+            )
+        write_stages(self.parameters(), self._writes, Path(folder))
+        if dist.get_rank() == 0:
+            self._pretrained.config.save_pretrained(folder)
+            if (generation := getattr(self._pretrained, "generation_config", None)) is not None:
+                generation.save_pretrained(folder)
+
+    def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
+        """Run the forward of a micro-batch: ``[b, s, H]`` or, on the last stage, this rank's summand of the loss.
+
+        Raises:
+            BatchError: the batch has entries that a stage cannot take.
+        """
+        inputs = self._inputs(batch)
+        if self._sharded is None:
+            self._clock.count_batch(batch.rows, batch.length, batch.length)
+        labels = inputs.pop(_LABELS, None)
+        is_placeholder = hidden is not None and hidden.shape[1] == 0
+        if hidden is not None:
+            inputs.pop("input_ids")
+            inputs["inputs_embeds"] = nn.functional.pad(hidden, (0, 0, 0, 1)) if is_placeholder else hidden
+        if self._tiles is not None:
+            self._tiles.begin(self._rank_tokens(batch.length))
+        with self._forward_of_stage():
+            if self.is_last:
+                if labels is None:
+                    raise BatchError("a batch needs labels, of which the last stage computes the loss.")
+                return self._loss_sum(inputs, labels) * batch.scale
+            output: Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
+        tokens = output.shape[1] if hidden is None else hidden.shape[1]
+        return output[:, : self._tokens(batch.length, tokens)]
+
+    def _loss_sum(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Token losses of this rank added up, and `measures` with them."""
+
+        def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            watched = () if self.measures is None else (measure_tokens(logits, labels),)
+            return (cross_entropy_sum(logits, labels), *watched)
+
+        if self._tiles is None:
+            loss_sum, *watched = of_logits(self._pretrained(**inputs, use_cache=False).logits, labels)  # type: ignore[operator]
+        else:
+            made, run = self._decoder(**inputs, use_cache=False), self._pretrained.forward
+            loss_sum, *watched = self._tiles.sums(run, made, {**inputs, _LABELS: labels}, of_logits)
+        if self.measures is not None:
+            self.measures += watched[0]
+        return loss_sum
+
+    def _rank_tokens(self, length: int) -> tuple[int, ...]:
+        """Tokens of a sequence on every rank of this stage."""
+        if self._stage is None or self._stage.schedule is None:
+            return (length,)
+        return stream_placement(self._stage.schedule, length).rank_tokens
+
+    def _tokens(self, length: int, otherwise: int) -> int:
+        """Tokens of this rank, 0 where a column of placeholders stands for none."""
+        if self._stage is None or self._stage.schedule is None:
+            return otherwise
+        return stream_placement(self._stage.schedule, length).tokens(self._rank)
+
+    def _inputs(self, batch: StageBatch) -> dict[str, Any]:
+        """Inputs of a forward from a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
+        device = next(iter(self.model.parameters())).device
+        assert self._stage is not None
+        if self._stage.schedule is None:
+            return {name: tensor.to(device) for name, tensor in batch.whole.sequences.items()}
+        placed = PlacedBatch(batch.whole, stream_placement(self._stage.schedule, batch.length))
+        return model_inputs(placed.shard(self._rank), device)
+
+    @contextlib.contextmanager
+    def _forward_of_stage(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            with contextlib.nullcontext() if self._sharded is None else sharding(True):
+                yield
+        finally:
+            self._is_running = False
+
+    def _expect_pipeline(self, *_: Any) -> None:
+        """Refuse a forward of a stage alone, which would give something else than the model's."""
+        if not self._is_running:
+            raise BatchError(
+                f"{type(self._pretrained).__name__} is cut into stages of pipelines, of which this rank has one: call "
+                "engine(**batch), on every rank. Generation and other uses of the model are not supported."
+            )
+
+    def _take_out(self, layers: tuple[int, int]) -> None:
+        """Put `Absent` in the place of what other stages hold."""
+        parts = parts_of(self._pretrained)
+        for i in range(len(self._layers)):
+            if not layers[0] <= i < layers[1]:
+                self._put_away(i)
+        absent = [*(() if self.is_first else parts.before), *(() if self.is_last else parts.after)]
+        for name in absent:
+            setattr(self._decoder, name, Absent())
+        if not self.is_last:
+            head = self._pretrained.get_output_embeddings()
+            name = next(name for name, module in self._pretrained.named_modules() if module is head)
+            setattr(self._pretrained, name, Absent())
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        """Of the decoder, present or not."""
+        layers: nn.ModuleList = getattr(self._decoder, parts_of(self._pretrained).layers)
+        return layers
+
+    def _put_away(self, i: int) -> None:
+        """Free a layer, and keep what it is like, so that it can come back."""
+        layer = self._layers[i]
+        if not isinstance(layer, Absent):
+            self._absent[i] = without_memory(layer)
+            self._layers[i] = Absent()
+
+
+def outputs_with(loss: Tensor, measures: Tensor | None = None) -> Any:
+    """Return what a model of transformers returns, with the loss, and with the sums that TRL's trainers log.
+
+    Args:
+        loss: of the global batch.
+        measures: see `measure_tokens`; None where nobody asked for them.
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    outputs = CausalLMOutput(loss=loss)
+    if measures is not None:
+        outputs.label_mask, outputs.entropy, outputs.is_top1 = measures.unbind()
+    return outputs
+
+
+def _names_of_whole_model(model: nn.Module) -> Mapping[str, str]:
+    """By every name of a parameter, the first one: those of a tied parameter share it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

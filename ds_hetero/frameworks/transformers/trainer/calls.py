@@ -1,0 +1,110 @@
+"""Trainers whose loss is of whole sequences: their batches stay whole, and their models are called by sharded calls.
+
+Such a trainer sees what it sees as one process per replica: whole batches, the model's own outputs put together, and
+numbers gathered once per replica. So its loss, its metrics and its evaluation are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
+from ds_hetero.errors import ConfigError, VersionError
+from ds_hetero.frameworks.accelerate.adapter import gathering_over_replicas, one_process_per_replica
+from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
+from ds_hetero.frameworks.trl.trainers import needs_whole_sequences
+
+# Before this release the Trainer rounds the number of labels that it divides such losses by.
+_OLDEST = Version("5.20")
+_OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
+
+
+def takes_whole_batches(trainer: Any) -> bool:
+    """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
+    from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    return from_logits or needs_whole_sequences(trainer)
+
+
+def expect_equal_replicas(trainer: Any) -> None:
+    """Refuse a loss of whole sequences where replicas take different batches.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
+        "these take different batches. Give all replicas of the schedule the same micro_batch_size and micro_batches."
+    )
+
+
+@contextlib.contextmanager
+def calls_sharded(trainer: Any) -> Iterator[None]:
+    """Let the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
+
+    Raises:
+        VersionError: transformers' Trainer would divide such losses by a rounded number.
+    """
+    if Version(version("transformers")) < _OLDEST:
+        raise VersionError(
+            f"{type(trainer).__name__} computes its loss from whole sequences or from all logits, which trains as on "
+            f"one process from transformers {_OLDEST} on; {version('transformers')} is installed. Upgrade it, or leave "
+            "out label smoothing and compute_loss_func."
+        )
+    if wanted_results() is not None:  # an evaluation inside of the training
+        yield
+        return
+    before = trainer.model_accepts_loss_kwargs  # False where the Trainer counts labels for sequence parallelism
+    trainer.model_accepts_loss_kwargs = _accepts_loss_kwargs(trainer)
+    try:
+        with sharded_calls(_OWN_OUTPUTS), gathering_over_replicas(trainer.accelerator):
+            yield
+    finally:
+        trainer.model_accepts_loss_kwargs = before
+
+
+def _accepts_loss_kwargs(trainer: Any) -> bool:
+    """Whether the Trainer counts the labels of a step on one process, by its own rule."""
+    model = pretrained_of(trainer.model)
+    accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return accepts
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def evaluating(is_sharded: Any, stock: Any) -> Any:
+    """Replace ``Trainer.evaluate`` and ``Trainer.predict``.
+
+    Args:
+        is_sharded: whether a Trainer trains with sequence parallelism by this engine.
+        stock: the method.
+    """
+
+    @functools.wraps(stock)
+    def evaluate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (is_sharded(trainer) and takes_whole_batches(trainer)):
+            return stock(trainer, *args, **kwargs)
+        with calls_sharded(trainer):
+            return stock(trainer, *args, **kwargs)
+
+    return evaluate
+
+
+def training_step(stock: Any) -> Any:
+    """Replace ``Trainer.training_step``: it computes its loss as one process per replica does."""
+
+    @functools.wraps(stock)
+    def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if wanted_results() is None:
+            return stock(trainer, *args, **kwargs)
+        with one_process_per_replica():
+            return stock(trainer, *args, **kwargs)
+
+    return step

@@ -1,0 +1,281 @@
+"""The Hugging Face Trainer: each sample once, and the loss of the accumulated batch as in one process.
+
+`PRIVATE_NAMES` are those of `transformers.Trainer` that ds_hetero knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.trainer
+from transformers import Trainer
+
+from ds_hetero.engine.calls.loader import is_placeholder
+from ds_hetero.engine.forward_mode import sharding, wanted_results
+from ds_hetero.engine.registry import Registry
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.accelerate.adapter import asks_for_engine, loaders_over_replicas, skip_first_batches
+from ds_hetero.frameworks.transformers.trainer.calls import (
+    calls_sharded,
+    evaluating,
+    expect_equal_replicas,
+    takes_whole_batches,
+    training_step,
+)
+from ds_hetero.frameworks.transformers.trainer.checks import expect_labels, expect_splittable, naming_trainer
+from ds_hetero.frameworks.transformers.trainer.saving import failing_together, marking_unfinished, saving_stages
+from ds_hetero.frameworks.trl.completions import CompletionTrainers
+from ds_hetero.job.request import ReplicaBatches
+from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.step_clock import IDLE
+from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+
+PRIVATE_NAMES = (
+    "transformers:Trainer.__init__",
+    "transformers:Trainer._get_dataloader",
+    "transformers:Trainer._get_output_dir",
+    "transformers:Trainer._inner_training_loop",
+    "transformers:Trainer._save_checkpoint",
+    "transformers:Trainer._save_optimizer_and_scheduler",
+    "transformers:Trainer._save_rng_state",
+    "transformers:Trainer._track_num_input_tokens",
+    "transformers:Trainer.compute_loss",
+    "transformers:Trainer.get_batch_samples",
+    "transformers:Trainer.get_sp_size",
+    "transformers:Trainer.get_total_train_batch_size",
+    "transformers:Trainer.evaluate",
+    "transformers:Trainer.predict",
+    "transformers:Trainer.save_model",
+    "transformers:Trainer.set_initial_training_values",
+    "transformers:Trainer.training_step",
+    "transformers.trainer:skip_first_batches",
+)
+
+
+def install(registry: Registry) -> None:
+    """Replace the methods that count batches, samples and tokens, and the loss."""
+    replace, completions = registry.patches.replace, CompletionTrainers(registry)
+    replace(Trainer, "__init__", lambda stock: completions.constructing(_is_sharded, stock))
+    replace(Trainer, "_inner_training_loop", lambda stock: _accumulating_micro_steps(registry, stock))
+    replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
+    replace(Trainer, "set_initial_training_values", _counting_batches_once)
+    replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
+    replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
+    replace(Trainer, "_track_num_input_tokens", _counting_tokens_once)
+    replace(transformers.trainer, "skip_first_batches", skip_first_batches)
+    replace(Trainer, "training_step", training_step)
+    for name in ("evaluate", "predict"):
+        replace(Trainer, name, lambda stock: evaluating(_is_sharded, stock))
+    replace(Trainer, "save_model", lambda stock: saving_stages(registry, stock))
+    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
+        replace(Trainer, name, failing_together)
+    replace(Trainer, "_save_checkpoint", marking_unfinished)
+
+
+def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
+    """Where replicas take different batches, an optimizer step is as many micro-batches as the busiest of them has.
+
+    For the time of the loop; before and after, the arguments are what the user gave.
+    """
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        trainer, arguments = given["self"], given["args"]
+        is_whole = _is_sharded(trainer) and takes_whole_batches(trainer)
+        if _is_sharded(trainer):
+            expect_splittable(trainer)
+        batches = _replica_batches(registry, trainer)
+        if is_whole and batches is not None:
+            expect_equal_replicas(trainer)
+        if batches is None:
+            with calls_sharded(trainer) if is_whole else contextlib.nullcontext():
+                return stock(*args, **kwargs)
+        if not arguments.average_tokens_across_devices:
+            raise ConfigError(
+                "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
+                f"({batches.split}); leave it out."
+            )
+        steps = arguments.gradient_accumulation_steps
+        arguments.gradient_accumulation_steps = batches.split.micro_steps
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            arguments.gradient_accumulation_steps = steps
+
+    return inner_training_loop
+
+
+def _expect_loss_only(trainer: Any) -> None:
+    """Refuse metrics of logits, which no rank has whole where a model is cut into stages of pipelines.
+
+    Raises:
+        ConfigError: the Trainer has ``compute_metrics``.
+    """
+    if trainer.compute_metrics is not None:
+        raise ConfigError(
+            "compute_metrics needs logits, which stay on the last stages of pipelines. Leave it out and use eval_loss."
+        )
+
+
+def _same_on_all_ranks(values: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a gather over data-parallel ranks: pipelines evaluate the same batch on all ranks."""
+    return values
+
+
+def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
+    @functools.wraps(stock)
+    def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_pipelined = registry.is_pipelined(trainer.model)
+        if is_pipelined:
+            _expect_loss_only(trainer)
+            trainer.gather_function = _same_on_all_ranks
+        over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(trainer)
+        if not over_replicas or not _is_sharded(trainer):
+            return stock(trainer, *args, **kwargs)
+        with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
+            return stock(trainer, *args, **kwargs)
+
+    return get_dataloader
+
+
+def _counting_batches_once(stock: Any) -> Any:
+    """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
+
+    @functools.wraps(stock)
+    def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
+        if not _is_sharded(trainer):
+            return stock(trainer, args, dataloader)
+        samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
+        if reader is not None:
+            samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
+        trainer.get_sp_size = lambda: 1
+        trainer.get_total_train_batch_size = lambda args: samples
+        try:
+            return stock(trainer, args, dataloader)
+        finally:
+            del trainer.get_sp_size, trainer.get_total_train_batch_size
+
+    return set_initial_training_values
+
+
+@dataclass(frozen=True)
+class _MicroSteps:
+    """A loader for counting: as long as the one that the model will be given, where replicas take different batches."""
+
+    dataset: Any
+    reader: ReplicaSampler | ReplicaStream
+
+    def __len__(self) -> int:
+        return steps_in_epoch(self.reader) * self.reader.split.micro_steps
+
+
+def _counting_items(registry: Registry, stock: Any) -> Any:
+    """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike.
+
+    Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
+    """
+
+    @functools.wraps(stock)
+    def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        split = registry.find_split(trainer.model)
+        if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
+            return stock(trainer, epoch_iterator, num_batches, device)[0], None
+        if split is None:
+            return stock(trainer, epoch_iterator, num_batches, device)
+        if wanted_results() is not None:
+            batches, items = stock(trainer, epoch_iterator, num_batches, device)
+            return batches, None if items is None else items * trainer.get_sp_size()  # gathered once per replica
+        with sharding(True), naming_trainer(trainer):
+            batches, _ = stock(trainer, epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        for batch in batches:
+            expect_labels(trainer, batch)
+        items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
+        if trainer.args.average_tokens_across_devices:
+            dist.all_reduce(items)
+            return batches, items
+        dist.all_reduce(items, group=split.replica.sp_group)
+        return batches, items * split.replica.num_replicas
+
+    return get_batch_samples
+
+
+def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
+    """From the mean over this rank's labels, which models and fused losses agree on."""
+
+    @functools.wraps(stock)
+    def compute_loss(
+        trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if registry.is_pipelined(trainer.model):
+            outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
+            _say_whether_scaled(trainer, scaled=True)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+        split = registry.find_split(trainer.model)
+        if split is None or not split.takes_shards or wanted_results() is not None:
+            return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["shift_labels"]
+        for_model = {} if split.shifts_labels_itself else {"labels": labels}
+        outputs = model(**{**for_model, **inputs})
+        num_tokens = labels.ne(IGNORE_INDEX).sum()
+        if for_model:
+            loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0])
+        else:
+            loss_sum = cross_entropy_sum(outputs["logits"], labels)
+        with split.clock.phase(IDLE, "loss"):
+            loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
+        _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+        return (loss, outputs) if return_outputs else loss
+
+    return compute_loss
+
+
+def _say_whether_scaled(trainer: Any, *, scaled: bool) -> None:
+    """Say whether the loss is divided by the micro-batches of a step already, or is still to be.
+
+    Trainers of older releases cannot be told: they divide all losses but those of models that take the number of items.
+    """
+    if hasattr(Trainer, "loss_is_scaled_for_ga"):
+        trainer.loss_is_scaled_for_ga = scaled
+    elif scaled:
+        trainer.current_gradient_accumulation_steps = 1
+
+
+def _counting_tokens_once(stock: Any) -> Any:
+    """Placeholders are no tokens."""
+
+    @functools.wraps(stock)
+    def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
+        if is_placeholder(inputs):
+            inputs = {
+                name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
+            }
+        stock(trainer, inputs)
+
+    return track_num_input_tokens
+
+
+def _replica_batches(registry: Registry, trainer: Any) -> ReplicaBatches | None:
+    """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
+    if not _is_sharded(trainer) or registry.is_pipelined(trainer.model):
+        return None
+    if (prepared := registry.find(trainer.model)) is not None:
+        replica = prepared.model.replica
+        return None if replica.batch_split is None else ReplicaBatches(replica.batch_split, replica.replica_id)
+    return registry.request_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).batches_of(dist.get_rank())
+
+
+def _is_sharded(trainer: Any) -> bool:
+    """Whether this Trainer trains with sequence parallelism by this engine."""
+    return asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1

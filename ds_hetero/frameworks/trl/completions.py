@@ -1,0 +1,188 @@
+"""TRL's trainers that generate completions and train on them: each replica is a process to them.
+
+Their batches are lists of prompts, the same on all ranks of a replica. Every rank generates with the whole model; the
+completions of a replica's first rank are taken by all of its ranks, since unlike devices draw unlike tokens. Rewards,
+which every rank computes, are gathered from the first ranks of the replicas. Log-probabilities are made by sharded
+calls. What else such a trainer counts by processes is counted by replicas: seeds, prompts of a generation, slices of
+the advantages, metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_hetero.engine.forward_mode import sharding, wanted_results
+from ds_hetero.engine.registry import Registry
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.accelerate.adapter import gathered_from_replicas, one_process_per_replica, size_of_accelerate
+from ds_hetero.frameworks.trl.trainers import expect_known, generating_class
+from ds_hetero.runtime.collectives import on_all_ranks
+
+logger = logging.getLogger(__name__)
+
+
+class CompletionTrainers:
+    """TRL's trainers that generate, made ready for sequence parallelism as they are constructed.
+
+    Args:
+        registry: knows how models are split, and undoes what is replaced in TRL.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._ready: set[type] = set()
+
+    def constructing(self, is_sharded: Callable[[Any], bool], stock: Any) -> Any:
+        """Replace ``Trainer.__init__``, after which such a trainer sets its seed and reads its counts.
+
+        Args:
+            is_sharded: whether a Trainer trains with sequence parallelism by this engine.
+            stock: the method.
+        """
+
+        @functools.wraps(stock)
+        def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            stock(trainer, *args, **kwargs)
+            kind = generating_class(trainer)
+            if kind is None or not is_sharded(trainer):
+                return
+            expect_known(trainer)
+            expect_tried(trainer)
+            count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
+            if kind not in self._ready:
+                self._ready.add(kind)
+                self._make_ready(kind)
+
+        return init
+
+    def _make_ready(self, kind: type) -> None:
+        """Replace what counts processes in the module and in the class of a trainer."""
+        module, replace = sys.modules[kind.__module__], self._registry.patches.replace
+        for name in ("gather", "gather_object"):
+            replace(module, name, gathered_from_replicas)
+        replace(module, "set_seed", _seeding_by_replica)
+        replace(module, "unwrap_model_for_generation", self._generating_alike)
+        replace(kind, "prediction_step", _as_one_process)
+
+    def _generating_alike(self, stock: Any) -> Any:
+        """The model that generates takes whole batches, and returns what the replica's first rank generates."""
+
+        @functools.wraps(stock)
+        @contextlib.contextmanager
+        def unwrap_model_for_generation(model: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+            split = self._registry.find_split(accelerator.unwrap_model(model))
+            if split is None:
+                with stock(model, accelerator, *args, **kwargs) as unwrapped:
+                    yield unwrapped
+                return
+            with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
+                generate = unwrapped.generate
+
+                def first_of_replica(*args: Any, **kwargs: Any) -> torch.Tensor:
+                    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+                        return generate(*args, **kwargs).cpu(), torch.get_rng_state()
+
+                    tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
+                    torch.set_rng_state(random_state)
+                    return tokens.to(accelerator.device)
+
+                unwrapped.generate = first_of_replica
+                try:
+                    yield unwrapped
+                finally:
+                    del unwrapped.generate
+
+        return unwrap_model_for_generation
+
+
+def expect_tried(trainer: Any) -> None:
+    """Refuse what was not tried with a trainer that generates.
+
+    Raises:
+        ConfigError: with all such arguments, and what to do.
+    """
+    asked = {
+        "use_vllm": trainer.use_vllm,
+        "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
+        "use_liger_kernel": trainer.args.use_liger_kernel,
+        "rollout_func": getattr(trainer, "rollout_func", None) is not None,
+        "tools": bool(getattr(trainer, "tools", None)),
+        "environment_factory": getattr(trainer, "environment_factories", None) is not None,
+        "a processor of images": trainer._is_vlm,
+        "a loss of routers (router_aux_loss_coef=0 leaves it out)": trainer.aux_loss_enabled,
+    }
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise ConfigError(
+            f"{type(trainer).__name__} was not tried on parts of sequences with {', '.join(refused)}. Train without "
+            f"{'it' if len(refused) == 1 else 'them'}, or without sequence parallelism."
+        )
+
+
+def count_replicas(arguments: Any, num_replicas: int) -> None:
+    """Let the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
+
+    Args:
+        arguments: of the trainer; ``generation_batch_size`` is set to what all replicas take in one generation.
+        num_replicas: of the job.
+
+    Raises:
+        ConfigError: a batch of all replicas does not hold all generations of each of its prompts.
+    """
+    steps, per_replica = arguments.steps_per_generation, arguments.per_device_train_batch_size
+    size = per_replica * num_replicas * steps
+    if size % arguments.num_generations:
+        raise ConfigError(
+            f"num_generations={arguments.num_generations} does not divide the {size} completions of one generation, "
+            f"which are per_device_train_batch_size={per_replica} times {num_replicas} replica(s) times "
+            f"steps_per_generation={steps}: ranks that share a sequence count once. Change one of them."
+        )
+    evaluated = arguments.per_device_eval_batch_size * num_replicas
+    num_generations = arguments.num_generations_eval or arguments.num_generations
+    if arguments.eval_strategy != "no" and evaluated % num_generations:
+        raise ConfigError(
+            f"num_generations={num_generations} of an evaluation does not divide the {evaluated} completions of a "
+            f"batch, which are per_device_eval_batch_size={arguments.per_device_eval_batch_size} times {num_replicas} "
+            "replica(s): ranks that share a sequence count once. Change one of them."
+        )
+    if size != arguments.generation_batch_size and steps != arguments.gradient_accumulation_steps:
+        logger.warning(
+            "generation_batch_size is %d, of %d replica(s), and not %d: ranks that share a sequence count once. "
+            "steps_per_generation=%d is kept; set that one to change it.",
+            size,
+            num_replicas,
+            arguments.generation_batch_size,
+            steps,
+        )
+    arguments.generation_batch_size = size
+
+
+def _seeding_by_replica(stock: Any) -> Any:
+    """A seed for each process is one for each replica."""
+
+    @functools.wraps(stock)
+    def set_seed(seed: int, device_specific: bool = False, **kwargs: Any) -> None:
+        with one_process_per_replica() if size_of_accelerate() is not None else contextlib.nullcontext():
+            stock(seed, device_specific, **kwargs)
+
+    return set_seed
+
+
+def _as_one_process(stock: Any) -> Any:
+    """Replace ``prediction_step``, which generates and divides losses."""
+
+    @functools.wraps(stock)
+    def prediction_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
+            return stock(trainer, *args, **kwargs)
+
+    return prediction_step

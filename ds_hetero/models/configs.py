@@ -1,0 +1,255 @@
+"""Models by their configuration: from a config.json to a `ModelSpec`.
+
+A model is a Hugging Face ``config.json``, a folder that holds one, the same inline, or the name of a preset in
+ds_configs/models, which are such files too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.common.limits import MAX_HEADS, MAX_LAYERS, is_whole, whole_rule
+from ds_hetero.common.paths import config_dir, is_file, is_folder
+from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.text import listed, nearest
+from ds_hetero.errors import ModelError
+from ds_hetero.models.recurrent_layers import RecurrentLayers, recurrent_layers_of
+from ds_hetero.models.shapes import ModelSpec
+
+
+def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
+    """A model from a config.json, a folder with one, the name of a preset, or the same inline.
+
+    Raises:
+        ModelError: no such file or preset, not JSON, or anything that `model_from_config` refuses.
+    """
+    if isinstance(source, Mapping):
+        name = source.get("model_type")
+        return model_from_config(source, name if isinstance(name, str) and name else "model")
+    return model_from_config(read_model_config(source), _config_file(source)[1])
+
+
+def read_model_config(source: str | Path) -> Any:
+    """Return the content of the config.json that a source stands for.
+
+    Args:
+        source: a config.json, a folder with one, or the name of a preset.
+
+    Raises:
+        ModelError: no such file or preset, or not JSON.
+    """
+    path, _ = _config_file(source)
+    try:
+        return read_file(path, "model", ModelError)
+    except ModelError as error:
+        if path.name == "config.json" or str(source) in model_names() or is_file(path):
+            raise
+        close = nearest(str(source), model_names(), cutoff=0.4)
+        raise ModelError(
+            f"cannot read model {shortened(str(source))}: it is neither a Hugging Face config.json, a folder with one, "
+            f"nor a preset{f'; did you mean {close!r}?' if close else '.'} Presets: {', '.join(model_names())}."
+        ) from error
+
+
+def _config_file(source: str | Path) -> tuple[Path, str]:
+    """The file that a source stands for, and the model's name."""
+    path = Path(source)
+    if is_folder(path):
+        return path / "config.json", path.resolve().name
+    if is_file(path):
+        return path, path.resolve().parent.name if path.name == "config.json" else path.stem
+    if str(source) in model_names():
+        return config_dir() / "models" / f"{source}.json", str(source)
+    return path, str(source)
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(path.stem for path in (config_dir() / "models").glob("*.json")))
+
+
+def model_from_config(config: Any, name: str) -> ModelSpec:
+    """A model from the content of a Hugging Face config.json, by its keys and not by its type.
+
+    Raises:
+        ModelError: keys are missing or wrong, or the layers are not alike, or attention is not plain softmax attention
+            over the whole sequence; the message names the key.
+    """
+    if not isinstance(config, Mapping):
+        raise ModelError(f"{name}: a model config is a JSON object, got {shortened(config)}.")
+    if config.get("text_config") is not None:  # multimodal models keep the decoder's shape in here
+        config = config["text_config"]
+        if not isinstance(config, Mapping):
+            raise ModelError(f"{name}: text_config must be an object, got {shortened(config)}.")
+    gpt2 = "n_embd" in config
+    layers, hidden, heads = ("n_layer", "n_embd", "n_head") if gpt2 else _NAMES
+    missing = [key for key in (layers, hidden, heads, "vocab_size") if key not in config]
+    count = int(config[layers]) if is_whole(config.get(layers), 1, MAX_LAYERS) else 0
+    _refuse_unlike_layers(config, name)
+    recurrent = recurrent_layers_of(config, count, name) if count else None
+    _refuse_other_attention(config, name, recurrent)
+    experts_key = next((key for key in ("num_local_experts", "num_experts") if config.get(key)), None)
+    if recurrent is not None and _is_dense(config, count):
+        experts_key = None
+    mlp_key, shared_key = _mlp_keys(config, experts_key, recurrent)
+    if not gpt2 and mlp_key not in config:
+        missing.append(mlp_key)
+    if experts_key and "num_experts_per_tok" not in config:
+        missing.append("num_experts_per_tok")
+    if missing:
+        raise ModelError(
+            f"{name}: the model config lacks {', '.join(missing)}; it has {listed(sorted(map(str, config)))}."
+        )
+    hidden_size = _whole(config, hidden, name)
+    num_heads, num_kv_heads, head_dim = _head_sizes(config, heads, hidden, name)
+    if gpt2:
+        mlp_size = _whole(config, "n_inner", name) if config.get("n_inner") else 4 * hidden_size
+    else:
+        mlp_size = _whole(config, mlp_key, name)
+    activation = _text(config, "activation_function" if "hidden_act" not in config else "hidden_act", name).lower()
+    ungated = gpt2 or _text(config, "model_type", name) in _UNGATED
+    return ModelSpec(
+        name=name,
+        num_layers=_whole(config, layers, name),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mlp_size=mlp_size,
+        vocab_size=_whole(config, "vocab_size", name),
+        gated_mlp=not ungated and activation != "relu",
+        tied_embeddings=_flag(config, "tie_word_embeddings", gpt2, name),
+        num_experts=_whole(config, experts_key, name) if experts_key else 0,
+        experts_per_token=_whole(config, "num_experts_per_tok", name) if experts_key else 0,
+        shared_mlp_size=_whole(config, shared_key, name) if shared_key else 0,
+        gated_attention=recurrent is not None and _text(config, "model_type", name).startswith(_GATED_ATTENTION),
+        recurrent=recurrent,
+    )
+
+
+def _refuse_unlike_layers(config: Mapping[str, Any], name: str) -> None:
+    """Sizes of some layers beside those of the model, as of Gemma 4; these are read nowhere else."""
+    unlike = "layers of unlike sizes have no cost model yet."
+    by_layer = config.get("per_layer_config") or {}
+    for layer, sizes in by_layer.items() if isinstance(by_layer, Mapping) else ():
+        for key, value in sizes.items() if isinstance(sizes, Mapping) else ():
+            if value != config.get(key):
+                raise ModelError(f"{name}: per_layer_config gives layer {layer} {key}={shortened(value)}; {unlike}")
+    for key in ("num_attention_heads_per_layer", "num_key_value_heads_per_layer"):
+        values = config.get(key)
+        first, *others = values if _is_list(values) and values else [None]
+        if other := next((value for value in others if value != first), None):
+            raise ModelError(f"{name}: {key} has {shortened(first)} and {shortened(other)}; {unlike}")
+    for key, common in (("global_head_dim", "head_dim"), ("num_global_key_value_heads", "num_key_value_heads")):
+        if config.get(key) is not None and config[key] != config.get(common):
+            given = f"{key}={shortened(config[key])} beside {common}={shortened(config.get(common))}"
+            raise ModelError(f"{name}: {given}: {unlike}")
+
+
+_LARGEST = {
+    "num_attention_heads": MAX_HEADS,
+    "n_head": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "num_hidden_layers": MAX_LAYERS,
+    "n_layer": MAX_LAYERS,
+    "num_local_experts": 100_000,
+    "num_experts": 100_000,
+    "num_experts_per_tok": 100_000,
+    "vocab_size": 2**30,
+}
+_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+_UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
+
+
+def _head_sizes(config: Mapping[str, Any], heads: str, hidden: str, name: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the width of a head; ``heads`` and ``hidden`` are the config's keys."""
+    num_heads, hidden_size, kv_key = _whole(config, heads, name), _whole(config, hidden, name), "num_key_value_heads"
+    num_kv_heads = _whole(config, kv_key, name) if config.get(kv_key) is not None else num_heads
+    if config.get("head_dim") is not None:
+        head_dim = _whole(config, "head_dim", name)
+    elif hidden_size % num_heads:
+        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}; give head_dim.")
+    else:
+        head_dim = hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{name}: {heads}={num_heads} is not a multiple of {kv_key}={num_kv_heads}.")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _mlp_keys(
+    config: Mapping[str, Any], experts_key: str | None, recurrent: RecurrentLayers | None
+) -> tuple[str, str | None]:
+    """The keys of the width of an MLP or an expert, and of an MLP beside the experts; None where there is none."""
+    shared = next((key for key in _SHARED if config.get(key)), None) if recurrent else None
+    if experts_key is None:  # what stands beside no experts is the only MLP
+        return ("shared_intermediate_size" if shared == "shared_intermediate_size" else "intermediate_size"), None
+    return ("moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"), shared
+
+
+def _is_dense(config: Mapping[str, Any], num_layers: int) -> bool:
+    """Whether every layer's MLP is a plain one although the configuration has experts."""
+    plain = config.get("mlp_only_layers")
+    return isinstance(plain, (list, tuple)) and all(layer in plain for layer in range(num_layers))
+
+
+_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+
+
+def _refuse_other_attention(config: Mapping[str, Any], name: str, recurrent: RecurrentLayers | None) -> None:
+    """Layers that a split of heads and tokens cannot describe.
+
+    Args:
+        config: of the decoder.
+        name: of the model, for messages.
+        recurrent: what is known of the layers that carry a state.
+    """
+    known: tuple[str, ...] = ()
+    if recurrent is not None:
+        known = ("linear_num_key_heads", "mamba_d_state", *_SHARED)
+        known += ("mlp_only_layers",) if _is_dense(config, recurrent.num_model_layers) else ()
+    for key in ("kv_lora_rank", "linear_num_key_heads", "ssm_state_size", "mamba_d_state", "attn_layer_period"):
+        if config.get(key) and key not in known:
+            raise ModelError(f"{name}: {key} names a kind of layer that this planner has no cost model for.")
+    for key in ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers"):
+        if config.get(key) and key not in known:
+            given = f"{key}={shortened(config[key])}"
+            raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not (_is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
+        raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
+    other = sorted(set(layer_types or []) - {"full_attention"})
+    if other and recurrent is None:
+        raise ModelError(f"{name}: layer_types has {listed(other, 8)}; only full_attention can be planned.")
+    if config.get("sliding_window") and _flag(config, "use_sliding_window", True, name):
+        raise ModelError(
+            f"{name}: sliding_window={shortened(config['sliding_window'])}: attention over a window cannot be planned. "
+            "Set it to null for full attention."
+        )
+
+
+def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
+    value, most = config[key], _LARGEST.get(key, 2**24)
+    if not is_whole(value, 1, most):
+        raise ModelError(f"{name}: {key} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
+    return int(value)
+
+
+def _text(config: Mapping[str, Any], key: str, name: str) -> str:
+    value = config.get(key)
+    if not (value is None or isinstance(value, str)):
+        raise ModelError(f"{name}: {key} must be text, got {shortened(value)}.")
+    return value or ""
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool, name: str) -> bool:
+    value = config.get(key)
+    if not (value is None or isinstance(value, bool)):
+        raise ModelError(f"{name}: {key} must be true or false, got {shortened(value)}.")
+    return default if value is None else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,1 @@
+"""Costs of documents on the units of a schedule, and the time of a batch that is placed."""

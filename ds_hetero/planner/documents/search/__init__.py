@@ -1,0 +1,1 @@
+"""The search for a placement of a batch's documents."""

@@ -1,0 +1,112 @@
+"""Simple placements of documents: every one over all units, and every one over the units of one node.
+
+The planner is never predicted to be slower than these two and the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+from operator import mul
+
+from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, Pieces, deal
+from ds_hetero.values.splits import share
+
+
+def over_all_units(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units in proportion to their speed: context parallelism as usual, but by speed."""
+    return [_over(range(len(costs.token_s)), length, costs) for length in lengths]
+
+
+def over_all_units_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """Predicted time of `over_all_units`, without its rounding to whole tokens."""
+    return _shared_s(range(len(costs.token_s)), lengths, costs, crossing=costs.num_nodes > 1)
+
+
+def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units of its node.
+
+    Args:
+        lengths: of the documents.
+        by_node: documents of every node.
+        costs: of the units.
+    """
+    placed: list[Pieces] = [[] for _ in lengths]
+    for units, documents in zip(costs.units_by_node, by_node, strict=True):
+        for j in documents:
+            placed[j] = _over(units, lengths[j], costs)
+    return placed
+
+
+def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tuple[float, list[list[int]]]:
+    """Documents dealt whole to nodes, longest first: the predicted time of `over_one_node`, and who holds what.
+
+    Args:
+        lengths: of the documents.
+        nodes: empty bins, one per node, with the speed of all its units.
+        costs: of the units.
+
+    Returns:
+        Infinity and nothing where memory does not suffice.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
+    dealt = deal([DocumentPart(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
+    if dealt is None or any(len(pieces) > 1 for pieces in dealt):
+        return float("inf"), []
+    by_node: list[list[int]] = [[] for _ in range(costs.num_nodes)]
+    for j, pieces in zip(order, dealt, strict=True):
+        by_node[pieces[0][0]].append(j)
+    times = (
+        _shared_s(units, [lengths[j] for j in documents], costs, crossing=False)
+        for units, documents in zip(costs.units_by_node, by_node, strict=True)
+    )
+    return max(times), by_node
+
+
+def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """A bound below every `over_one_node_s`: perfect balance, and what cutting every document adds on average."""
+    tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
+    speed, added = 0.0, float("inf")
+    for units in costs.units_by_node:
+        speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
+        cut_s = (v * costs.square_s[unit] for v, unit in zip(speeds, units, strict=True))
+        added = min(added, costs.fragment_rows * tokens * fsum(cut_s) if len(units) > 1 else 0.0)
+        speed += fsum(speeds)
+    return (1 + added) / speed
+
+
+def _shares(units: Sequence[int], costs: UnitCosts) -> list[float]:
+    """Share of every unit in a document: in proportion to its speed outside attention, 0 without memory."""
+    speeds = [1 / costs.token_s[unit] if costs.most_tokens[unit] else 0.0 for unit in units]
+    whole = fsum(speeds)
+    return [speed / whole for speed in speeds]
+
+
+def _over(units: Sequence[int], length: int, costs: UnitCosts) -> Pieces:
+    tokens = share(length, _shares(units, costs))
+    return [(unit, count) for unit, count in zip(units, tokens, strict=True) if count]
+
+
+def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *, crossing: bool) -> float:
+    """Predicted time if ``units`` share all of these documents; infinity where a unit's memory does not suffice."""
+    if not any(costs.most_tokens[unit] for unit in units):
+        return float("inf") if lengths else 0.0
+    tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
+    shares = _shares(units, costs)
+    of_node = [0.0] * costs.num_nodes
+    for unit, part in zip(units, shares, strict=True):
+        of_node[costs.node[unit]] += part
+    slowest_s = 0.0
+    for unit, part in zip(units, shares, strict=True):
+        node = costs.node[unit]
+        if part and tokens * part + len(lengths) > costs.most_tokens[unit]:  # every document is rounded by itself
+            return float("inf")
+        attention_s = (squares * part + (costs.fragment_rows * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
+        received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0
+        if crossing:
+            received_s = max(received_s, tokens * (1 - of_node[node]) * costs.cross_s[node])
+        block_s = tokens * part * costs.token_s[unit] + (attention_s if attention_s > received_s else received_s)
+        if block_s > slowest_s:
+            slowest_s = block_s
+    return slowest_s

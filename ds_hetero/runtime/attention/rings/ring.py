@@ -1,0 +1,108 @@
+"""Sub-ring attention: groups trade KV in a ring, each sub-ring over one contiguous range of heads.
+
+Forward step t attends to the KV of the group t positions back, while the KV of step t + 1 travels. Backward walks the
+ring the other way round: the last remote KV of the forward is still held, and partial dK/dV come home under the local
+block. There is no barrier: a rank waits for what it receives and, at the end, for what it sent.
+
+Partial results are merged by log-sum-exp in fp32, and partial dK/dV travel in fp32.
+
+Dimension key: B batch, S tokens of this group, h query heads of this rank, g its KV heads, n travelling tokens,
+D head size. A block of KV is a list with one [2, B, heads, n, D] tensor per sub-ring, keys and values.
+Source: Ring Attention (arXiv:2310.01889); sub-rings, HexiSeq (arXiv:2605.07569) section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_hetero.runtime.attention.kernels import SavedForward
+from ds_hetero.runtime.attention.rings.channel import Channel
+from ds_hetero.runtime.attention.rings.lane_order import Rounds, run_as_ready, run_in_order
+from ds_hetero.runtime.attention.rings.lane_passes import LaneBackward, LaneForward, RingContext
+from ds_hetero.runtime.step_clock import ATTENTION, RING_WAIT
+
+# Operations a pair of query and key and element of a head: QK^T and PV forward; the scores again, dV, dP, dQ and dK
+# backward (FlashAttention-2, arXiv:2307.08691, section 3.1.2).
+_FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
+
+
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+    """Attention of this group's tokens to the whole sequence, for this rank's heads.
+
+        q [B, h, S, D], k and v [B, g, S, D]; each lane's tokens are consecutive
+        out [B, h, S, D], laid out token-major; lse [B, h, S] in fp32 (fp64 for fp64), -inf where nothing is visible
+        kept: by lane the remote KV of the last step for `ring_backward`; may be empty
+
+    Caller: every rank of the replica, in the forward of `attention`.
+    Messages: one KV block per lane, sub-ring and round to the next group that needs it.
+    """
+    clock = context.clock
+    clock.count_attention(_FORWARD_FLOPS * context.pairs * q.shape[-1], backward=False)
+    if call := context.undivided:
+        with clock.phase(ATTENTION, "attention"):
+            out, lse = context.kernel.forward(q, k, v, context.scores, call.band)
+        return out, lse, [[]]
+    with clock.phase(ATTENTION, "attention_begin"):
+        out, lse = _empty_result(q)
+        channel = Channel(context.group, context.far_group)
+        lanes = [
+            LaneForward([x[:, :, ring.tokens] for x in (q, k, v, out, lse)], ring, context, channel)
+            for ring in context.rings
+        ]
+    _run([lane.rounds() for lane in lanes], channel, context)
+    return out.to(q.dtype), lse, [lane.kept for lane in lanes]
+
+
+def ring_backward(
+    dout: Tensor, saved: SavedForward, kept: Sequence[list[Tensor]], context: RingContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of `ring_forward`, shaped like q, k, v; in fp32 where they are sums of several parts.
+
+    Args:
+        dout: [B, h, S, D].
+        saved: q, k, v of this group and the merged out and lse, so that every block's backward is exact by itself.
+        kept: from the forward, by lane.
+        context: of the forward.
+
+    Caller: every rank of the replica, in the backward of `attention`.
+    Messages: per lane, sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
+    """
+    clock = context.clock
+    clock.count_attention(_BACKWARD_FLOPS * context.pairs * dout.shape[-1], backward=True)
+    if call := context.undivided:
+        with clock.phase(ATTENTION, "attention_backward"):
+            return context.kernel.backward(dout, saved, context.scores, call.band)
+    with clock.phase(ATTENTION, "attention_backward_begin"):
+        wide = torch.promote_types(saved.q.dtype, torch.float32)
+        grads = [torch.zeros_like(x, dtype=wide) for x in (saved.q, saved.k, saved.v)]
+        channel = Channel(context.group, context.far_group)
+        lanes = []
+        for ring, kept_of_lane in zip(context.rings, kept, strict=True):
+            at = (slice(None), slice(None), ring.tokens)
+            lane_saved = SavedForward(saved.q[at], saved.k[at], saved.v[at], saved.out[at], saved.lse[at])
+            lane_grads = [x[at] for x in grads]
+            lanes.append(LaneBackward(dout[at], lane_saved, kept_of_lane, lane_grads, ring, context, channel))
+    _run([lane.rounds() for lane in lanes], channel, context)
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def _run(lanes: Sequence[Rounds], channel: Channel, context: RingContext) -> None:
+    """Run all lanes to their end and wait for what they have sent."""
+    if channel.keeps_order or len(lanes) < 2:
+        run_in_order(lanes, context.clock)
+    else:
+        run_as_ready(lanes, context.clock)
+    if any(ring.size > 1 for ring in context.rings):
+        with context.clock.phase(RING_WAIT, "ring_finish"):
+            channel.finish()
+
+
+def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+    batch_size, heads, tokens, head_dim = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(tokens, batch_size, heads, head_dim, dtype=wide).permute(1, 2, 0, 3)
+    return out, q.new_full((batch_size, heads, tokens), -torch.inf, dtype=wide)

@@ -1,0 +1,223 @@
+"""The wrapped loader: its batches, read and still whole, its first batch, and where it is resumed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from ds_hetero.runtime.data.batch_documents import with_documents
+from ds_hetero.runtime.data.loading.epochs import Epochs
+from ds_hetero.runtime.data.loading.loader_names import LoaderNames
+from ds_hetero.runtime.data.loading.sampling import (
+    ReplicaSampler,
+    ReplicaStream,
+    all_samples,
+    reader_of,
+    replica_samples,
+)
+from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+from ds_hetero.values.plans import BatchSplit
+
+
+class WholeBatches:
+    """The batches of one loader, before they are cut.
+
+    Args:
+        dataloader: yields mappings.
+        keep_labels: see `ds_hetero.runtime.data.shards.read_batch`.
+        names: by which loaders show their parts.
+        by_documents: have batches know their documents, see `ds_hetero.runtime.data.batch_documents`.
+        keep_inputs: see `ds_hetero.runtime.data.shards.read_batch`.
+        complete: adds to a batch what its model would make of the whole of it.
+        keeps: whether a batch is kept as the loader gives it, for `take_kept`; asked when it is drawn.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        keep_labels: bool,
+        names: LoaderNames,
+        by_documents: bool = False,
+        keep_inputs: bool = False,
+        complete: Callable[[Any], Any] = lambda batch: batch,
+        keeps: Callable[[Any], bool] = lambda batch: False,
+    ) -> None:
+        self.names, self._epochs = names, Epochs(dataloader, names)
+        self.reader: ReplicaSampler | ReplicaStream | None = reader_of(dataloader)
+        self.epoch: int | None = None  # as `set_epoch` was called
+        self._keep_labels, self._keep_inputs, self._by_documents = keep_labels, keep_inputs, by_documents
+        self._complete = complete
+        self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
+        self._keeps = keeps
+        self._kept: list[Any] = []
+        self.keeps_on_a_rank = False  # for the present fetch; the same on every rank
+        self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
+        self._is_ahead = False  # more is read than has been drawn, see `running_ahead`
+        self._state_behind: Any = None  # of the loader, when that began
+        self._checksum_behind: int | None = None  # what `checksum` was then
+        self._raw_ahead: list[Any] = []  # the batches that were read since then
+        self._ends_ahead: list[str] = []  # the loader's marks of the epoch's end that are not due yet
+
+    @property
+    def dataloader(self) -> Any:
+        """The wrapped loader."""
+        return self._epochs.dataloader
+
+    @property
+    def all_samples(self) -> Any:
+        """The loader; where the replicas take different batches, with the samples of all of them."""
+        return self.dataloader if self.reader is None else all_samples(self.dataloader)
+
+    def divide(self, split: BatchSplit, replica_id: int) -> None:
+        """Read only the samples of one replica from now on."""
+        self._epochs = Epochs(replica_samples(self.dataloader, split, replica_id), self.names)
+        self.reader = reader_of(self.dataloader)
+
+    def read_epoch(self, first_step: int = 0) -> Iterator[WholeBatch]:
+        """The batches of the next epoch; the loader is opened, and may fail, when the first is taken.
+
+        Args:
+            first_step: optimizer steps that are left out, where this loader's samples are divided among replicas.
+        """
+        self._draw_level()  # an epoch that was left may have been ahead
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            yield from begun
+            return
+        if self.reader is not None:
+            self.reader.first_step = first_step
+        for batch in self._epochs.read():
+            self._loaded_state = None
+            if self.reader is not None:
+                self.reader.first_step = 0
+            read = read_batch(self._complete(batch), self._keep_labels, self._keep_inputs)
+            self._keep(batch)
+            yield with_documents(read) if self._by_documents else read
+        self._loaded_state = None
+
+    def peek(self) -> WholeBatch | None:
+        """The first batch of the next epoch, which will still have it; None if there is none."""
+        batches = self.read_epoch()
+        first = next(batches, None)
+        self._begun = batches if first is None else chain([first], batches)
+        return first
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether this rank keeps a batch of those that were drawn."""
+        return bool(self._kept)
+
+    def take_kept(self) -> list[Any]:
+        """Return the batches that were kept, once."""
+        kept, self._kept, self.keeps_on_a_rank = self._kept, [], False
+        return kept
+
+    def _keep(self, batch: Any) -> None:
+        if self._is_ahead:
+            self._raw_ahead.append(batch)
+        elif self._keeps(batch):
+            self._kept.append(batch)
+
+    @contextmanager
+    def running_ahead(self) -> Iterator[None]:
+        """Read ahead inside; `come_up` draws the batches: until then `state` and the loader's marks stay the same."""
+        self._state_behind, self._checksum_behind = self.state(), self.checksum
+        self._is_ahead, self._raw_ahead = True, []
+        yield
+        self._ends_ahead = self._end_marks()
+        for name in self._ends_ahead:
+            setattr(self.dataloader, name, False)
+
+    def come_up(self) -> None:
+        """Draw the batch that was read ahead."""
+        for name in self._ends_ahead:
+            setattr(self.dataloader, name, True)
+        raw = self._raw_ahead
+        self._draw_level()
+        for batch in raw:
+            self._keep(batch)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the loader says that the batch that was read last is the epoch's last."""
+        return bool(self._end_marks())
+
+    def _end_marks(self) -> list[str]:
+        return [name for name in self.names.at_end if getattr(self.dataloader, name, False)]
+
+    def _draw_level(self) -> None:
+        """Nothing is read that has not been drawn."""
+        self._is_ahead, self._state_behind, self._raw_ahead = False, None, []
+        self._ends_ahead = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, or else its sampler and dataset, which epoch comes next."""
+        self.epoch, self._begun = epoch, None
+        self.names.set_epoch(self.dataloader, epoch)
+
+    def state(self) -> Any:
+        """The loader's own state; None if it has none."""
+        if self._is_ahead:
+            return self._state_behind
+        if self._loaded_state is not None or not self.names.has_state(self.dataloader):
+            return self._loaded_state
+        if self._epochs.is_under_way:
+            return self._own_state()
+        # It may begin the next epoch for the sake of its state, and draw; both jobs are to begin it from the state.
+        with self._epochs.drawing_nothing():
+            self._loaded_state = self._own_state()
+            self.dataloader.load_state_dict(self._loaded_state["own"])
+        return self._loaded_state
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"own": self.dataloader.state_dict(), "generators": self._epochs.generator_states()}
+
+    @property
+    def checksum(self) -> int | None:
+        """Of what the epoch has given so far; None where that cannot be compared."""
+        if self.reader is not None:
+            return self.reader.checksum
+        return self._checksum_behind if self._is_ahead else self._epochs.checksum
+
+    def start_of_epoch(self, *, is_begun: bool, checksum: int | None) -> dict[str, Any]:
+        """With which random states the epoch began, or the next will; see `Epochs.state`.
+
+        Args:
+            is_begun: whether batches of the epoch have been used.
+            checksum: of what was used.
+        """
+        return self._epochs.state(amid_epoch=is_begun or self._begun is not None, checksum=checksum)
+
+    def resume(self, num_batches: int, num_again: int, state: Any, start: Mapping[str, Any]) -> None:
+        """Begin the next epoch after ``num_batches`` batches, by the loader's own ``state`` if there is one.
+
+        Args:
+            num_batches: that were used.
+            num_again: that were read after those, and are to be used.
+            state: of the loader, from `state`.
+            start: from `start_of_epoch`.
+        """
+        self._begun = self._loaded_state = None
+        self._draw_level()
+        if self.reader is not None:
+            self.reader.checksum = self.reader.expected = start["checksum"]
+            num_batches = 0
+        if state is not None and self.names.has_state(self.dataloader):
+            self.dataloader.load_state_dict(state["own"])
+            self._loaded_state = state
+            self._epochs.resume(start, 0, num_again, state["generators"])
+            return
+        self._epochs.resume(start, num_batches, num_again)
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeBatches:
+        """The same batches without the first ``num_batches`` of the next epoch, left out by ``skip``."""
+        batches = copy.copy(self)
+        if self.reader is None:
+            batches._epochs = Epochs(skip(self.dataloader, num_batches), self.names, compares=False)
+        batches._begun = batches._loaded_state = None
+        batches._kept = []
+        batches._draw_level()
+        return batches

@@ -1,0 +1,231 @@
+"""Gradient chunks of replicas that cut a parameter differently.
+
+HexiScale (arXiv:2409.01143, asymmetric gradient synchronization) lets every pipeline cut a layer for itself: one rank
+holds all of it, two others a half each. Their cuts and that of the ZeRO owners have a common refinement, whose pieces
+each lie within one part of everybody. Such a chunk is summed over one holder per replica and nobody else, so nothing is
+sent twice: as many bytes as if all replicas cut alike.
+
+A cut along a dimension is a strided range of memory, a cut of the flat elements is not one of any dimension. Both are
+unions of boxes, one (start, stop) per dimension, and boxes are what is intersected here. Plain integers; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, product
+from math import prod
+
+from ds_hetero.errors import SyncError
+from ds_hetero.sharding.parameter_cuts import ParameterLayout
+from ds_hetero.sharding.zero_partition import ALIGNMENT, alignment_of
+from ds_hetero.values.splits import Split, refine, share_in_units
+
+Box = tuple[tuple[int, int], ...]
+"""``(start, stop)`` in every dimension of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements of a parameter that the same ranks sum, own and hold.
+
+    Args:
+        name: of the parameter.
+        boxes: disjoint; elements travel box after box, each in row-major order.
+        contributors: ranks whose gradients are summed, by replica: one of each, or every copy where they are partial.
+        owner: the rank that keeps the sum and the optimizer state.
+        holders: ranks that want the updated values, by replica.
+    """
+
+    name: str
+    boxes: tuple[Box, ...]
+    contributors: tuple[int, ...]
+    owner: int
+    holders: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(map(box_size, self.boxes))
+
+
+def box_size(box: Box) -> int:
+    """Elements in a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def chunks_of(
+    name: str, layout: ParameterLayout, alignment: int = ALIGNMENT, owner_weights: Mapping[int, float] | None = None
+) -> tuple[Chunk, ...]:
+    """The chunks of one parameter: disjoint, and together all of it.
+
+    Elements with the same members are one chunk, however many boxes they are.
+
+    Args:
+        name: of the parameter.
+        layout: who holds what.
+        alignment: elements of which the boundaries between owners and between equal copies are multiples, within what
+            the same ranks hold; smaller for what is too small (`ds_hetero.sharding.zero_partition.alignment_of`).
+        owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these
+            proportions. None shares them evenly: then no rank sends more than if all replicas were cut as its own.
+
+    Raises:
+        SyncError: a holder without a positive weight.
+    """
+    weights = None
+    if owner_weights is not None:
+        without = [rank for cut in layout.cuts for rank in cut.ranks if not owner_weights.get(rank, 0) > 0]
+        if without:
+            raise SyncError(f"every rank that holds {name} needs a positive owner weight; ranks {without} have none.")
+        weights = tuple(sorted(owner_weights.items()))
+    return tuple(Chunk(name, *fields) for fields in _chunk_fields(layout, alignment, weights))
+
+
+@lru_cache(maxsize=1024)  # the layers of a model have the same few layouts
+def _chunk_fields(
+    layout: ParameterLayout, alignment: int, owner_weights: tuple[tuple[int, float], ...] | None
+) -> tuple[tuple[tuple[Box, ...], tuple[int, ...], int, tuple[int, ...]], ...]:
+    weights = None if owner_weights is None else dict(owner_weights)
+    chunks: dict[tuple[tuple[int, ...], int, tuple[int, ...]], list[Box]] = {}
+    for parts, boxes in _regions(layout).items():
+        held_by = [cut.holders[part] for cut, part in zip(layout.cuts, parts, strict=False)]
+        for start, stop, contributors in _contributions(layout, held_by, sum(map(box_size, boxes)), alignment):
+            owners = contributors
+            sizes: tuple[int, ...] = (stop - start,)
+            if layout.owners is not None:
+                owners = layout.owners.holders[parts[-1]]
+            else:
+                shares = [1.0 if weights is None else weights[rank] for rank in owners]
+                sizes = _share(stop - start, shares, alignment)
+            for owner, (low, high) in zip(owners, Split(sizes).ranges, strict=True):
+                key = contributors, owner, tuple(chain.from_iterable(held_by))
+                chunks.setdefault(key, []).extend(_slice(boxes, start + low, start + high))
+    return tuple((tuple(boxes), *key) for key, boxes in chunks.items() if boxes)
+
+
+def _contributions(
+    layout: ParameterLayout, held_by: Sequence[tuple[int, ...]], size: int, alignment: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """``(start, stop, contributors)`` of ``size`` elements: equal copies account for a slice each."""
+    copies = [1 if cut.partial else len(ranks) for cut, ranks in zip(layout.cuts, held_by, strict=True)]
+    for piece in refine([Split(_share(size, [1.0] * number, alignment)) for number in copies]):
+        chosen = [
+            ranks if cut.partial else (ranks[copy],)
+            for cut, ranks, copy in zip(layout.cuts, held_by, piece.owners, strict=True)
+        ]
+        yield piece.start, piece.stop, tuple(chain.from_iterable(chosen))
+
+
+def _share(size: int, weights: Sequence[float], alignment: int) -> tuple[int, ...]:
+    """Shares of ``size`` elements, in smaller units where one of ``alignment`` would make them too uneven."""
+    return share_in_units(size, weights, min(alignment, alignment_of(size, len(weights))))
+
+
+def _regions(layout: ParameterLayout) -> dict[tuple[int, ...], list[Box]]:
+    """Boxes by the part of every cut, the owners' last, that contains them: the common refinement of all cuts.
+
+    Cuts along one dimension, or of the flat elements, refine one another as splits of that axis. The dimensions make a
+    grid, and every piece of the flat axis takes its boxes out of the grid.
+    """
+    cuts = [*layout.cuts, *([] if layout.owners is None else [layout.owners])]
+    by_axis: dict[int | None, list[int]] = {axis: [] for axis in (None, *range(len(layout.shape)))}
+    for index, cut in enumerate(cuts):
+        by_axis[cut.dim].append(index)
+    pieces = {}
+    for axis, indices in by_axis.items():
+        uncut = Split((prod(layout.shape) if axis is None else layout.shape[axis],))
+        pieces[axis] = refine([uncut, *(Split(cuts[index].sizes) for index in indices)])
+    regions: dict[tuple[int, ...], list[Box]] = {}
+    parts = [0] * len(cuts)
+    for flat in pieces[None]:
+        for index, part in zip(by_axis[None], flat.owners[1:], strict=True):
+            parts[index] = part
+        for box in _flat_boxes(tuple((0, size) for size in layout.shape), flat.start, flat.stop):
+            within = [
+                [piece for piece in pieces[dim] if piece.start < stop and start < piece.stop]
+                for dim, (start, stop) in enumerate(box)
+            ]
+            for cell in product(*within):
+                for dim, piece in enumerate(cell):
+                    for index, part in zip(by_axis[dim], piece.owners[1:], strict=True):
+                        parts[index] = part
+                overlap = tuple(
+                    (max(piece.start, start), min(piece.stop, stop))
+                    for piece, (start, stop) in zip(cell, box, strict=True)
+                )
+                regions.setdefault(tuple(parts), []).append(overlap)
+    return regions
+
+
+def _slice(boxes: Iterable[Box], start: int, stop: int) -> Iterator[Box]:
+    """Elements ``[start, stop)`` of boxes laid end to end, as boxes."""
+    offset = 0
+    for box in boxes:
+        size = box_size(box)
+        low, high = max(start - offset, 0), min(stop - offset, size)
+        if low < high:
+            yield from _flat_boxes(box, low, high)
+        offset += size
+
+
+def _flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements ``[start, stop)`` of a box in row-major order, as at most ``2 * dims - 1`` boxes (none if empty)."""
+    if start >= stop:
+        return
+    if not box:
+        yield box
+        return
+    (low, _), rest = box[0], box[1:]
+    row = box_size(rest)
+    first, last = -(-start // row), stop // row
+    if first > last:  # begins and ends within one row
+        for inner in _flat_boxes(rest, start - last * row, stop - last * row):
+            yield ((low + last, low + last + 1), *inner)
+        return
+    for inner in _flat_boxes(rest, start - (first - 1) * row, row):
+        yield ((low + first - 1, low + first), *inner)
+    if first < last:
+        yield ((low + first, low + last), *rest)
+    for inner in _flat_boxes(rest, 0, stop - last * row):
+        yield ((low + last, low + last + 1), *inner)
+
+
+def fit_owner_weights(
+    layouts: Iterable[ParameterLayout], targets: Mapping[int, float], rounds: int = 200
+) -> dict[int, float]:
+    """Compute weights for `chunks_of` with which each rank owns a share of everything in proportion to ``targets``.
+
+    Only a holder can own, so a rank's weight among the holders of one chunk differs from its target: with replicas of
+    1, 2 and 4 ranks and equal targets it is 1 : 2 : 4. Every weight is scaled by wanted over owned in turns (iterative
+    proportional fitting, Deming and Stephan 1940). A rank that holds less than its share ends with nearly all that it
+    holds.
+
+    Args:
+        layouts: of all parameters that are synchronized; those that name their owners are passed over.
+        targets: positive, by rank: free memory, say.
+        rounds: how often every weight is scaled.
+
+    Raises:
+        SyncError: a holder without a positive target.
+    """
+    regions: dict[tuple[int, ...], int] = {}
+    for layout in layouts:
+        if layout.owners is None:
+            for boxes, contributors, _, _ in _chunk_fields(layout, 1, None):
+                regions[contributors] = regions.get(contributors, 0) + sum(map(box_size, boxes))
+    ranks = sorted({rank for contributors in regions for rank in contributors})
+    if any(not targets.get(rank, 0) > 0 for rank in ranks):
+        raise SyncError(f"every rank that holds parameters needs a positive target, got {dict(targets)} for {ranks}.")
+    weights = {rank: float(targets[rank]) for rank in ranks}
+    per_target = sum(regions.values()) / sum(targets[rank] for rank in ranks)
+    for _ in range(rounds):
+        owned = dict.fromkeys(ranks, 0.0)
+        for contributors, size in regions.items():
+            total = sum(weights[rank] for rank in contributors)
+            for rank in contributors:
+                owned[rank] += size * weights[rank] / total
+        scaled = {rank: weights[rank] * per_target * targets[rank] / owned[rank] for rank in ranks}
+        largest = max(scaled.values())
+        weights = {rank: max(weight / largest, 1e-9) for rank, weight in scaled.items()}
+    return weights

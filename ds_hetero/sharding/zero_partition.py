@@ -1,0 +1,208 @@
+"""Who owns which elements under weighted ZeRO: plain integers, the same on every rank and every machine.
+
+Stages 1 and 2 cut the flat vector of a parameter group once, `cut_flat_group`. Stage 3 cuts every parameter by itself,
+`cut_parameter`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import ceil, isfinite
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.values.splits import Split
+
+ALIGNMENT = 128  # elements: 256 bytes of a 16-bit type, what vectorized kernels and NCCL's fast paths want
+LEAST_ALIGNMENT = 2  # elements: DeepSpeed wants partitions to start at multiples of 4 bytes
+UNITS_PER_RANK = 8  # a group too small to give every rank so many units is cut in smaller ones
+
+
+def check_weights(weights: Sequence[float], world_size: int, *, zero_stage: int) -> None:
+    """Check that ``weights`` can be the ZeRO shares of a job.
+
+    Raises:
+        ConfigError: another number of weights than ranks; a weight that is negative or not finite; none positive; a
+            weight of zero on stage 3, whose gathers need something of every rank.
+    """
+    if len(weights) != world_size:
+        raise ConfigError(
+            f'"zero_partition" lists {len(weights)} weights, but the job has {world_size} ranks. Give one for each.'
+        )
+    if any(not isfinite(weight) or weight < 0 for weight in weights) or not any(weights):
+        raise ConfigError(
+            f'"zero_partition" is {list(weights)}; weights are finite, not negative, and one is positive.'
+        )
+    if zero_stage == 3 and not all(weights):
+        raise ConfigError(
+            f'"zero_partition" gives rank {list(weights).index(0)} a weight of 0, which works on ZeRO stages 1 and 2 '
+            "only. Give it a small weight, or use stage 2."
+        )
+
+
+def is_even(weights: Sequence[float]) -> bool:
+    """Whether all weights are equal, so that DeepSpeed's own partitions are those wanted."""
+    return len(set(weights)) == 1
+
+
+def alignment_of(num_elements: int, num_ranks: int, least: int = LEAST_ALIGNMENT) -> int:
+    """Elements of which every inner boundary of a weighted cut is a multiple.
+
+    `ALIGNMENT`, or the largest power of two below it with which few elements still make `UNITS_PER_RANK` for each rank;
+    at least ``least``, also a power of two.
+    """
+    unit = ALIGNMENT
+    while unit > least and num_elements < unit * UNITS_PER_RANK * num_ranks:
+        unit //= 2
+    return unit
+
+
+def cut_flat_group(num_elements: int, weights: Sequence[float]) -> Split:
+    """Cut a flat vector into one contiguous part per rank, in proportion to ``weights``.
+
+    Every boundary is the ideal one rounded to a multiple of `alignment_of`, so a part is at most one such unit larger
+    or smaller than its exact share, tail included. The last rank with a positive weight takes the tail that fills no
+    unit; a weight of zero gets nothing. Equal weights give DeepSpeed's own partitions where the vector divides, as
+    DeepSpeed's does.
+
+    Raises:
+        ConfigError: see `check_weights`.
+    """
+    check_weights(weights, len(weights), zero_stage=1)
+    if is_even(weights) and num_elements % len(weights) == 0:
+        return Split((num_elements // len(weights),) * len(weights))
+    cuts = _aligned_cuts(num_elements, weights, alignment_of(num_elements, len(weights)))
+    return Split(tuple(stop - start for start, stop in pairwise(cuts)))
+
+
+def _aligned_cuts(num_elements: int, weights: Sequence[float], unit: int) -> list[int]:
+    """The ideal boundaries in exact arithmetic, each rounded to a multiple of ``unit`` but for the last."""
+    sums = list(accumulate(map(Fraction, weights)))
+    cuts = [0]
+    for before in sums:
+        ideal = num_elements * before / sums[-1]
+        cuts.append(num_elements if before == sums[-1] else min(round(ideal / unit) * unit, num_elements))
+    return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Fragment of one parameter in one part of a flat group: ``count`` elements.
+
+    ``in_parameter`` and ``in_part`` say where they begin in the flattened parameter and in the part.
+    """
+
+    parameter: int
+    in_parameter: int
+    in_part: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Where the parameters of a group lie in its flat vector, and who owns which range of that.
+
+    Args:
+        starts: of every parameter in the flat vector, in the order of the optimizer's group; `round_robin_order` and
+            alignment let them differ from the running sum of ``sizes``.
+        sizes: elements of every parameter.
+        cut: of the flat vector, one part per rank.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    cut: Split
+
+    def fragments(self, part: int) -> tuple[Fragment, ...]:
+        """Fragments of parameters in ``part``, in the order of its elements."""
+        start, stop = self.cut.ranges[part]
+        fragments = []
+        for parameter, (first, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            low, high = max(first, start), min(first + size, stop)
+            if low < high:
+                fragments.append(Fragment(parameter, low - first, low - start, high - low))
+        return tuple(sorted(fragments, key=lambda fragment: fragment.in_part))
+
+
+def round_robin_order(num_parameters: int, num_ranks: int) -> list[int]:
+    """The order in which ``round_robin_gradients`` lays parameters out: every num_ranks-th from 0, from 1, and so on.
+
+    As in DeepSpeed's `DeepSpeedZeroOptimizer._round_robin_reorder`.
+    """
+    return [index for first in range(num_ranks) for index in range(first, num_parameters, num_ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """``count`` elements of part ``source`` of one cut, from ``in_source`` on, that belong at ``in_target``."""
+
+    source: int
+    in_source: int
+    in_target: int
+    count: int
+
+
+def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
+    """How to put ``part`` of ``wanted`` together from the parts of ``saved``; neighbours that stay so are one move.
+
+    Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if saved.sizes != wanted.sizes:
+        raise ValueError(f"layouts of different parameters: {saved.sizes} and {wanted.sizes}")
+    combined: list[Move] = []
+    cuts = saved.cut.cuts
+    for fragment in wanted.fragments(part):
+        start = saved.starts[fragment.parameter] + fragment.in_parameter
+        stop = start + fragment.count
+        source = bisect_right(cuts, start) - 1  # the last part that begins there: those before it are empty
+        at = start
+        while at < stop:
+            count = min(stop, cuts[source + 1]) - at
+            move = Move(source, at - cuts[source], fragment.in_part + at - start, count)
+            if combined and _continues(combined[-1], move):
+                move = Move(source, combined[-1].in_source, combined[-1].in_target, combined.pop().count + count)
+            combined.append(move)
+            at += count
+            source = bisect_right(cuts, at) - 1
+    return tuple(combined)
+
+
+def _continues(before: Move, after: Move) -> bool:
+    return (
+        before.source == after.source
+        and before.in_source + before.count == after.in_source
+        and before.in_target + before.count == after.in_target
+    )
+
+
+def cut_parameter(num_elements: int, weights: Sequence[float]) -> Split:
+    """Cut one parameter, flattened, into a contiguous shard for every rank, in proportion to ``weights``.
+
+    Boundaries are ideal ones rounded to multiples of `alignment_of` with ``least=1``, so a shard is at most one such
+    unit larger or smaller than its exact share; but every rank owns at least one unit, since DeepSpeed takes a rank
+    that owns nothing of a module for one that has nothing to gather. A parameter of fewer elements than ranks counts as
+    padded at its end to one element for each, so the total may exceed ``num_elements``.
+
+    Raises:
+        ConfigError: see `check_weights`; no weight may be zero.
+    """
+    check_weights(weights, len(weights), zero_stage=3)
+    num_ranks = len(weights)
+    total = max(num_elements, num_ranks)
+    unit = alignment_of(total, num_ranks, least=1)
+    cuts = _aligned_cuts(total, weights, unit)
+    for i in range(1, num_ranks):
+        highest = (total // unit - (num_ranks - i)) * unit
+        cuts[i] = min(max(cuts[i], cuts[i - 1] + unit), highest)
+    return Split(tuple(stop - start for start, stop in pairwise(cuts)))
+
+
+def cut_as_deepspeed(num_elements: int, num_ranks: int) -> Split:
+    """DeepSpeed's own cut of one parameter on stage 3: shards of one size, the end padded."""
+    return Split((ceil(num_elements / num_ranks),) * num_ranks)

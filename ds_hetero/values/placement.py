@@ -1,0 +1,299 @@
+"""The placement: which positions of one batch every rank holds.
+
+A schedule holds for a whole job, a placement for one batch. A `Placer` makes it once, before the batch is cut; the
+shards, the exchange of heads and the ring's tables follow from it, and nothing derives it a second time.
+
+    unit    an all-to-all group of the schedule, by its ring position
+    span    an interval of the batch's positions that is cut over units
+    lane    spans that are cut over the same units; KV travels round these and no others
+
+That of `stream_placement` has one lane, in which the whole sequence is one span, cut over all units.
+
+Plain integers; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
+from math import inf
+from typing import NamedTuple, Protocol
+
+from ds_hetero.errors import ScheduleError
+from ds_hetero.values.schedule import Group, Schedule, cut_span
+
+Range = tuple[int, int]
+
+
+class Rows(NamedTuple):
+    """Batch rows ``[start, stop)`` with the same documents; positions outside every document are padding."""
+
+    start: int
+    stop: int
+    documents: tuple[Range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Spans of the batch that are cut over the same units.
+
+    Args:
+        members: ring positions of the units, in the order in which KV travels.
+        spans: position intervals, ascending and disjoint.
+        tokens: whole tokens ``[span][member]``; zero is allowed.
+        layout: how a span is cut, one of `ds_hetero.values.schedule.LAYOUTS`.
+        nodes: node of every member, if KV goes from node to node and round inside them; empty: one ring over all.
+        proxies: members of nodes that do not pair up send for one another; see `ds_hetero.batch.routes`.
+        by_heads: heads of every node, in the order of ``nodes``; the i-th members of all nodes exchange heads, and KV
+            stays inside nodes. Empty: KV goes from node to node. Members are then all units, each a rank, as many in
+            every node; a rank holds the same number of tokens of the lanes by heads, but others than ``tokens`` says.
+    """
+
+    members: tuple[int, ...]
+    spans: tuple[Range, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    layout: str
+    nodes: tuple[int, ...] = ()
+    proxies: bool = False
+    by_heads: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.nodes) in (0, len(self.members)), (self.nodes, self.members)
+        assert set(map(len, self.tokens)) <= {len(self.members)}, (self.members, self.tokens)
+        held = list(map(sum, self.tokens))
+        assert held == [stop - start for start, stop in self.spans], (self.spans, self.tokens)
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[Range, ...], ...]:
+        """Position intervals that each member holds, ascending; some may be empty."""
+        held: list[tuple[Range, ...]] = [()] * len(self.members)
+        for (first, _), tokens in zip(self.spans, self.tokens, strict=True):
+            for member, chunks in enumerate(cut_span(tokens, self.layout)):
+                held[member] += tuple((first + start, first + stop) for start, stop in chunks) if first else chunks
+        return tuple(held)
+
+    def zone(self, node: Sequence[int]) -> str:
+        """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` (units of one node) or ``"cluster"``.
+
+        Args:
+            node: node of every unit.
+        """
+        if len(self.members) == 1:
+            return "local"
+        return "node" if len({node[unit] for unit in self.members}) == 1 else "cluster"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which position intervals of one batch every rank of a replica holds; the same in every row of the batch.
+
+    A unit's tokens are ordered by lane, span and position. Its ranks hold consecutive parts of that order, by
+    ascending rank.
+
+    Args:
+        schedule: the replica's schedule.
+        length: tokens of the whole sequence.
+        rank_tokens: whole tokens of every rank, in the order of ``schedule.ranks``.
+        lanes: in the order in which the forward works on them; together they hold every position once.
+        rows: batch rows with their documents, covering the batch in order; empty while these are not known.
+    """
+
+    schedule: Schedule
+    length: int
+    rank_tokens: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    rows: tuple[Rows, ...] = ()
+
+    def __post_init__(self) -> None:
+        units = [0] * self.schedule.ring_size
+        for lane in self.lanes:
+            for position, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
+                units[position] += sum(of_spans)
+        assert units == [self.group_tokens(position) for position in range(len(units))], (units, self.rank_tokens)
+        assert sum(units) == self.length, (units, self.length)
+
+    def tokens(self, rank: int) -> int:
+        """Tokens of one row that ``rank`` holds."""
+        return self._tokens[rank]
+
+    def group_tokens(self, position: int) -> int:
+        """Tokens of one row that the unit at ring position ``position`` holds."""
+        return sum(map(self.tokens, self.schedule.ring_groups[position].ranks))
+
+    def intervals(self, rank: int) -> tuple[Range, ...]:
+        """Position intervals that ``rank`` holds, in the order of its tokens; none of them is empty.
+
+        Raises:
+            ScheduleError: ``rank`` is not in the schedule.
+        """
+        if rank not in self._intervals:
+            raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.schedule.ranks}.")
+        return self._intervals[rank]
+
+    def positions(self, rank: int) -> list[int]:
+        """Every position that ``rank`` holds, in the order of its tokens."""
+        return [p for start, stop in self.intervals(rank) for p in range(start, stop)]
+
+    def with_rows(self, rows: tuple[Rows, ...]) -> Placement:
+        """The same cut of a batch whose documents are known."""
+        return replace(self, rows=rows)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63-bit hash, compared between ranks before the first collective that depends on the placement."""
+        lanes = [tuple(getattr(lane, field.name) for field in fields(lane)) for lane in self.lanes]
+        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, lanes, self.rows))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    @cached_property
+    def _tokens(self) -> dict[int, int]:
+        return dict(zip(self.schedule.ranks, self.rank_tokens, strict=True))
+
+    @cached_property
+    def parts(self) -> tuple[PlacementPart, ...]:
+        """Runs of lanes that exchange heads over the same groups; the whole where all do it over the schedule's."""
+        if not any(lane.by_heads for lane in self.lanes):
+            return (PlacementPart(self, ((0, 0),)),)
+        runs = groupby(self.lanes, key=lambda lane: (lane.by_heads, lane.nodes if lane.by_heads else ()))
+        return tuple(_part_of(self, tuple(run)) for _, run in runs)
+
+    @cached_property
+    def _intervals(self) -> dict[int, tuple[Range, ...]]:
+        if any(lane.by_heads for lane in self.lanes):
+            parts = [(part, part.placement.intervals) for part in self.parts]
+            return {rank: tuple(part.outer(i) for part, of in parts for i in of(rank)) for rank in self.schedule.ranks}
+        units: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
+        for lane in self.lanes:
+            for position, held in zip(lane.members, lane.intervals, strict=True):
+                units[position] += held
+        intervals: dict[int, tuple[Range, ...]] = {}
+        for group, unit in zip(self.schedule.ring_groups, units, strict=True):
+            ranks = sorted(group.ranks)
+            cuts = accumulate(map(self.tokens, ranks), initial=0)
+            intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, pairwise(cuts), strict=True)}
+        return intervals
+
+
+class PlacementPart(NamedTuple):
+    """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other.
+
+    Args:
+        placement: of these lanes; its schedule has the groups that exchange heads.
+        shifts: where spans begin in ``placement``, ascending, with what is to be added to get their own positions.
+    """
+
+    placement: Placement
+    shifts: tuple[Range, ...]
+
+    def outer(self, interval: Range) -> Range:
+        """The positions of an interval of ``placement`` that lies in one span."""
+        shift = self.shifts[bisect_right(self.shifts, (interval[0], inf)) - 1][1]
+        return interval[0] + shift, interval[1] + shift
+
+
+def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
+    spans = sorted(span for lane in lanes for span in lane.spans)
+    begins = list(accumulate((stop - start for start, stop in spans), initial=0))
+    moved = {span: (at, at + span[1] - span[0]) for span, at in zip(spans, begins, strict=False)}
+    rows = []
+    for row in whole.rows:
+        documents = []
+        for start, stop in row.documents:
+            span = bisect_right(spans, (start, inf)) - 1
+            if span >= 0 and stop <= spans[span][1]:
+                shift = begins[span] - spans[span][0]
+                documents.append((start + shift, stop + shift))
+        rows.append(row._replace(documents=tuple(documents)))
+    moved_lanes = [replace(lane, spans=tuple(moved[span] for span in lane.spans)) for lane in lanes]
+    held = [0] * whole.schedule.ring_size
+    for lane in lanes:
+        for unit, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
+            held[unit] += sum(of_spans)
+    schedule = whole.schedule
+    by_rank = {group.ranks[0]: count for group, count in zip(schedule.ring_groups, held, strict=True)}
+    if lanes[0].by_heads:
+        schedule = _schedule_by_heads(schedule, lanes[0])
+        moved_lanes = [_lane_by_heads(lane) for lane in moved_lanes]
+    placement = Placement(
+        schedule=schedule,
+        length=begins[-1],
+        rank_tokens=tuple(by_rank[rank] for rank in schedule.ranks),
+        lanes=tuple(moved_lanes),
+        rows=tuple(rows),
+    )
+    return PlacementPart(placement, tuple((at, span[0] - at) for span, at in zip(spans, begins, strict=False)))
+
+
+def _slots(lane: Lane) -> list[list[int]]:
+    """Indices of the members of a lane by heads: the i-th of every node, in the order of ``by_heads``."""
+    by_node: dict[int, list[int]] = {}
+    for index, node in enumerate(lane.nodes):
+        by_node.setdefault(node, []).append(index)
+    return [list(slot) for slot in zip(*by_node.values(), strict=True)]
+
+
+def _schedule_by_heads(schedule: Schedule, lane: Lane) -> Schedule:
+    """The i-th ranks of all nodes are a group; all groups cut the heads alike, so that rings stay inside nodes."""
+    groups = []
+    for slot in _slots(lane):
+        ranks = tuple(schedule.ring_groups[lane.members[index]].ranks[0] for index in slot)
+        groups.append(Group(ranks=ranks, tokens=(1,) * len(ranks), heads=lane.by_heads))
+    ring = tuple(range(len(groups)))
+    return replace(schedule, groups=tuple(groups), ring=ring)
+
+
+def _lane_by_heads(lane: Lane) -> Lane:
+    """The lane over the groups of `_schedule_by_heads`."""
+    slots = _slots(lane)
+    tokens = tuple(tuple(sum(of_span[index] for index in slot) for slot in slots) for of_span in lane.tokens)
+    return Lane(members=tuple(range(len(slots))), spans=lane.spans, tokens=tokens, layout=lane.layout)
+
+
+class Placer(Protocol):
+    """Decides the placement of every batch: a pure function, so that all ranks come to the same one."""
+
+    def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch.
+
+        Args:
+            schedule: the replica's schedule.
+            length: tokens of the whole sequence.
+            rows: the batch's documents, where they are known.
+
+        Raises:
+            ScheduleError: the batch does not fit the schedule.
+        """
+        ...
+
+
+@lru_cache(maxsize=64)
+def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+    """Cut the sequence by its length alone; the same arguments give the same object.
+
+    Raises:
+        ScheduleError: fewer tokens than ranks that are to hold some.
+    """
+    lane = Lane(
+        members=tuple(range(schedule.ring_size)),
+        spans=((0, length),),
+        tokens=(schedule.group_tokens(length),),
+        layout=schedule.layout,
+    )
+    rank_tokens = tuple(schedule.tokens(length).values())
+    return Placement(schedule=schedule, length=length, rank_tokens=rank_tokens, lanes=(lane,), rows=rows)
+
+
+def _part(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
+    """Tokens ``part`` of those in ``intervals``, counted in their order."""
+    low, high = part
+    held, local = [], 0
+    for start, stop in intervals:
+        a, b = start + max(low - local, 0), min(start + high - local, stop)
+        if a < b:
+            held.append((a, b))
+        local += stop - start
+    return tuple(held)

@@ -1,0 +1,357 @@
+"""The schedule: who holds which tokens and which heads.
+
+A schedule is data. The planner finds it, somebody writes it by hand, or a rule in `ds_hetero.values.baselines`;
+the runtime executes it and does not depend on its origin. HexiSeq calls it T (arXiv:2605.07569, section
+3.1): A2A groups, their ring order, per-rank tokens and per-rank heads.
+
+    tokens are weights: `Schedule.tokens` turns them into whole tokens for a length, the same on every rank
+    heads are exact:    they sum to num_heads in every group
+
+Plain integers; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ds_hetero.common.limits import MAX_HEADS, MAX_RANKS, is_weight, is_whole, whole_rule
+from ds_hetero.common.reading import shortened
+from ds_hetero.errors import ScheduleError
+from ds_hetero.values.splits import Piece, Split, refine, share
+
+Range = tuple[int, int]
+
+LAYOUTS = ("contiguous", "zigzag")
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that exchange by all-to-all: HexiSeq's G_k.
+
+    Args:
+        ranks: global ranks; heads are cut in this order, tokens are laid out by ascending rank.
+        tokens: token weight of each rank, >= 0; only the ratio over the whole schedule matters.
+        heads: query heads of each rank after the all-to-all; zero is allowed.
+    """
+
+    ranks: tuple[int, ...]
+    tokens: tuple[float, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def weight(self) -> float:
+        """The group's token weight, L_k up to scale."""
+        return sum(self.tokens)
+
+    @property
+    def head_split(self) -> Split:
+        """Heads in the order of ``ranks``."""
+        return Split(self.heads)
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        """Query heads ``[start, stop)`` of ``rank``."""
+        return self.head_split.ranges[self.ranks.index(rank)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Groups, ring order, tokens and heads of one sequence-parallel replica.
+
+    Args:
+        num_heads: query heads of the model.
+        num_kv_heads: key/value heads; divides ``num_heads``.
+        groups: the all-to-all groups; together they hold every rank ``first_rank .. first_rank + sp_size - 1`` once.
+        ring: order in which KV travels, a permutation of the indices of ``groups``; left out, the order given.
+        layout: which positions a group holds. ``"contiguous"``: one interval. ``"zigzag"``: a mirrored pair of
+            intervals, so that causal work is in proportion to tokens.
+
+    Raises:
+        ScheduleError: anything above does not hold. The message names the field and its values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    groups: tuple[Group, ...]
+    ring: tuple[int, ...] = ()
+    layout: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if not self.ring:
+            object.__setattr__(self, "ring", tuple(range(len(self.groups))))
+        _check(self)
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks of the replica."""
+        return sum(len(group.ranks) for group in self.groups)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for group in self.groups for rank in group.ranks))
+
+    @property
+    def ring_size(self) -> int:
+        """Number of groups K."""
+        return len(self.groups)
+
+    @cached_property
+    def ring_groups(self) -> tuple[Group, ...]:
+        """The groups in ring order; position in this tuple is the ring position used everywhere below."""
+        return tuple(self.groups[i] for i in self.ring)
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def ring_position(self, rank: int) -> int:
+        """Ring position of the group that holds ``rank``.
+
+        Raises:
+            ScheduleError: ``rank`` is not in the schedule.
+        """
+        for position, group in enumerate(self.ring_groups):
+            if rank in group.ranks:
+                return position
+        raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.ranks}.")
+
+    def kv_heads(self, start: int, stop: int) -> tuple[int, int]:
+        """KV heads ``[start, stop)`` that serve query heads ``[start, stop)``; a KV head on a cut is on both sides."""
+        per_kv = self.queries_per_kv_head
+        return (start // per_kv, -(-stop // per_kv)) if stop > start else (start // per_kv, start // per_kv)
+
+    @property
+    def sub_rings(self) -> tuple[Piece, ...]:
+        """The tasks of `sub_ring_tasks` in the ring of all groups."""
+        return self.sub_ring_tasks(tuple(range(self.ring_size)))
+
+    def sub_ring_tasks(self, members: tuple[int, ...]) -> tuple[Piece, ...]:
+        """Sub-ring tasks: head ranges held by exactly one rank per group (HexiSeq section 3.3).
+
+        Args:
+            members: ring positions of the groups.
+
+        Returns:
+            pieces whose ``owners[k]`` is the *global rank* that holds the range in the group at ``members[k]``.
+        """
+        return _sub_ring_tasks(self, members)
+
+    @property
+    def token_weights(self) -> tuple[float, ...]:
+        """Token weight of every rank, in the order of ``ranks``."""
+        weights = {rank: w for group in self.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
+        return tuple(weights[rank] for rank in self.ranks)
+
+    def tokens(self, length: int) -> dict[int, int]:
+        """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
+
+        Raises:
+            ScheduleError: fewer tokens than ranks that are to hold some.
+        """
+        return dict(_tokens(self, length))
+
+    def group_tokens(self, length: int) -> tuple[int, ...]:
+        """Tokens L_k of the groups in ring order."""
+        tokens = self.tokens(length)
+        return tuple(sum(tokens[rank] for rank in group.ranks) for group in self.ring_groups)
+
+    def chunks(self, length: int) -> tuple[tuple[Range, ...], ...]:
+        """Position intervals ``(start, stop)`` that each group holds, in ring order; ascending inside a group."""
+        return cut_span(self.group_tokens(length), self.layout)
+
+    def shifted(self, first_rank: int) -> Schedule:
+        """The same schedule for a replica whose lowest rank is ``first_rank``."""
+        offset = first_rank - self.ranks[0]
+        if not offset:
+            return self
+        groups = tuple(replace(g, ranks=tuple(r + offset for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
+    def on_ranks(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with ``ranks[r]`` in the place of rank r.
+
+        Args:
+            ranks: distinct, one for every rank from 0.
+        """
+        groups = tuple(replace(g, ranks=tuple(ranks[r] for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
+    def with_places(self, ranks: Sequence[int]) -> Schedule:
+        """The same schedule with a rank's place in ``ranks`` instead of the rank."""
+        groups = tuple(replace(g, ranks=tuple(ranks.index(r) for r in g.ranks)) for g in self.groups)
+        return replace(self, groups=groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schedule file format, version 1; see docs/schedules.md."""
+        return {
+            "version": VERSION,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "layout": self.layout,
+            "ring": list(self.ring),
+            "groups": [{"ranks": list(g.ranks), "tokens": list(g.tokens), "heads": list(g.heads)} for g in self.groups],
+        }
+
+    def to_json(self) -> str:
+        """Canonical JSON, one line."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63-bit hash of the canonical JSON, compared between ranks before the first collective."""
+        return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+        """Read the schedule file format.
+
+        Raises:
+            ScheduleError: unknown or missing keys, wrong types, or an inconsistent schedule.
+        """
+        known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
+        _expect_keys("schedule", data, required=known - {"layout", "ring"}, allowed=known)
+        if not is_whole(data["version"], VERSION, VERSION):
+            raise ScheduleError(
+                f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}."
+            )
+        if not _is_list(data["groups"]):
+            raise ScheduleError(f"groups must be a list, got {shortened(data['groups'])}.")
+        if not _is_list(data.get("ring", ())):
+            raise ScheduleError(f"ring must be a list of group indices, got {shortened(data['ring'])}.")
+        groups = []
+        for i, group in enumerate(data["groups"]):
+            keys = {"ranks", "tokens", "heads"}
+            _expect_keys(f"groups[{i}]", group, required=keys, allowed=keys)
+            for key in sorted(keys):
+                if not _is_list(group[key]):
+                    raise ScheduleError(
+                        f"groups[{i}].{key} must be a list, one entry per rank, got {shortened(group[key])}."
+                    )
+            groups.append(Group(**{key: tuple(group[key]) for key in keys}))
+        return cls(
+            num_heads=data["num_heads"],
+            num_kv_heads=data["num_kv_heads"],
+            groups=tuple(groups),
+            ring=tuple(data.get("ring", ())),
+            layout=data.get("layout", "zigzag"),
+        )
+
+
+def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, ...]:
+    """One schedule per replica: ``schedule`` repeated over consecutive blocks of ranks.
+
+    Raises:
+        ScheduleError: ``world_size`` is not a multiple of the schedule's ranks, or these do not begin at 0.
+    """
+    if schedule.ranks[0] != 0:
+        raise ScheduleError(f"the schedule's ranks {schedule.ranks} must begin at 0.")
+    if world_size % schedule.sp_size:
+        raise ScheduleError(
+            f"the schedule has {schedule.sp_size} ranks, the job has {world_size}, which is not a multiple of it. "
+            f"Launch a multiple of {schedule.sp_size} processes or plan for {world_size}: ds-hetero plan."
+        )
+    return tuple(schedule.shifted(first) for first in range(0, world_size, schedule.sp_size))
+
+
+@lru_cache(maxsize=1024)
+def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
+    groups = [schedule.ring_groups[member] for member in members]
+    pieces = refine([group.head_split for group in groups])
+    return tuple(
+        Piece(p.start, p.stop, tuple(g.ranks[i] for g, i in zip(groups, p.owners, strict=True))) for p in pieces
+    )
+
+
+@lru_cache(maxsize=64)
+def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
+    weights = schedule.token_weights
+    busy = sum(1 for weight in weights if weight)
+    if length < busy:
+        raise ScheduleError(
+            f"a sequence of {length} tokens is shorter than the {busy} ranks that are to hold some of it. "
+            "Use longer sequences, fewer sequence-parallel ranks, or a schedule that gives some ranks weight 0."
+        )
+    return tuple(zip(schedule.ranks, share(length, weights), strict=True))
+
+
+@lru_cache(maxsize=64)
+def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
+    """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
+
+    Args:
+        sizes: tokens of every share.
+        layout: one of `LAYOUTS`.
+
+    Returns:
+        Position intervals of every share, ascending; some may be empty.
+    """
+    if layout == "contiguous":
+        return tuple((part,) for part in Split(sizes).ranges)
+    front = Split(tuple(-(-size // 2) for size in sizes)).ranges
+    back = Split(tuple(size // 2 for size in reversed(sizes))).ranges
+    middle = sum(-(-size // 2) for size in sizes)
+    return tuple(
+        (first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, reversed(back), strict=True)
+    )
+
+
+def _check(s: Schedule) -> None:
+    for name in ("num_heads", "num_kv_heads"):
+        value = getattr(s, name)
+        if not is_whole(value, 1, MAX_HEADS):
+            raise ScheduleError(f"{name} must be {whole_rule(value, 1, MAX_HEADS)}, got {shortened(value)}.")
+    if s.num_heads % s.num_kv_heads:
+        raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
+    if s.layout not in LAYOUTS:
+        raise ScheduleError(f"layout {shortened(s.layout)} is unknown; it is one of {', '.join(LAYOUTS)}.")
+    if not s.groups:
+        raise ScheduleError("groups is empty; a schedule has at least one group.")
+    if not all(is_whole(i, 0, len(s.groups) - 1) for i in s.ring) or sorted(s.ring) != list(range(len(s.groups))):
+        raise ScheduleError(
+            f"ring {shortened(list(s.ring))} must name each of the {len(s.groups)} groups once, by index."
+        )
+    for i, group in enumerate(s.groups):
+        if not group.ranks or not len(group.ranks) == len(group.tokens) == len(group.heads):
+            raise ScheduleError(
+                f"groups[{i}] needs one entry of tokens and heads per rank, "
+                f"got ranks={shortened(list(group.ranks))}, tokens={shortened(list(group.tokens))}, "
+                f"heads={shortened(list(group.heads))}."
+            )
+        if not all(is_whole(rank, 0, MAX_RANKS) for rank in group.ranks):
+            raise ScheduleError(f"groups[{i}].ranks must be whole numbers >= 0, got {shortened(list(group.ranks))}.")
+        if not all(is_whole(heads, 0, MAX_HEADS) for heads in group.heads):
+            raise ScheduleError(f"groups[{i}].heads must be whole numbers >= 0, got {shortened(list(group.heads))}.")
+        if not all(map(is_weight, group.tokens)):
+            raise ScheduleError(f"groups[{i}].tokens must be finite weights >= 0, got {shortened(list(group.tokens))}.")
+        if sum(group.heads) != s.num_heads:
+            raise ScheduleError(
+                f"groups[{i}].heads {shortened(list(group.heads))} sum to {sum(group.heads)}, "
+                f"but the model has num_heads={s.num_heads}. Every group computes every head of its tokens."
+            )
+    ranks = [rank for group in s.groups for rank in group.ranks]
+    if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
+        raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
+    if not any(group.weight for group in s.groups):
+        raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
+    if not isinstance(data, Mapping):
+        raise ScheduleError(f"{where} must be an object, got {shortened(data)}.")
+    unknown, missing = sorted(set(data) - allowed, key=str), sorted(required - set(data))
+    if unknown or missing:
+        raise ScheduleError(
+            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
+            f"it takes {', '.join(sorted(allowed))}."
+        )

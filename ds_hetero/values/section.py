@@ -1,0 +1,246 @@
+"""The "heterogeneity" section of ds_config.json: its keys, its checks, and a message for every mistake.
+
+    section = read_section(content)        # None with "enabled": false
+
+What a section stands for is the part of `ds_hetero.decision.resolve`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
+from ds_hetero.common.reading import check_content, shortened
+from ds_hetero.common.text import nearest
+from ds_hetero.errors import ConfigError
+from ds_hetero.values.baselines import STRATEGIES
+from ds_hetero.values.kernel_names import KERNEL_NAMES, KernelWish
+
+SECTION = "heterogeneity"
+
+
+class ReplanSection(BaseModel):
+    """``"replan"``: search again while training when the measured speeds have moved.
+
+    Args:
+        enabled: off by default.
+        interval_steps: optimizer steps between two observations of the speeds; a change takes two of them at least.
+        min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
+        report_only: name ranks that stay behind and say what re-planning would gain, and change nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = False
+    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
+    min_gain: float = Field(default=0.05, ge=0, lt=1)
+    report_only: bool = False
+
+    @model_validator(mode="after")
+    def _either_reports_or_changes(self) -> ReplanSection:
+        if self.enabled and self.report_only:
+            raise ValueError("cannot be enabled and report_only: the one changes schedules, the other changes nothing.")
+        return self
+
+
+class PlacementSection(BaseModel):
+    """``"placement"``: which positions of a batch each rank holds. A string stands for an object with that mode.
+
+    Args:
+        mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it.
+        max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
+        min_cut_tokens: shorter documents stay whole.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Literal["stream", "documents"] = "stream"
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
+
+
+def _as_object(value: Any) -> Any:
+    return {"mode": value} if isinstance(value, str) else value
+
+
+class HeterogeneitySection(BaseModel):
+    """The section as the user wrote it, checked. docs/configuration.md is its manual."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = True
+    cluster: str | dict[str, Any] = "measure"
+    schedule: str | dict[str, Any] = "plan"
+    parallel: Literal["sequence", "full"] = "sequence"
+    seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    layout: Literal["contiguous", "zigzag"] | None = None
+    placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
+    attention: KernelWish = None
+    tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
+    loss: Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean"] | None = None
+    zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
+    replan: ReplanSection = ReplanSection()
+    verify: Literal["first_batch", "always", "off"] = "first_batch"
+    report: str | None = Field(default=None, min_length=1, max_length=4096)
+
+    @field_validator("zero_partition")
+    @classmethod
+    def _usable_weights(cls, value: str | list[float]) -> str | list[float]:
+        if isinstance(value, list) and not (any(value) and all(map(is_weight, value))):
+            raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
+        return value
+
+    @model_validator(mode="after")
+    def _searches_what_it_says(self) -> HeterogeneitySection:
+        if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
+            raise ValueError(
+                f'"parallel": "full" searches for pipelines, but "schedule" is "{self.schedule}", a strategy of '
+                'sequence parallelism. Leave "schedule" out, or give it a plan file'
+            )
+        return self
+
+
+_ACCEPTED = {
+    "enabled": "true or false",
+    "cluster": '"measure", the path of a cluster file, or the same inline as an object',
+    "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
+    + ", ".join(STRATEGIES),
+    "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
+    "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
+    "layout": '"contiguous" or "zigzag"',
+    "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',
+    "attention": "one of "
+    + ", ".join(f'"{name}"' for name in KERNEL_NAMES)
+    + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
+    "for the best",
+    "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
+    "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
+    '"sample_mean", for that of a module that is not split',
+    "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
+    "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
+    '{"report_only": true}',
+    "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
+    "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch)',
+    "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
+    "all-to-all group may hold",
+    "placement.min_cut_tokens": f"a whole number >= 2 and <= {MAX_SEQ_LEN:,}; shorter documents stay whole",
+    "replan.enabled": "true or false",
+    "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
+    "replan.min_gain": "a share >= 0 and < 1",
+    "replan.report_only": "true or false",
+    "report": "the path of a folder, in which rank 0 writes run.json",
+}
+
+
+_OBJECTS: dict[str, type[BaseModel]] = {"placement": PlacementSection, "replan": ReplanSection}
+_NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
+
+
+def expect_section_name(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with a key that is nearly the section's name, which DeepSpeed would ignore.
+
+    Raises:
+        ConfigError: it has one; the message names it.
+    """
+    for key in ds_config:
+        if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _NEAR):
+            raise ConfigError(
+                f'"{key}" in ds_config.json is no key of DeepSpeed\'s (did you mean "{SECTION}"?). Without a section '
+                "of that name ds_hetero would stay off, and every rank would train on whole sequences."
+            )
+
+
+def read_section(raw: Any) -> HeterogeneitySection | None:
+    """Check the section; return None where it is switched off.
+
+    Args:
+        raw: its content in ds_config.json.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
+            for all of them, with what would be accepted.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f'"{SECTION}" must be an object with keys {_keys(HeterogeneitySection)}; got {shortened(raw)}.'
+        )
+    check_content(raw, f'"{SECTION}"', ConfigError)
+    if path := next(_autos(raw), None):
+        raise ConfigError(
+            f'"{SECTION}.{path}" is "auto", which accelerate refuses anywhere in ds_config.json. '
+            f"{accepted(path)} Leave the key out for its default."
+        )
+    try:
+        section = HeterogeneitySection.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, raw))) from None
+    return section if section.enabled else None
+
+
+def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
+    """One line per wrong key, each naming the key, the value and what is accepted."""
+    seen = set()
+    for problem in error.errors():
+        path = _path(problem["loc"], raw)
+        if path in seen:  # a union reports once per member
+            continue
+        seen.add(path)
+        message = problem["msg"].removeprefix("Value error, ")
+        if not path:
+            yield f'"{SECTION}": {message}.'
+        elif problem["type"] == "extra_forbidden":
+            outer, _, name = path.rpartition(".")
+            model = _OBJECTS.get(outer, HeterogeneitySection)
+            yield f'"{SECTION}.{path}" is unknown{did_you_mean(name, model.model_fields)}. The keys are {_keys(model)}.'
+        else:
+            rule = f" {message}" if problem["type"] == "value_error" else ""
+            yield f'"{SECTION}.{path}": {_value(raw, path)}{rule}. {accepted(path)}'
+
+
+def _path(location: tuple[int | str, ...], raw: Mapping[str, Any]) -> str:
+    """Of the key that a problem is with; inside an object only where the user wrote one."""
+    is_inside = location[:1] and location[0] in _OBJECTS and isinstance(raw.get(str(location[0])), Mapping)
+    return ".".join(str(part) for part in location[: 2 if is_inside else 1])
+
+
+def accepted(path: str) -> str:
+    """A sentence that says what a key of the section takes; empty for a key that does not exist.
+
+    Args:
+        path: of the key inside the section, such as ``"replan.min_gain"``.
+    """
+    return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean "x"?)`` with the known word nearest to ``word``; empty if none is near."""
+    near = nearest(word, known)
+    return f' (did you mean "{near}"?)' if near else ""
+
+
+def _value(raw: Mapping[str, Any], path: str) -> str:
+    value: Any = raw
+    for part in path.split("."):
+        value = value[part]
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)
+
+
+def _autos(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every value "auto" in nested objects and lists."""
+    if value == "auto":
+        yield path
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _autos(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _autos(inner, f"{path}[{i}]")

@@ -1,0 +1,95 @@
+"""The ragged exchange moves every element to where the schedule says, forward and backward, in one collective."""
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from ds_hetero.runtime.attention.head_exchange import (
+    gather_output_heads,
+    gather_sequence,
+    make_exchange,
+    scatter_output,
+    scatter_sequence,
+)
+from ds_hetero.runtime.attention.reference import heads_of_ranks, tokens_of_ranks
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Group, Schedule
+from tests.support import run_ranks
+
+# Ranks in head order, token weights, query heads, KV heads.
+CASES = {
+    "a rank without heads": ((0, 1, 2), (5, 1, 2), (3, 0, 5), 8),
+    "a rank without tokens, a cut inside a KV head": ((0, 1, 2), (5, 0, 2), (3, 1, 4), 4),
+    "one KV head on all ranks, heads cut in another order": ((2, 0, 1), (1, 1, 1), (3, 2, 3), 1),
+    "ranks in another order": ((1, 0, 2), (3, 2, 2), (5, 6, 1), 4),
+}
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "heads", "num_kv_heads"), CASES.values(), ids=CASES)
+def test_exchange_equals_slicing_the_whole_tensor(ranks, tokens, heads, num_kv_heads):
+    group = Group(ranks=ranks, tokens=tokens, heads=heads)
+    schedule = Schedule(num_heads=sum(heads), num_kv_heads=num_kv_heads, groups=(group,), layout="contiguous")
+    run_ranks(_check_exchange, 3, schedule)
+
+
+def _check_exchange(rank, schedule):
+    (group,), num_kv_heads = schedule.groups, schedule.num_kv_heads
+    replica = make_replica(Plan.of_replicas([schedule]))
+    for length, batch_size in ((11, 2), (37, 1)):
+        exchange = make_exchange(replica, stream_placement(schedule, length))
+        torch.manual_seed(length)
+        q = torch.randn(batch_size, schedule.num_heads, length, 4)
+        k, v = torch.randn(2, batch_size, num_kv_heads, length, 4)
+        held = stream_placement(schedule, length)
+        mine, in_order = held.positions(rank), sorted(group.ranks)
+        q_heads = [group.head_range(r) for r in in_order]
+        kv_heads = [schedule.kv_heads(*heads) for heads in q_heads]
+        own_q, own_kv = slice(*q_heads[rank]), slice(*kv_heads[rank])
+        with CommDebugMode() as comms:
+            gathered = gather_sequence(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
+        assert comms.get_total_counts() == 1
+        for found, expected in zip(gathered, (q[:, own_q], k[:, own_kv], v[:, own_kv]), strict=True):
+            assert torch.equal(found, expected)
+        for found, whole, heads in zip(gathered, (q, k, v), (q_heads, kv_heads, kv_heads), strict=True):
+            shards = [whole[:, :, held.positions(r)] for r in in_order]
+            assert torch.equal(found, heads_of_ranks(shards, heads)[rank])
+
+        with CommDebugMode() as comms:
+            out = scatter_output(q[:, own_q].permute(2, 0, 1, 3), exchange)
+        assert comms.get_total_counts() == 1
+        assert torch.equal(out, q[:, :, mine].transpose(1, 2))
+
+        with CommDebugMode() as comms:
+            out = gather_output_heads(q[:, :, mine].transpose(1, 2), exchange)
+        assert comms.get_total_counts() == 1
+        assert torch.equal(out.permute(1, 2, 0, 3), q[:, own_q])
+
+        # Each holder of a KV head sends a gradient of ones, so the rank with the tokens gets their number.
+        holders = torch.zeros(num_kv_heads)
+        for r in group.ranks:
+            holders[slice(*schedule.kv_heads(*group.head_range(r)))] += 1
+        with CommDebugMode() as comms:
+            dq, dk, dv = scatter_sequence(*map(torch.ones_like, gathered), exchange)
+        assert comms.get_total_counts() == 1
+        assert torch.equal(dq, torch.ones_like(dq)) and dq.shape == (batch_size, schedule.num_heads, len(mine), 4)
+        for grad in (dk, dv):
+            assert torch.equal(grad, holders[None, :, None, None].expand_as(grad))
+        tokens = [held.tokens(r) for r in in_order]
+        ones = [torch.ones(batch_size, stop - start, length, 4) for start, stop in kv_heads]
+        assert torch.equal(dk, tokens_of_ranks(ones, kv_heads, tokens)[rank])
+
+
+def test_schedules_that_differ_are_refused_on_every_rank():
+    messages = run_ranks(_disagree, 3)
+    assert all("do not hold the same schedule" in message for message in messages)
+
+
+def _disagree(rank):
+    group = Group(ranks=(0, 1, 2), tokens=(1, 1, 1 + (rank == 1)), heads=(1, 1, 2))
+    try:
+        make_replica(Plan.of_replicas([Schedule(num_heads=4, num_kv_heads=4, groups=(group,))]))
+    except ValueError as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,231 @@
+"""With batches placed by their documents, training is that of one process: every ZeRO stage, loop and kind of batch.
+
+Budget: 100 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.errors import BatchError
+from tests.integration.tiny import (
+    BY_DOCUMENTS,
+    UNEVEN_2,
+    UNEVEN_4,
+    VOCAB,
+    adam,
+    assert_same_parameters,
+    ds_config,
+    llama,
+    parameters,
+    train_on_one_process,
+)
+from tests.support import run_deepspeed
+
+
+def packed(lengths: list[int], seed: int, **more: Any) -> dict[str, Any]:
+    """One row of documents whose positions restart; the first label of each does not count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (1, sum(lengths)), generator=generator)
+    labels = ids.clone()
+    starts = np.cumsum([0, *lengths])
+    labels[:, starts[:-1]] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, **more}
+
+
+def padded(lengths: list[int], seed: int, left: bool = False) -> dict[str, Any]:
+    """Rows of unequal length with a mask, at whose padding no label counts."""
+    generator = torch.Generator().manual_seed(seed)
+    widest = max(lengths)
+    ids = torch.randint(0, VOCAB, (len(lengths), widest), generator=generator)
+    mask = torch.stack([torch.arange(widest) < length for length in lengths]).long()
+    mask = mask.flip(1) if left else mask
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def whole() -> list[dict[str, Any]]:
+    """Batches of every kind, of different lengths."""
+    cut = [3, 40, 1, 9, 20]
+    boundaries = torch.tensor(np.cumsum([0, *cut]), dtype=torch.int32)
+    return [
+        packed([70], 1),
+        packed([5, 1, 44, 8, 2, 30], 2),
+        packed(cut, 3, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40, max_length_k=40),
+        padded([30, 7, 1], 4),
+        padded([19, 33], 5, left=True),
+        packed([4] * 11, 6),
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "schedule"), [(2, UNEVEN_2), (4, UNEVEN_4)], ids=["2 ranks", "4 ranks"])
+def test_a_plain_loop_trains_as_one_process(world_size: int, schedule: Any) -> None:
+    run_deepspeed(_train, world_size, schedule)
+
+
+def _train(rank: int, schedule: Any) -> None:
+    for stage in range(4):
+        _train_stage(rank, schedule, stage)
+
+
+def _train_stage(rank: int, schedule: Any, stage: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    if stage % 2:
+        model.activation_checkpointing_enable({"use_reentrant": stage == 3})
+    config = ds_config(stage, schedule, placement=BY_DOCUMENTS, steps_per_print=3)
+    if stage == 2:  # every look gives the placing other costs
+        config["heterogeneity"]["replan"] = {"enabled": True, "interval_steps": 1, "min_gain": 0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    losses, norms, zones = [], [], set()
+    for batch in handle.dataloader(whole(), batches="same"):
+        placement = batch["position_ids"].ds_hetero_shard.placement
+        zones |= {len(lane.members) for lane in placement.lanes}
+        loss = handle.loss(engine(**batch), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(_mean_over_ranks(loss))
+        norms.append(engine.get_global_grad_norm())
+    assert {1, 2} <= zones
+    expected = llama(use_cache=False)  # with a cache, transformers does not look for packed documents
+    expected_losses, expected_norms = train_on_one_process(expected, [[batch] for batch in whole()])
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    if stage:
+        np.testing.assert_allclose(np.array(norms, dtype=float), expected_norms, rtol=1e-5)
+    assert_same_parameters(parameters(model, stage), parameters(expected))
+    engine.destroy()
+    handle.undo()
+
+
+def _mean_over_ranks(value: Tensor) -> float:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+# --- what else a job may have ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_replicas_with_weights_and_evaluation_between_steps_train_as_one_process(stage: int) -> None:
+    run_deepspeed(_train_replicas, 4, stage)
+
+
+def _train_replicas(rank: int, stage: int) -> None:
+    """Two replicas of two ranks place batches of their own; the model is checked and evaluated before every step."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    config = ds_config(stage, UNEVEN_2, placement=BY_DOCUMENTS)
+    config["heterogeneity"] |= {"zero_partition": [3, 1, 2, 1], "verify": "always"}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    replica, batches = handle.replica, whole()
+    loader = torch.utils.data.DataLoader(batches[replica.replica_id :: 2], batch_size=None)
+    checked, evaluated, losses, norms, lengths = _placements_of_checks(), [], [], [], []
+    for batch in handle.dataloader(loader, batches="same"):
+        lengths.append(batch["position_ids"].ds_hetero_shard.placement.length)
+        evaluated.append(_evaluate(model, handle.dataloader(whole()[:2], batches="same")))
+        loss = handle.loss(engine(**batch), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(_mean_over_ranks(loss))
+        norms.append(engine.get_global_grad_norm())
+    # Rows of unequal length are one row of their real tokens, but where padding on the left predicts a token.
+    assert lengths == [[70, 73, 33], [90, 38, 44]][replica.replica_id]
+    assert len(checked) >= len(losses) and any(placement.rows for placement in checked)
+
+    expected = llama(use_cache=False)
+    optimizer = adam(expected)
+    for step, pair in enumerate(zip(batches[::2], batches[1::2], strict=True)):
+        np.testing.assert_allclose(evaluated[step], _evaluate(expected, whole()[:2]), rtol=1e-5)
+        expected_loss, expected_norm = train_on_one_process(expected, [list(pair)], optimizer)
+        np.testing.assert_allclose([losses[step], float(norms[step])], expected_loss + expected_norm, rtol=1e-5)
+    assert_same_parameters(parameters(model, stage), parameters(expected))
+
+
+def _placements_of_checks() -> list[Any]:
+    """The placements of the pieces that the model is checked with from now on."""
+    from ds_hetero.frameworks.transformers.self_check import runs
+
+    placements, place = [], runs._placed
+
+    def placed(*piece: Any) -> Any:
+        placements.append(place(*piece).placement)
+        return place(*piece)
+
+    runs._placed = placed
+    return placements
+
+
+def _evaluate(model: Any, batches: Any) -> list[float]:
+    model.eval()
+    with torch.no_grad():
+        losses = [float(model(**batch, use_cache=False).loss) for batch in batches]
+    model.train()
+    return losses
+
+
+# --- marks that frameworks lose, and ranks that place otherwise -------------------------------------------------------
+
+
+def test_shards_without_a_mark_are_known_by_their_positions_and_others_are_refused() -> None:
+    run_deepspeed(_lose_marks, 2)
+
+
+def _lose_marks(rank: int) -> None:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    config = ds_config(1, UNEVEN_2, placement=BY_DOCUMENTS)
+    deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    drawn = list(handle.dataloader(whole(), batches="same"))
+    expected = [model(**batch).logits.detach() for batch in drawn]
+    for batch, logits in reversed(list(zip(drawn, expected, strict=True))):
+        copied = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in batch.items()}
+        assert torch.equal(model(**copied).logits, logits)
+        one_rank = batch if rank else copied
+        assert torch.equal(model(**one_rank).logits, logits)
+    foreign = {**drawn[1], "position_ids": drawn[1]["position_ids"] + 1}
+    with pytest.raises(BatchError, match="no batch that was placed by its documents lately"):
+        model(**foreign)
+    without = {name: entry for name, entry in drawn[2].items() if not name.startswith(("cu_seq", "max_length"))}
+    with pytest.raises(BatchError, match="by the documents in its cu_seq_lens_q"):
+        model(**without)
+    placer = handle.registry.latest.model
+    if rank:
+        placer.place_documents(_Otherwise(placer.placer))
+    with pytest.raises(BatchError, match=r"must be given the same batch, but by rank placement is"):
+        next(iter(handle.dataloader(whole(), batches="same")))
+    with pytest.raises(BatchError, match="otherwise than the rank that holds it"):
+        next(iter(handle.dataloader(whole(), batches="own")))
+
+
+class _Otherwise:
+    """Places as if the units' costs were in reverse order."""
+
+    def __init__(self, placer: Any) -> None:
+        from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
+
+        costs = placer.costs
+        turned = {name: getattr(costs, name)[::-1] for name in ("token_s", "square_s", "most_tokens")}
+        kept = {name: getattr(costs, name) for name in ("node", "receive_s", "cross_s", "exchange_per_receive")}
+        self._placer = DocumentPlacer(UnitCosts(**turned, **kept), placer.min_cut_tokens)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._placer(*args)

@@ -1,0 +1,148 @@
+"""Layers move between stages while the job trains: state travels with them, and the job stays that of one process."""
+
+import time
+
+import pytest
+import torch
+
+from ds_hetero.errors import ConfigError
+from tests.integration.pipelines.test_pipelines import (
+    LAYERS,
+    adamw,
+    batches,
+    made_model,
+    pipeline,
+    plan_of,
+    sequence_stage,
+    train_alone,
+    trained,
+)
+from tests.integration.tiny import compute_in
+from tests.support import run_deepspeed
+
+pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
+
+ONE = plan_of(
+    pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}),
+    pipeline(1, 2, {"ranks": [2], "layers": [0, 1]}, {"ranks": [3], "layers": [1, 4]}),
+)
+SEQUENCE = plan_of(
+    pipeline(2, 3, sequence_stage([0, 1], [0, 3], [3, 1], [3, 1]), {"ranks": [2], "layers": [3, 4]}),
+    pipeline(1, 2, {"ranks": [3], "layers": [0, 4]}),
+)
+MOVES = {
+    "one": (ONE, [([1, 3], [3, 1]), ([3, 1], [2, 2]), ([2, 2], [1, 3])]),
+    "sequence": (SEQUENCE, [([1, 3], [4]), ([2, 2], [4])]),
+}
+
+
+def moved_as_one_process(rank, name, changes, lora):
+    """The largest difference of a loss, a norm or a parameter to one process, while layers move after every step."""
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.frameworks.deepspeed.installer import Installer
+    from ds_hetero.frameworks.deepspeed.pipeline.moving import move_layers
+    from ds_hetero.planner.replan.stage_layers import with_layers
+
+    compute_in(torch.float64)
+    plan, moves = MOVES[name]
+    handle = ds_hetero.register()
+    model, whole = (made_model(changes, lora) for _ in range(2))
+    steps = batches(plan, len(moves) + 2, False)
+    losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
+    held, install = [], Installer._hook
+    Installer._hook = lambda installer, pipelined: (held.append(pipelined), install(installer, pipelined))
+    config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
+    worst = 0.0
+    for number, (batch, loss, norm) in enumerate(
+        zip(handle.for_engine(engine).dataloader(steps), losses, norms, strict=True)
+    ):
+        ours = engine(**batch).loss
+        engine.backward(ours)
+        engine.step()
+        worst = max(worst, abs(ours.item() - loss), abs(engine.get_global_grad_norm() - norm))
+        if number < len(moves):
+            move_layers(held[0], with_layers(held[0].plan, moves[number]))
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        at = name.replace("lm_head", "model.embed_tokens") if name not in expected else name
+        worst = max(worst, (parameter - expected[at]).detach().abs().max().item())
+    engine.destroy()
+    return worst, len(held_layers(model))
+
+
+def held_layers(model):
+    return {name.split("layers.")[1].split(".")[0] for name, _ in model.named_parameters() if "layers." in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "lora"),
+    [("one", {}, False), ("one", {"tie_word_embeddings": True}, False), ("sequence", {}, True)],
+    ids=["", "tied", "sequence stages and adapters"],
+)
+def test_training_goes_on_as_on_one_process(name, changes, lora):
+    outcomes = run_deepspeed(moved_as_one_process, 4, name, changes, lora)
+    assert max(worst for worst, _ in outcomes) < 1e-12
+    assert [layers for _, layers in outcomes] == ([2, 2, 1, 3] if name == "one" else [2, 2, 2, 4])
+
+
+SLOW_FROM, STEPS = 7, 32
+SLOW_S = 0.02  # of a layer of the rank that lost speed, and 0.008 of one that did not: 40 %
+
+
+def slowed(rank):
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.job.monitoring import replanning
+
+    compute_in(torch.float64)
+    plan = plan_of(pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}))
+    told = []
+    replanning.announce = told.append
+    handle = ds_hetero.register()
+    model, whole = (made_model({}, False) for _ in range(2))
+    steps = batches(plan, STEPS, False)
+    losses, _ = train_alone(whole, steps, adamw(trained(whole)), 0.5)
+    done = 0
+
+    def wait(*_):
+        time.sleep(SLOW_S if rank == 1 and done >= SLOW_FROM else 0.4 * SLOW_S)
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(wait)
+        layer.register_full_backward_hook(wait)
+    config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan, "replan": {"enabled": True}}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
+    worst, layers = 0.0, []
+    for batch, loss in zip(handle.for_engine(engine).dataloader(steps), losses, strict=True):
+        ours = engine(**batch).loss
+        engine.backward(ours)
+        engine.step()
+        done += 1
+        worst = max(worst, abs(ours.item() - loss))
+        layers.append(len(held_layers(model)))
+    engine.destroy()
+    return worst, layers, told
+
+
+@pytest.mark.slow
+def test_a_rank_that_slows_down_loses_layers_within_20_steps():
+    (first, at_first, told), (second, at_second, _) = run_deepspeed(slowed, 2)
+    assert max(first, second) < 1e-12
+    assert at_first[SLOW_FROM - 1] == at_second[SLOW_FROM - 1] == 2
+    assert at_first[SLOW_FROM + 19] == LAYERS - 1 and at_second[SLOW_FROM + 19] == 1
+    moves = [line for line in told if "layers move," in line]
+    assert len(moves) == 1 and "3+1" in moves[0]
+
+
+def test_layers_that_cannot_move_are_refused():
+    from ds_hetero.frameworks.deepspeed.pipeline.moving import expect_movable
+
+    model = made_model({}, False)
+    expect_movable(model)
+    model.model.layers[1].register_buffer("scale", torch.ones(1))
+    with pytest.raises(ConfigError, match=r"buffers \(model.layers.1.scale\)"):
+        expect_movable(model)

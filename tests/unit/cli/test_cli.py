@@ -1,0 +1,335 @@
+"""The command line: what machines read, and what bad input gets."""
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+
+from ds_hetero import __version__
+from ds_hetero.cli import main
+from ds_hetero.cli.app import COMMANDS, app
+from ds_hetero.cli.inputs.options import TOKENS
+from ds_hetero.cluster import CATALOGUE, load_cluster
+from ds_hetero.common.paths import config_dir
+from ds_hetero.cost.price import price_of
+from ds_hetero.values.plans import read_plan
+from tests.unit.without import run_without
+
+
+def _run(*arguments):
+    command = [sys.executable, "-m", "ds_hetero.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_doctor_tells_machines_what_works_here():
+    sizes = ["--world-size", 4, "--num-heads", 10, "--num-kv-heads", 5]
+    run = _run("doctor", "--config", config_dir() / "zero2.json", *sizes, "--json")
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert report["healthy"]
+    assert {"torch", "deepspeed", "transformers", "accelerate"} <= {row["name"] for row in report["packages"]}
+    assert report["devices"][0]["kernels"]["float32"]["torch"] is None
+    (schedule,) = report["section"]["schedules"]
+    assert schedule["num_heads"] == 10
+
+
+def test_doctor_names_what_is_wrong_with_a_section(tmp_path):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"heterogeneity": {"schedul": "ring"}}))
+    run = _run("doctor", "--config", config)
+    assert run.returncode == 1
+    assert 'did you mean "schedule"?' in " ".join(run.stdout.split())
+
+
+def test_doctor_plans_where_devices_and_model_are_known(tmp_path):
+    config = tmp_path / "ds_config.json"
+    section = {"cluster": "hexiseq-setting-1", "seq_len": 65536}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "heterogeneity": section}))
+    command = ["doctor", "--config", config, "--world-size", 8, "--json"]
+    report = json.loads(_run(*command).stdout)
+    assert report["healthy"] and not report["section"]["schedules"]
+    assert "To see it now, give --model" in report["section"]["decided"]
+    planned = json.loads(_run(*command, "--model", "llama-3.1-8b", "--checkpointing").stdout)["section"]
+    (schedule,), (predicted,) = planned["schedules"], planned["predicted"]
+    assert sum(len(group["ranks"]) for group in schedule["groups"]) == 8 and predicted["feasible"]
+    assert f"{predicted['tokens_per_s']:,.0f} tokens/s" in planned["decided"]
+
+
+def test_doctor_says_what_only_the_start_of_a_job_can_tell(tmp_path):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"heterogeneity": {}}))
+    run = _run("doctor", "--config", config, "--world-size", 4)
+    assert run.returncode == 0, run.stderr
+    assert '"plan": the ranks are measured at the start of the job' in run.stdout
+
+
+def test_profile_refuses_what_it_could_not_write_before_it_measures(tmp_path):
+    for options, says in (
+        (["--out", tmp_path / "cluster.txt"], "must end in .yaml or .json"),
+        (["--out", tmp_path / "none" / "cluster.yaml"], "is no folder that may be written to"),
+        (["--out", tmp_path / "cluster.yaml", "--dtype", "int8"], "must be one of bfloat16"),
+    ):
+        run = _run("profile", *options)
+        assert run.returncode == 2 and says in run.stderr and not run.stdout
+
+
+def _ended(*arguments):
+    """The exit code of a command in this process."""
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("docter", "there is no command 'docter'; did you mean 'doctor'?"), ("xyzzy", "No such command 'xyzzy'")],
+)
+def test_an_unknown_command_exits_with_2_and_what_was_probably_meant(command, says, capsys):
+    assert _ended(command) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_of_each_what_it_says_itself(name):
+    command = app.get_command(click.Context(app), name)
+    assert command.name == name and " ".join(command.help.split()) == COMMANDS[name]
+
+
+def test_listing_the_commands_imports_none_of_them():
+    program = (
+        "import sys\n"
+        "from ds_hetero.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert all(f"\n  {name} " in run.stdout for name in COMMANDS)
+    assert not {"numpy", "rich", "torch", "ds_hetero.cluster", "ds_hetero.cli.planning.plan"} & set(run.stderr.split())
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert _ended("--version") == 0
+    assert capsys.readouterr().out == f"ds-hetero {__version__}\n"
+
+
+SMALL = ("--gpus", "5090,3090", "--model", "qwen3-0.6b")
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4K", 4096), ("1m", 2**20)])
+def test_a_length_may_be_in_units_of_1024_tokens(text, tokens, capsys):
+    assert _ended("simulate", *SMALL, "--seq-len", text, "--schedule", "ring", "--json") in (0, 1)
+    assert json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"] > 0
+    assert TOKENS.convert(text, None, None) == tokens
+
+
+@pytest.mark.parametrize("text", ["4Q", "K", "1.5K", ""])
+def test_a_length_that_is_none_is_refused_with_examples(text, capsys):
+    assert _ended("plan", *SMALL, "--seq-len", text) == 2
+    assert "is no number of tokens, such as 131072, or 128K" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
+    page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+    for out in (page, file):
+        assert _ended("plan", *SMALL, "--seq-len", "4K", "--out", out) == 0
+    assert _ended("report", file, "--out", tmp_path / "report.html") == 0
+    assert page.read_text() == (tmp_path / "report.html").read_text()
+    assert json.loads(file.read_text())["num_heads"] == 16
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("plan", *SMALL, "--seq-len", "4K", "--out", "x.txt"), ".json or .html"),
+        (("report", "plan.json", "--out", "x.json"), ".html"),
+        (("trace", "plan.json", "--out", "x.html"), ".json"),
+    ],
+)
+def test_other_endings_are_refused_with_those_that_can_be_written(command, says, capsys):
+    assert _ended(*command) == 2
+    assert f"--out must end in {says}, got '{command[-1]}'" in capsys.readouterr().err
+
+
+def test_plan_says_what_a_million_tokens_cost_and_bills_idle_cards(tmp_path, capsys):
+    rig = tmp_path / "rig.json"
+    job = ("plan", *SMALL, "--seq-len", "4K", "--json")
+    assert _ended(*job, "--price", "5090=0.5,3090=0.22", "--save-cluster", rig) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["price"]["per_step"] == pytest.approx(0.72 * planned["predicted"]["iteration_s"] / 3600)
+    assert planned["price"]["per_million_tokens"] == pytest.approx(planned["price"]["per_step"] * 1e6 / 4096)
+    assert [device.price_per_hour for device in load_cluster(rig).devices] == [0.5, 0.22]
+    devices = load_cluster(rig).devices
+    price = price_of(devices, [1], 3600.0, 2_000_000)
+    assert price is not None and price.per_million_tokens == pytest.approx(0.36)
+    assert price.text == (
+        "0.36 per million tokens, 0.72 per step, for all 2 devices, the 1 idle too; 0.25 per million tokens if those "
+        "are not rented"
+    )
+    assert price_of([devices[0], CATALOGUE["T4"].device], [], 1.0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("price", "says"),
+    [
+        ("4090=1", "--price: '4090' is none of the cluster's devices: RTX-5090, RTX-3090"),
+        ("5090", "is cards with the money for one hour of one, such as 5090=0.5"),
+        ("5090=1,rtx5090=2", "--price names RTX-5090 twice"),
+        ("5090=-1", "--price RTX-5090 must be at least 0"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(price, says, capsys):
+    assert _ended("plan", *SMALL, "--seq-len", "4K", "--price", price) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_plan_and_simulate_keep_the_contract(tmp_path):
+    cluster = config_dir() / "clusters" / "hexiseq-setting-1.yaml"
+    job = ["--cluster", cluster, "--model", "gpt-7b", "--seq-len", 65536]
+    run = _run("plan", *job, "--json")
+    assert run.returncode == 0, run.stderr
+    plan = json.loads(run.stdout)
+    assert {"schedule", "search_s", "predicted", "baselines"} <= set(plan)
+    assert set(plan["baselines"]) >= {"ulysses", "ring", "usp"}
+    predicted = {"block_s", "iteration_s", "tokens_per_s", "terms", "memory_bytes"}
+    assert predicted <= set(plan["predicted"])
+    assert {"non_attention_s", "all_to_all_s", "ring_steps_s"} <= set(plan["predicted"]["terms"])
+    known = [b["block_s"] for b in plan["baselines"].values() if b and "block_s" in b]
+    assert plan["predicted"]["block_s"] <= min(known)
+
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(json.dumps(plan["schedule"]))
+    again = _run("simulate", "--schedule", schedule, *job, "--json")
+    assert again.returncode == 0, again.stderr
+    assert predicted <= set(json.loads(again.stdout)) | set(json.loads(again.stdout).get("predicted", {}))
+
+
+# What `ds-hetero plan` may load, beside the standard library: half of what a small plan takes is starting.
+PLAN_LOADS = {"click", "numpy"}
+PLAN_LOADS_OF_OURS = {"cli", "cluster", "common", "cost", "errors", "models", "planner", "reporting", "values"}
+PLAN_LEAVES = {
+    "numpy.ma",
+    "numpy.testing",
+    "ds_hetero.planner.exact",
+    "ds_hetero.planner.pipelines",
+    "ds_hetero.planner.published",
+    "ds_hetero.reporting.html",
+}
+
+
+def test_plan_for_machines_loads_only_what_it_needs():
+    program = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "from ds_hetero.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(*sorted(set(sys.modules) - before), file=sys.stderr)"
+    )
+    options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "32768", "--json")
+    run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=300)
+    assert json.loads(run.stdout)["schedule"]
+    loaded = run.stderr.split()
+    packages = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
+    assert packages == PLAN_LOADS | {"ds_hetero"}
+    assert {name.split(".")[1] for name in loaded if name.startswith("ds_hetero.")} <= PLAN_LOADS_OF_OURS
+    assert not PLAN_LEAVES & set(loaded)
+
+
+def test_planning_commands_run_without_any_training_framework(tmp_path):
+    program = (
+        "from ds_hetero.cli import main\n"
+        "import json\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as end: assert not end.code, arguments\n"
+        "print(main(['profile', '--out', 'cluster.yaml']))\n"
+    )
+    model = ["--model", "gpt-7b", "--seq-len", "8192", "--json"]
+    job = ["--cluster", "hexiseq-setting-1", *model]
+    commands = [
+        ["plan", *job],
+        ["simulate", "--schedule", "ring", *job],
+        ["compare", *job],
+        ["show", "--out", str(tmp_path / "plan.svg"), *job],
+        ["replicas", "--cluster", "hexiseq-setting-1", "--global-batch", "4", *job],
+    ]
+    run = run_without(("torch", "deepspeed", "transformers", "accelerate"), program, json.dumps(commands))
+    *reports, profile_exit = run.stdout.splitlines()
+    assert [bool(json.loads(report)) for report in reports] == [True] * len(commands)
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+    assert profile_exit == "2"
+    assert "ds-hetero profile needs torch; not installed: torch." in run.stderr
+
+
+def test_bad_input_exits_with_2_and_one_message(tmp_path):
+    cluster = tmp_path / "cluster.json"
+    node = {"name": "a", "device": "H1000", "count": 8, "link": {"bandwidth_gb_per_s": 1, "latency_us": 1}}
+    cluster.write_text(json.dumps({"nodes": [node], "network": {"bandwidth_gb_per_s": 1, "latency_us": 1}}))
+    run = _run("plan", "--cluster", cluster, "--model", "gpt-7b", "--seq-len", 65536)
+    assert run.returncode == 2
+    assert "H1000" in run.stderr
+    assert not run.stdout
+
+
+def test_impossible_options_and_links_exit_with_2_and_one_message(tmp_path):
+    link = {"bandwidth_gb_per_s": 1, "latency_us": 1}
+    node = {"name": "a", "device": "L40S", "count": 2, "link": link}
+    for i, (changes, says) in enumerate(
+        (
+            ({"links": [{"between": ["a", "nowhere"], "bandwidth_gb_per_s": 3}]}, "there is no node 'nowhere'"),
+            ({"network": {**link, "bandwidth_gb_per_s": 0}}, "bandwidth_gb_per_s must be greater than 0"),
+            ({"nodes": [{**node, "count": -2}]}, "count"),
+        )
+    ):
+        cluster = tmp_path / f"{i}.json"
+        cluster.write_text(json.dumps({"nodes": [node], "network": link, **changes}))
+        _assert_refused(["plan", "--cluster", cluster, "--model", "gpt-7b", "--seq-len", 4096], says)
+    job = ["--cluster", "hexiseq-setting-1", "--model", "gpt-7b"]
+    for command, options, says in (
+        ("plan", ["--seq-len", -5], "seq_len must be a whole number >= 1, got -5"),
+        ("plan", ["--seq-len", 4], "8 ranks cannot share a sequence of 4 tokens"),
+        ("plan", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.json"], "is no folder that may be written to"),
+        ("show", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.svg"], "is no folder that may be written to"),
+    ):
+        _assert_refused([command, *job, *options], says)
+
+
+def _assert_refused(arguments, says):
+    run = _run(*arguments)
+    assert run.returncode == 2 and not run.stdout
+    assert says in run.stderr and "Traceback" not in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
+    clusters = ["--cluster", "hexiseq-setting-1", "--cluster", "hexiseq-setting-2"]
+    job = ["--model", "gpt-7b", "--seq-len", 32768, "--global-batch", 24, "--zero-stage", 1]
+    out = tmp_path / "replicas.json"
+    run = _run("replicas", *clusters, *job, "--out", out, "--json")
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    plan = read_plan(json.loads(out.read_text()))
+    written = json.loads(out.read_text())
+    assert told["scenario"] == written.pop("scenario") and told["schedule"] == written
+    assert [schedule.sp_size for schedule in plan.schedules] == [8, 12]
+    assert told["global_batch"] == plan.batch_split.samples == 24
+    predicted = told["predicted"]
+    assert max(predicted["busy_s"]) == predicted["step_s"] <= predicted["even_step_s"]
+    impossible = _run("replicas", *clusters, *job[:-4], "--global-batch", 1)
+    assert impossible.returncode == 2
+    assert "cannot make up a global batch of 1" in " ".join(impossible.stderr.split())
+
+
+def test_doctor_prints_one_json_object_and_refuses_what_transformers_refuses(tmp_path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config = {"model_type": "llama", "vocab_size": 64, **sizes}
+    for layers, code in ((2, 0), (3, 2)):
+        path = tmp_path / f"{layers}.json"
+        path.write_text(json.dumps({**config, "layer_types": ["full_attention"] * layers}))
+        run = _run("doctor", "--model", path, "--json")
+        assert run.returncode == code, run.stderr
+        if code == 0:
+            assert json.loads(run.stdout)["healthy"]
+        else:
+            assert "ModelError" in run.stderr and "layer_types" in run.stderr and "Traceback" not in run.stderr

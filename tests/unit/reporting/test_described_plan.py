@@ -1,0 +1,127 @@
+"""A plan file with its scenario comes back as it was written, whatever the workload says, and jobs leave it alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from ds_hetero.cluster import cluster_names, load_cluster
+from ds_hetero.cost import Workload
+from ds_hetero.cost.workload import Buffers
+from ds_hetero.errors import PlanError
+from ds_hetero.models import load_model, model_names
+from ds_hetero.planner import strategy
+from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario, read_described_plan, read_scenario
+from ds_hetero.reporting.run_file import plan_digest
+from ds_hetero.values.plans import Plan, read_plan
+
+OTHER = {
+    "seq_len": 8192,
+    "micro_batch": 2,
+    "micro_batches": 3,
+    "causal": False,
+    "zero_stage": 1,
+    "zero_weights": (1.0, 2.0),
+    "activation_checkpointing": False,
+    "tiled_logits": False,
+    "tiled_mlp": False,
+    "tile_tokens": 512,
+    "offload_activations": False,
+    "element_bytes": 4,
+    "gradient_bytes": 1.5,
+    "optimizer_bytes": 6.0,
+    "offload_optimizer": True,
+    "offload_parameters": True,
+    "buffers": Buffers(reduce_bucket=10, prefetch_bucket=20, live_parameters=30),
+    "data_parallel": 2,
+    "cut_vocabulary": True,
+}
+
+
+@pytest.mark.parametrize("changed", [{}, OTHER])
+def test_a_scenario_comes_back_as_it_was_written(changed):
+    assert set(OTHER) | {"zero_cluster"} == {field.name for field in fields(Workload)}
+    for name in model_names():
+        scenario = PlanScenario(
+            cost_model="calibrated",
+            model=load_model(name),
+            workload=Workload(**{"seq_len": 4096, **changed}),
+            clusters=(load_cluster(cluster_names()[0]),),
+            lengths=(5, 6),
+        )
+        again = read_scenario(json.loads(json.dumps(scenario.to_dict())))
+        assert replace(again, clusters=scenario.clusters) == scenario
+        assert again.clusters[0].num_ranks == scenario.clusters[0].num_ranks
+
+
+def test_a_file_of_a_version_without_buffers_has_the_default_ones():
+    scenario = PlanScenario(
+        cost_model="calibrated",
+        model=load_model("llama-3.1-8b"),
+        workload=Workload(seq_len=4096),
+        clusters=(load_cluster(cluster_names()[0]),),
+    )
+    content = scenario.to_dict()
+    content["workload"]["buffers"] = None
+    assert read_scenario(content).workload == scenario.workload
+
+
+def test_predictions_of_the_file_are_those_of_the_planner(tmp_path):
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        if cluster.num_ranks > 32:
+            continue
+        scenario = PlanScenario(
+            cost_model="calibrated",
+            model=load_model("llama-3.1-8b"),
+            workload=Workload(seq_len=32768),
+            clusters=(cluster,),
+        )
+        own = DescribedPlan(
+            plan=Plan.of_replicas([strategy("ring", _cost(scenario))]),
+            scenario=scenario,
+        )
+        (tmp_path / "plan.json").write_text(json.dumps(own.to_dict()))
+        read = read_described_plan(tmp_path / "plan.json")
+        assert isinstance(read, DescribedPlan) and plan_digest(read.plan) == plan_digest(own.plan)
+        expected, found = (one.cost_of(0).predict(one.schedule_of(0)) for one in (own, read))
+        assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-12)
+        assert read_plan(own.to_dict()) == own.plan  # what a job reads
+
+
+def _cost(scenario):
+    from ds_hetero.cost import make_cost_model
+
+    return make_cost_model("calibrated", scenario.clusters[0], scenario.model, scenario.workload)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cost_model": 1}, "cost_model and model.name must be text"),
+        ({"clusters": []}, "scenario.clusters must be a list of clusters"),
+        ({"lengths": [0]}, "scenario.lengths must be null or a list"),
+        ({"workload": {}}, '"scenario.workload" takes seq_len'),
+        ({"extra": 1}, '"scenario" takes cost_model'),
+    ],
+)
+def test_a_wrong_scenario_is_refused_by_key(change, says):
+    scenario = PlanScenario(
+        cost_model="calibrated",
+        model=load_model("gpt-3b"),
+        workload=Workload(seq_len=4096),
+        clusters=(load_cluster(cluster_names()[0]),),
+    )
+    with pytest.raises(PlanError, match=says):
+        read_scenario({**scenario.to_dict(), **change})
+
+
+def test_a_plan_of_other_ranks_than_its_clusters_is_refused():
+    clusters = (load_cluster("hexiseq-setting-1"),)
+    scenario = PlanScenario(
+        cost_model="calibrated", model=load_model("gpt-3b"), workload=Workload(seq_len=4096), clusters=clusters
+    )
+    with pytest.raises(PlanError, match=f"have {clusters[0].num_ranks} devices"):
+        DescribedPlan(plan=Plan.of_replicas([strategy("ring", _cost(scenario)).shifted(1)]), scenario=scenario)

@@ -1,0 +1,58 @@
+"""What the Triton kernels compute, in Triton's interpreter on CPU; `test_triton` runs this file in a new process.
+
+By hand: TRITON_INTERPRET=1 python -m pytest tests/unit/runtime/triton_interpreter.py
+"""
+
+import pytest
+import torch
+
+from ds_hetero.runtime.attention.kernels import Band
+from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
+from tests.unit.runtime.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
+
+KERNEL = TritonKernel()
+
+
+# Tiles before, in and after the wholly visible part of the walk, lengths and head sizes that fill no tile, groups of 1,
+# 2 and 4 heads, two samples. The interpreter takes about 0.02 s for a tile of 16 x 16.
+@pytest.mark.parametrize(
+    ("block", "softcap", "shape"),
+    [
+        ((50, 50, CAUSAL), None, {"heads": 1, "head_dim": 16}),
+        ((40, 60, Band(-10, 40)), 1.5, {"heads": 1, "head_dim": 24}),
+        ((70, 40, Band(-45, 3)), None, {"heads": 1, "head_dim": 8}),
+        ((17, 33, FULL), 1.5, {"heads": 4, "head_dim": 40}),
+        ((3, 5, FULL), None, {"heads": 4, "kv_heads": 2, "batch_size": 2, "head_dim": 1}),
+    ],
+)
+def test_triton_equals_the_reference_on_any_band(block, softcap, shape):
+    check(KERNEL, block, softcap=softcap, **shape)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "band_of"),
+    [
+        ([(5, 5), (1, 1), (33, 33)], lambda queries, keys: CAUSAL),
+        ([(17, 9), (1, 20), (4, 33)], lambda queries, keys: FULL),
+        ([(20, 20), (18, 30)], lambda queries, keys: Band(-3, keys - queries)),
+    ],
+)
+def test_triton_takes_many_blocks_at_a_time(sizes, band_of):
+    check_many(KERNEL, sizes, band_of, head_dim=8, softcap=1.5 if sizes[0] == (17, 9) else None)
+
+
+def test_triton_equals_the_reference_in_float16():
+    check(KERNEL, (40, 40, CAUSAL), torch.float16, heads=2, head_dim=16)
+
+
+def test_triton_reads_any_strides():
+    block = (20, 20, CAUSAL)
+    check(KERNEL, block, inputs=strided(*tensors(block, batch_size=2, heads=2)))
+
+
+def test_parts_merge_into_the_whole():
+    dout, q, k, v = tensors((30, 30, CAUSAL), heads=2)
+    sinks = torch.tensor([0.5, -1.0])
+    got = in_parts(KERNEL, dout, q, k, v, CAUSAL, [0, 13, 30], torch.float32, sinks)
+    assert_close(got, reference(dout, q, k, v, CAUSAL, sinks=sinks), torch.float32)
