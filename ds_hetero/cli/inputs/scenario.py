@@ -70,7 +70,8 @@ _MEMORY = (
 _COST_MODEL = click.option(
     "--cost-model",
     default="calibrated",
-    help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated or hexiscale.",
+    help="calibrated, or published: Eqs. 2-12 of HexiSeq to the letter; of pipelines calibrated, hexiscale "
+    "(its public code) or hexiscale-paper (its equations as printed).",
 )
 
 

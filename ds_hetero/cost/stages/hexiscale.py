@@ -5,14 +5,17 @@
     hop         2 (alpha + b S H P / B  +  (n - 1) (alpha + b S H P / (n B_in)))             to the leader, broadcast
     pipeline    sum of layers and hops  +  (m - 1) max_j (stage_j + hop_j)                                      Eq. 9
     gradients   max_d sum over its layers and peers  2 (alpha + 12 H^2 P / (n R B))
-    memory      48 H^2 P / n per layer, of which 8 bytes a parameter are meant, and b S H P / n, the input of a layer
+    memory      48 H^2 P / n per layer, of which 8 bytes a parameter are meant, and b S H P                  Eq. 11
 
-Two terms are not as printed. The maximum of Eq. 9 is over all stages, where the print leaves out the first; and the
-input of a layer is divided among the n devices of its stage, where Eq. 11 counts it whole on each.
+With ``code_constants=False`` the equations are those of the print, also where it is hardly meant: the maximum of Eq. 9
+leaves out the first stage (j = 2, ..., D_pp), so that only the first micro-batch sees it, and Eq. 11 counts the input
+of a layer whole on each of the n devices and neither embedding nor head. A pipeline of one stage, for which the
+maximum is over nothing, repeats that stage.
 
 Its public code computes something else in places, and only with that do the printed figures come out
 (``code_constants``): peaks in 2^40 and links in 2^30; no latency; a barrier per step of the pipeline in place of Eq. 9;
-a vocabulary term in the layer; 1.8 x the slowest pipeline + 1.65 x the gradients.
+a vocabulary term in the layer; the input of a layer divided among the n devices; memory of embedding, head and
+workspace; 1.8 x the slowest pipeline + 1.65 x the gradients.
 
 Dimension key: C candidates, S stages, P pipelines, L layers, N nodes.
 """
@@ -77,13 +80,12 @@ class HexiScaleStageCosts(StageCosts):
         cluster: all devices.
         model: its layers count as 12 H^2 parameters, as the paper's do.
         seq_len: tokens of a sequence.
-        code_constants: those of the public code; False for the paper's text alone.
+        code_constants: those of the public code, named ``hexiscale``; False for the print, named ``hexiscale-paper``.
         recomputation: activations are computed again in the backward.
         parameter_bytes: model states per parameter; the code's 8 leave no room for Adam's, which takes 16.
         stash: inputs of all micro-batches in flight count in memory, which the paper leaves out.
     """
 
-    name = "hexiscale"
     hop_in_step = True
 
     def __init__(
@@ -98,6 +100,7 @@ class HexiScaleStageCosts(StageCosts):
         stash: bool = False,
     ) -> None:
         super().__init__(cluster, model, seq_len, recomputation)
+        self.name = "hexiscale" if code_constants else "hexiscale-paper"
         self._code, self._stash = code_constants, stash
         self._parameter_bytes = parameter_bytes
         scale = GB_OF_CODE if code_constants else 1.0
@@ -125,7 +128,7 @@ class HexiScaleStageCosts(StageCosts):
         """Tensor parallelism only; see `StageCosts.stage`."""
         if inner == "sequence" or self.model.num_heads % size:
             return None
-        device, hidden, vocab = self.pools.kinds[kind].device, self.model.hidden_size, self.model.vocab_size
+        device = self.pools.kinds[kind].device
         volume, link = self._activation_bytes(micro_batch_size), self._inner[kind]
         all_reduce_s = (size - 1) * (self._latency_s[link] + volume / size * self._s_per_byte[link])
         layer_s = self._layer_flops(micro_batch_size) / (self._flops_per_s[kind] * size)
@@ -134,14 +137,19 @@ class HexiScaleStageCosts(StageCosts):
             forward_s=layer_s / 4,
             backward_s=layer_s * 3 / 4,
             capacity_bytes=device.memory_bytes,
-            memory=_PublishedMemory(
-                num_layers=self.model.num_layers,
-                states_bytes=12 * hidden**2 / size * self._parameter_bytes,
-                kept_bytes=volume / size,
-                working_bytes=2 * volume,
-                first_bytes=hidden * (vocab + self.seq_len) * self._parameter_bytes,
-                last_bytes=hidden * (vocab + 1) * self._parameter_bytes,
-            ),
+            memory=self._memory(size, volume),
+        )
+
+    def _memory(self, size: int, volume: float) -> _PublishedMemory:
+        """Eq. 11 of one of ``size`` devices, with ``volume`` bytes in the input of a layer."""
+        hidden, vocab, own = self.model.hidden_size, self.model.vocab_size, self._parameter_bytes
+        return _PublishedMemory(
+            num_layers=self.model.num_layers,
+            states_bytes=12 * hidden**2 / size * own,
+            kept_bytes=volume / size if self._code else volume,
+            working_bytes=2 * volume if self._code else 0.0,
+            first_bytes=hidden * (vocab + self.seq_len) * own if self._code else 0.0,
+            last_bytes=hidden * (vocab + 1) * own if self._code else 0.0,
         )
 
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
@@ -159,10 +167,10 @@ class HexiScaleStageCosts(StageCosts):
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
         """Eq. 9, or with the code's barrier the sum over its steps; see `StageCosts.pipeline_times`."""
         step_CS = _steps(forward_s, backward_s, hop_s)
-        period_C = step_CS.max(axis=1)
         if not self._code:
             fill_C = step_CS.sum(axis=1)
-            return PipelineTimes(fill_C, period_C, fill_C)
+            return PipelineTimes(fill_C, step_CS[:, _from_second(step_CS.shape[1]) :].max(axis=1), fill_C)
+        period_C = step_CS.max(axis=1)
         filling_C = np.maximum.accumulate(step_CS[:, :-1], axis=1).sum(axis=1)
         draining_C = np.maximum.accumulate(step_CS[:, :0:-1], axis=1).sum(axis=1)
         fill_C = filling_C + draining_C - (step_CS.shape[1] - 2) * period_C
@@ -181,7 +189,7 @@ class HexiScaleStageCosts(StageCosts):
         step_S = _steps(*arrays)[0]
         stages = len(step_S)
         if not self._code:
-            return float(step_S.sum() + (micro_batches - 1) * step_S.max())
+            return float(step_S.sum() + (micro_batches - 1) * step_S[_from_second(stages) :].max())
         if micro_batches >= stages:
             return float(self.pipeline_times(*arrays).of(micro_batches)[0])
         windows = range(micro_batches + stages - 1)
@@ -232,3 +240,8 @@ def _steps(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> Floats:
     step_CS = forward_s + backward_s
     step_CS[:, : len(hop_s)] += hop_s
     return step_CS
+
+
+def _from_second(stages: int) -> int:
+    """First index of the maximum of Eq. 9, which is over j = 2, ..., D_pp; over the only stage where there is one."""
+    return min(1, stages - 1)

@@ -12,7 +12,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
 
-STAGE_COSTS = ("calibrated", "hexiscale")
+STAGE_COSTS = ("calibrated", "hexiscale", "hexiscale-paper")
 
 
 def make_stage_costs(
@@ -21,10 +21,10 @@ def make_stage_costs(
     """Return the cost model ``name`` for one cluster, model and workload.
 
     Args:
-        name: one of `STAGE_COSTS`; ``hexiscale`` with the constants of its public code.
+        name: one of `STAGE_COSTS`; ``hexiscale`` is its public code, ``hexiscale-paper`` its equations as printed.
         cluster: all devices.
         model: what is trained.
-        workload: ``hexiscale`` takes its length and whether activations are computed again.
+        workload: HexiScale's take its length and whether activations are computed again.
         find: schedules for stages of unlike devices, for ``calibrated``.
 
     Raises:
@@ -32,7 +32,7 @@ def make_stage_costs(
     """
     if name == "calibrated":
         return CalibratedStageCosts(cluster, model, workload, find=find)
-    if name == "hexiscale":
-        recomputation = workload.activation_checkpointing
-        return HexiScaleStageCosts(cluster, model, workload.seq_len, recomputation=recomputation)
+    if name in STAGE_COSTS:
+        code, recomputation = name == "hexiscale", workload.activation_checkpointing
+        return HexiScaleStageCosts(cluster, model, workload.seq_len, code_constants=code, recomputation=recomputation)
     raise PlanError(f"cost model {shortened(name)} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")

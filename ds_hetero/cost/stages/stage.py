@@ -5,8 +5,9 @@ and nodes with tokens and heads by their speed. What a stage takes is linear in 
 `StageOption` of a block serves every number of layers: its time per layer, what comes on top where it holds the
 embedding or the head, and the terms of its memory.
 
-A cost model of stages is a `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale` to the letter of HexiScale
-(arXiv:2409.01143), and `ds_hetero.cost.stages.calibrated` for what the runtime does.
+A cost model of stages is a `StageCosts`. There are two: `ds_hetero.cost.stages.hexiscale`, HexiScale's
+(arXiv:2409.01143) as printed or as in its public code, and `ds_hetero.cost.stages.calibrated` for what the runtime
+does.
 
 Dimension key: C candidates, S stages. SI base units.
 """

@@ -6,7 +6,9 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
+from ds_hetero.cost.stages.models import make_stage_costs
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock
+from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.search.cuts import make_cut
 from ds_hetero.planner.pipelines.search.evaluate import Evaluator
@@ -37,18 +39,54 @@ def test_the_case_study_has_a_plan_below_16_3_seconds():
     assert found.best.step_s <= 16.3
 
 
-def test_the_paper_alone_is_the_sum_of_its_terms():
-    costs = HexiScaleStageCosts(CASE, MODEL, 4096, code_constants=False)
-    option = costs.stage(1, 2, "tensor", 1, 1)
-    volume = 4096 * 5120 * 2
-    compute = 96 * 4096 * 5120**2 * (1 + 4096 / (6 * 5120)) / (165.2e12 * 2)
-    assert option.layer_s == pytest.approx(compute + 12 * (5e-6 + volume / 2 / 32e9))
-    hop = costs.hop_s(int(CASE.link_class[0, 1]), A800, DeviceBlock(1, 1, 2, "tensor"), 1)
-    assert hop == pytest.approx(2 * (50e-6 + volume / 1e9 + 5e-6 + volume / 2 / 32e9))
-    assert option.memory.kept_bytes == volume / 2
-    cut = make_cut(costs, (A800, R4090), (30, 10), 1, 1, fits=False)  # ten layers are more than a 4090 holds
-    steps = [f + b + h for f, b, h in zip(cut.forward_s, cut.backward_s, (*cut.hop_s, 0.0), strict=True)]
-    assert costs.pipeline_s(*cut.times, 7) == pytest.approx(sum(steps) + 6 * max(steps))
+PAPER = HexiScaleStageCosts(CASE, MODEL, 4096, code_constants=False)
+VOLUME = 4096 * 5120 * 2
+
+
+def _layer_s(tflops, size=1):
+    """Eq. 6 on devices of so many TFLOP/s."""
+    return 96 * 4096 * 5120**2 * (1 + 4096 / (6 * 5120)) / (tflops * 1e12 * size)
+
+
+def test_layers_and_hops_as_printed_are_the_sums_of_their_terms():
+    option = PAPER.stage(1, 2, "tensor", 1, 1)
+    assert option.layer_s == pytest.approx(_layer_s(165.2, 2) + 12 * (5e-6 + VOLUME / 2 / 32e9))
+    hop = PAPER.hop_s(int(CASE.link_class[0, 1]), A800, DeviceBlock(1, 1, 2, "tensor"), 1)
+    assert hop == pytest.approx(2 * (50e-6 + VOLUME / 1e9 + 5e-6 + VOLUME / 2 / 32e9))
+
+
+def test_equation_9_as_printed_repeats_the_slowest_stage_behind_the_first():
+    hop_s = 2 * (50e-6 + VOLUME / 1e9)
+    first, second, third = 30 * _layer_s(312) + hop_s, 4 * _layer_s(165.2), 6 * _layer_s(165.2)
+    inside_s = 2 * (5e-6 + VOLUME / 32e9)  # both 4090 are on one machine
+    cut = make_cut(PAPER, (A800, R4090, R4090), (30, 4, 6), 1, 1)
+    steps = (first, second + inside_s, third)
+    assert first > max(steps[1:])  # so that leaving it out is seen
+    for micro_batches in (1, 7):
+        printed_s = sum(steps) + (micro_batches - 1) * max(steps[1:])
+        assert PAPER.pipeline_s(*cut.times, micro_batches) == pytest.approx(printed_s)
+        assert cut.time_s(micro_batches) == pytest.approx(printed_s)
+
+
+def test_equation_9_of_one_stage_repeats_it():
+    cut = make_cut(PAPER, (A800,), (40,), 1, 1, fits=False)
+    assert PAPER.pipeline_s(*cut.times, 5) == pytest.approx(5 * 40 * _layer_s(312))
+
+
+def test_equation_11_as_printed_counts_the_input_of_a_layer_on_every_device():
+    memory = PAPER.stage(1, 2, "tensor", 1, 1).memory
+    printed = 10 * (48 * 5120**2 * 2 / 2 + VOLUME)
+    assert float(memory.peak_bytes(10, True, True, 1)) == pytest.approx(printed)
+    of_code = HexiScaleStageCosts(CASE, MODEL, 4096).stage(1, 2, "tensor", 1, 1).memory
+    assert of_code.kept_bytes == VOLUME / 2
+
+
+def test_both_forms_have_names():
+    for name, code in (("hexiscale", True), ("hexiscale-paper", False)):
+        costs = make_stage_costs(name, CASE, MODEL, Workload(seq_len=4096))
+        expected = HexiScaleStageCosts(CASE, MODEL, 4096, code_constants=code)
+        assert costs.name == name
+        assert costs.stage(1, 2, "tensor", 1, 1).memory == expected.stage(1, 2, "tensor", 1, 1).memory
 
 
 def test_fewer_micro_batches_than_stages_wait_at_every_barrier():
