@@ -32,14 +32,12 @@ from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from ds_hetero.cluster import load_cluster
     from ds_hetero.engine.handle import Handle
     from ds_hetero.frameworks.transformers.stages import empty_model
     from ds_hetero.gradient_sync.sync import AsymmetricGradientSync
     from ds_hetero.planner import plan
+    from ds_hetero.registration import register
 
 __all__ = [
     "AsymmetricGradientSync",
@@ -76,21 +74,8 @@ _LAZY: dict[str, tuple[str, tuple[str, ...]]] = {
     "empty_model": ("ds_hetero.frameworks.transformers.stages", TRAINING),
     "load_cluster": ("ds_hetero.cluster", ()),
     "plan": ("ds_hetero.planner", ()),
+    "register": ("ds_hetero.registration", TRAINING),
 }
-
-
-def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
-    """Make DeepSpeed, accelerate and transformers use this engine wherever a configuration asks for it.
-
-    See `ds_hetero.engine.registration.register`.
-
-    Raises:
-        DependencyError: one of them, or torch, is not installed.
-    """
-    require(*TRAINING, purpose="ds_hetero.register()")
-    from ds_hetero.engine import registration
-
-    return registration.register(config)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 
-import ds_hetero.engine.registration  # noqa: F401
+import ds_hetero.registration  # noqa: F401
 
 for name in (  # what other libraries import late, and the oldest releases that are tested lack in part
     "torch.profiler._cupti_monitor",

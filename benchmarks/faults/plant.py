@@ -26,7 +26,7 @@ _NOBODY = 65534  # the user id without any rights
 
 _FUNCTIONS = {
     "agreement": "ds_hetero.engine.agreement:expect_section_name",
-    "describe": "ds_hetero.engine.registry:read_model_facts",
+    "describe": "ds_hetero.frameworks.transformers.adapter:read_model_facts",
     "cache": "ds_hetero.profiler.cache:read_profile",
     "profile": "ds_hetero.profiler.measure:memory_probe",
     "links": "ds_hetero.profiler.measure:pair_round",

@@ -8,7 +8,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from deepspeed.runtime.sequence_parallel import ulysses_sp  # noqa: F401
 from torch.distributed.tensor.experimental import _attention  # noqa: F401
 
-import ds_hetero.engine.registration  # noqa: F401
+import ds_hetero.registration  # noqa: F401
 
 # DeepSpeed's shared-memory all_reduce, for inference on one machine, would be compiled first; nothing here uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

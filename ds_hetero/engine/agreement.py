@@ -1,4 +1,8 @@
-"""All ranks agree on ds_config.json, the model and the environment before anything is built from them.
+"""All ranks are there, and agree on ds_config.json, the model and the environment before anything is built from them.
+
+A rank that never registered runs stock DeepSpeed: it takes part in nothing of ours, and the others would wait for it in
+their first collective without a word. So each registered rank says in the process group's store that it is here, and
+waits for the others there, where it can see who is missing.
 
 DeepSpeed reads its configuration on every rank by itself. Where one host has another file, ranks wait for each other in
 different collectives, or train on by different rules. So every rank takes part here first, with a section or without,
@@ -9,17 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ds_hetero.engine.ds_config import enabled
 from ds_hetero.engine.process.restarts import announce_lost_restarts
-from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.registered import expect_all_registered
+from ds_hetero.errors import ConfigError, PeerError
 from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
+from ds_hetero.runtime.collectives import timeout_of_job
+from ds_hetero.runtime.peers.calls import ranks_text
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
 
@@ -38,6 +46,15 @@ MAY_DIFFER = (
 )
 """Keys of ds_config.json, with all that is below them, which may differ between ranks."""
 
+logger = logging.getLogger(__name__)
+
+_PREFIX = "ds_hetero/registered"
+_WARN_AFTER_S = 60.0  # other ranks may be reading a large model
+_POLL_S = 0.05
+_LINGER_S = 1.0
+
+_calls = 0
+
 _MISSING = "missing"
 _ON = "switched on"
 _MODEL = "the model"
@@ -45,7 +62,7 @@ _MODEL = "the model"
 
 @waiting_for_peers("comparing the configurations of all ranks")
 def agree_on_configuration(
-    ds_config: Mapping[str, Any] | None, model: nn.Module | None = None, error: Exception | None = None
+    ds_config: Mapping[str, object] | None, model: nn.Module | None = None, error: Exception | None = None
 ) -> None:
     """Compare configuration, model and environment of all ranks, if any rank's configuration asks for this engine.
 
@@ -91,7 +108,7 @@ def _expect_same_configuration(views: Sequence[Mapping[str, str]]) -> None:
         raise ConfigError("all ranks must build the same model, but these differ:\n" + "\n".join(lines))
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     """Path and canonical text of every value in nested objects, except what may differ."""
     if path in MAY_DIFFER:
         return
@@ -107,3 +124,62 @@ def _structure(model: nn.Module) -> str:
     shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     checksum = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, names and shapes {checksum}"
+
+
+def expect_all_registered(
+    warn_after_s: float = _WARN_AFTER_S,
+    give_up_after_s: float | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until every rank of the world is here; those that never registered are named.
+
+    Args:
+        warn_after_s: seconds until a warning says who is missing.
+        give_up_after_s: seconds until that is an error; left out, the timeout of the default process group.
+        sleep: between two looks.
+
+    Caller: every registered rank, as often as the others; nothing happens without a process group.
+    Collectives: none; one key of the store per rank and call.
+
+    Raises:
+        ConfigError: ranks are missing.
+        PeerError: the store cannot be reached any more.
+    """
+    global _calls
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _calls += 1
+    if give_up_after_s is None:
+        give_up_after_s = timeout_of_job().total_seconds()
+    start, has_warned = time.monotonic(), False
+    while missing := _missing_ranks(_calls):
+        waited_s = time.monotonic() - start
+        if waited_s > give_up_after_s:
+            if dist.get_rank() == 0:
+                sleep(_LINGER_S)  # it may keep the store, which the others ask until they give up, too
+            raise ConfigError(_missing_text(missing, waited_s))
+        if waited_s > warn_after_s and not has_warned:
+            logger.warning("%s", _missing_text(missing, waited_s))
+            has_warned = True
+        sleep(_POLL_S)
+
+
+def _missing_ranks(call: int) -> list[int]:
+    """The ranks that have not come to this call yet; this one says that it has."""
+    try:
+        store = PrefixStore(f"{_PREFIX}/{call}", _get_default_store())
+        store.set(str(dist.get_rank()), "here")
+        return [rank for rank in range(dist.get_world_size()) if not store.check([str(rank)])]
+    except RuntimeError as error:
+        raise PeerError(
+            "rank 0 or the launcher, whichever keeps the store of the job, could not be reached any more while this "
+            "rank waited for all to come to deepspeed.initialize."
+        ) from error
+
+
+def _missing_text(missing: list[int], waited_s: float) -> str:
+    return (
+        f"{ranks_text(missing)} did not reach deepspeed.initialize with ds_hetero registered within {waited_s:.0f} s "
+        "of this rank. Call ds_hetero.register() on every rank of all nodes: a rank without it runs stock DeepSpeed "
+        "and never joins. (One that is still reading its model comes later; one that has ended never does.)"
+    )

@@ -20,17 +20,20 @@ from ds_hetero.runtime.step_clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Results of sharded calls, see `ds_hetero.frameworks.transformers.model.sharded_call`.
+    """Results of sharded calls.
 
     Args:
-        own_outputs: the model's own outputs, put together; else `TokenResults`.
+        own_outputs: the model's own outputs, put together; else `ds_hetero.engine.adapters.ResultsOfTokens`.
         logits: with ``logits`` [B, L, V].
-        hidden_state: `TokenResults` with ``hidden_state``.
+        hidden_state: with ``hidden_state``, which is no output of the model's.
+        shorter_outputs: names of classes of outputs whose results of tokens have a column less than the batch, since
+            each is of the next token.
     """
 
     own_outputs: bool
     logits: bool
     hidden_state: bool = False
+    shorter_outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

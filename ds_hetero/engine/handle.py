@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.engine.adapters import ResultsOfTokens
 from ds_hetero.engine.calls.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.calls.sharded_calls import call_sharded
 from ds_hetero.engine.forward_mode import Wanted, sharding
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.frameworks.transformers.model.sharded_call import TokenResults
 from ds_hetero.job.monitoring.replanning import ScheduleChange
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import count_items
@@ -197,8 +197,8 @@ class Handle:
 
     def sharded_call(
         self, model: Any, *, hidden_state: bool = False, logits: bool = False, **batch: Any
-    ) -> TokenResults | Any:
-        """Call a model with a whole batch, which is cut where the model is entered; see `ShardedCall`.
+    ) -> ResultsOfTokens | Any:
+        """Call a model with a whole batch, which is cut where the model is entered.
 
         For losses of whole sequences: preferences, rewards, distillation. Each rank computes its shard, uneven as
         everywhere, and gets the results of all tokens:
@@ -216,7 +216,7 @@ class Handle:
             batch: what the model takes, whole and the same on all ranks of a replica, on the model's device.
 
         Returns:
-            `TokenResults`; of a model whose head pools over the sequence, its own outputs.
+            `ResultsOfTokens`; of a model whose head pools over the sequence, its own outputs.
 
         Caller: every rank of the replica; at the first call while training, every rank of the world.
         """

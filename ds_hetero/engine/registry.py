@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -16,11 +16,10 @@ from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.resolve import sp_size_of
-from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.engine.adapters import Adapters, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.process.patching import Patches
-from ds_hetero.frameworks.transformers.model.facts import read_facts_of_whole_model, read_model_facts
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.monitoring.document_advice import DocumentAdvice
 from ds_hetero.job.monitoring.document_costs import CostRenewal, agree_on_placer
@@ -51,21 +50,6 @@ from ds_hetero.values.section import SECTION
 T = TypeVar("T")
 
 
-class PipelinedModel(Protocol):
-    """A model that was cut into stages of pipelines, of which this rank has one."""
-
-    @property
-    def model(self) -> nn.Module:
-        """As the user gave it, with the parts of other stages taken out."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of all ranks of the job."""
-
-    def save_pretrained(self, folder: str) -> None:
-        """Write the weights of all stages, as transformers reads them; on every rank."""
-
-
 @dataclass
 class PreparedModel:
     """A model that this engine trains.
@@ -80,7 +64,7 @@ class PreparedModel:
         advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
     """
 
-    model: ShardedModel | WholeModel
+    model: SplitModel | WholeModel
     start: JobStart
     prediction_check: PredictionCheck
     monitor: StepMonitor | None = None
@@ -129,6 +113,7 @@ class Registry:
 
     Args:
         ds_config: the configuration given to `register`, if any.
+        adapters: of the frameworks.
 
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
@@ -137,11 +122,11 @@ class Registry:
         clusters: the live ranks, as far as they were measured.
     """
 
-    def __init__(self, ds_config: Mapping[str, object] | None) -> None:
-        self.ds_config = ds_config
+    def __init__(self, ds_config: Mapping[str, object] | None, adapters: Adapters) -> None:
+        self.ds_config, self.adapters = ds_config, adapters
         self.patches = Patches()
         self._unsplit = _Living[nn.Module]()
-        self._pipelined = _Living[PipelinedModel]()
+        self._pipelined = _Living[StagedModel]()
         self._prepared = _Living[PreparedModel]()
         self._request: tuple[str, Request] | None = None
         self._replicas: dict[Plan, Replica] = {}
@@ -179,11 +164,11 @@ class Registry:
         if model is not None:
             self._unsplit.add(model)
 
-    def note_pipelined(self, stages: PipelinedModel) -> None:
+    def note_pipelined(self, stages: StagedModel) -> None:
         """A model was cut into stages of pipelines."""
         self._pipelined.add(stages)
 
-    def find_pipelined(self, model: nn.Module) -> PipelinedModel | None:
+    def find_pipelined(self, model: nn.Module) -> StagedModel | None:
         """The stage of ``model``, if it was cut into stages of pipelines."""
         return next((stages for stages in self._pipelined.all() if stages.model is model), None)
 
@@ -195,16 +180,16 @@ class Registry:
         """The preparation of ``model``, if there is one."""
         return next((known for known in self._prepared.all() if known.model.model is model), None)
 
-    def find_split(self, model: nn.Module) -> ShardedModel | None:
+    def find_split(self, model: nn.Module) -> SplitModel | None:
         """``model`` as it is split, if it was prepared and does not run whole."""
         known = self.find(model)
-        return known.model if known is not None and isinstance(known.model, ShardedModel) else None
+        return None if known is None or isinstance(known.model, WholeModel) else known.model
 
-    def find_split_by_ranks(self, ranks: Sequence[int]) -> ShardedModel | None:
+    def find_split_by_ranks(self, ranks: Sequence[int]) -> SplitModel | None:
         """The latest model that is split over ``ranks``."""
         members = tuple(sorted(ranks))
         models = (known.model for known in reversed(self._prepared.all()) if known.model.replica.ranks == members)
-        return next((model for model in models if isinstance(model, ShardedModel)), None)
+        return next((model for model in models if not isinstance(model, WholeModel)), None)
 
     @contextlib.contextmanager
     def using(self, ds_config: Mapping[str, object]) -> Iterator[None]:
@@ -248,7 +233,7 @@ class Registry:
         """
         known = self.find(model)
         world, request = World.current(), self.request_of(ds_config)
-        facts = agree_on_facts(world, lambda: _read_facts(model, request, ds_config, sp_sizes))
+        facts = agree_on_facts(world, lambda: _read_facts(self.adapters.models, model, request, ds_config, sp_sizes))
         start = start_job(world, facts, self.clusters, None if known is None else known.start, plan=request.plan)
         replica, kernel = self._replica_of(start.plan), requested_kernel(start.section.attention, world.rank)
         if known is not None and (known.model.replica is not replica or known.model.kernel != kernel):
@@ -259,7 +244,8 @@ class Registry:
             return known
         if known is None:
             is_split = start.facts.model.is_split
-            switched = ShardedModel(model, replica, kernel) if is_split else WholeModel(model, replica)
+            split = self.adapters.models.split_model
+            switched = split(model, replica, kernel) if is_split else WholeModel(model, replica)
             known = PreparedModel(switched, start, PredictionCheck(()))
             switched.keep_alive(known)
             self._prepared.add(known)
@@ -274,7 +260,7 @@ class Registry:
         placer = agree_on_placer(world, start, replica.replica_id)
         known.model.place_documents(placer)
         known.zones = None if placer is None else DocumentZones(placer.costs.node)
-        takes_advice = placer is None and isinstance(known.model, ShardedModel) and not known.model.cuts_inputs
+        takes_advice = placer is None and not isinstance(known.model, WholeModel) and not known.model.cuts_inputs
         known.advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
         if world.rank == 0:
             announce_start(start)
@@ -392,13 +378,18 @@ def _stragglers(start: JobStart, replanning: Replanning | None) -> Stragglers:
 
 
 def _read_facts(
-    model: nn.Module, request: Request, ds_config: Mapping[str, object], sp_sizes: Mapping[str, int | None]
+    adapter: ModelAdapter,
+    model: nn.Module,
+    request: Request,
+    ds_config: Mapping[str, object],
+    sp_sizes: Mapping[str, int | None],
 ) -> JobFacts:
     """This rank's facts of the job; raises what is wrong with them."""
     assert request.section is not None
+    read = adapter.read_facts_of_whole_model if sp_size_of(sp_sizes) == 1 else adapter.read_model_facts
     return JobFacts(
         section=request.section,
-        model=(read_facts_of_whole_model if sp_size_of(sp_sizes) == 1 else read_model_facts)(model),
+        model=read(model),
         training=read_training_facts(ds_config),
         sp_sizes=dict(sp_sizes),
     )

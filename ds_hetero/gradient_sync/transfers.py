@@ -212,3 +212,8 @@ def _by_box(chunk: Chunk, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
     parts = flat.split_with_sizes([box_size(box) for box in chunk.boxes])
     for box, part in zip(chunk.boxes, parts, strict=True):
         yield box, part.view([stop - start for start, stop in box])
+
+
+def whole_parameter(tensor: Tensor) -> Tensor:
+    """Return all of a parameter on the CPU; every rank of its mesh, if it has one, takes part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

@@ -43,6 +43,7 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.replica import Replica
 
 _NODES_SEARCHED = 32  # of the graph above a loss, for what users add to it
+_MARK = "ds_hetero_loss"  # of a model's outputs
 
 CONVENTIONS = ("replica_mean", "local_mean", "local_sum", "local_share")
 
@@ -194,6 +195,16 @@ def has_unscaled_term(loss: Tensor) -> bool:
 
 def _makes_scaled(node: Node) -> bool:
     return node.name() == f"{_ValueWithFactor.__name__}Backward"
+
+
+def mark_loss_of_batch(outputs: object) -> None:
+    """Mark the outputs of a model whose ``loss`` is that of the whole batch, in the scale of the engine's average."""
+    setattr(outputs, _MARK, True)
+
+
+def has_loss_of_batch(outputs: object) -> bool:
+    """Whether `mark_loss_of_batch` has marked ``outputs``."""
+    return bool(getattr(outputs, _MARK, False))
 
 
 def expect_same_scalar(value: Tensor, replica: Replica) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import ds_hetero
 from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.errors import HeteroError
 from ds_hetero.selftest.lines import Line
@@ -81,7 +82,7 @@ def _train_on_ranks(model: nn.Module, batch: Mapping[str, Tensor], stage: int, s
         "heterogeneity": {"schedule": schedules[-1].to_dict()},
     }
     model.train()
-    step = train_one_step(model, _optimizer(model), batch, config)
+    step = train_one_step(ds_hetero.register(), model, _optimizer(model), batch, config)
     norm = {} if step.grad_norm is None else {"the gradient norm": torch.tensor(step.grad_norm)}
     return {"the loss": torch.tensor(step.loss), **norm, **step.parameters}
 

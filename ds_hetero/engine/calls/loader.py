@@ -8,18 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
-from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.frameworks.transformers.checks.model_checks import POOLS
-from ds_hetero.frameworks.transformers.model.recent_shards import note_shard
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
-from ds_hetero.frameworks.transformers.self_check import (
-    check_batches_of_ranks,
-    check_same_batch,
-    features_of,
-)
+from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.data.loading.loader import ShardedLoader
 from ds_hetero.runtime.data.loading.sample_loader import on_device
+from ds_hetero.runtime.data.recent_shards import note_shard
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import model_inputs
 from ds_hetero.runtime.replica import Replica
@@ -35,7 +29,7 @@ class ModelLoader(ShardedLoader):
     def __init__(
         self,
         dataloader: Iterable[Any],
-        model: ShardedModel,
+        model: SplitModel,
         device: torch.device,
         batches: Literal["same", "own"] | None = None,
     ) -> None:
@@ -50,7 +44,7 @@ class ModelLoader(ShardedLoader):
             placer=model.place,
             plan_ahead=(lambda: model.placer) if model.places_documents else None,
             by_documents=model.places_documents,
-            keeps=lambda batch: model.needs_check(features_of(model, batch)),
+            keeps=model.checks.is_due,
             names=KNOWN_LOADERS,
         )
 
@@ -64,8 +58,7 @@ class ModelLoader(ShardedLoader):
         if not self._model.takes_shards:
             yield from WholeLoader(self.whole, self._target)
             return
-        if self._model.pools:
-            raise ModelError(POOLS.format(type(self._model.pretrained).__name__))
+        self._model.expect_tokenwise()
         for shard in super().__iter__():
             self._verify()
             inputs = model_inputs(shard, self._target)
@@ -88,7 +81,7 @@ class ModelLoader(ShardedLoader):
     def _verify(self) -> None:
         """Check the model with the batches of this fetch that can show something new; see `self_check`."""
         if self._batches.keeps_on_a_rank:
-            check_batches_of_ranks(self._model, self._batches.take_kept())
+            self._model.checks.check_batches_of_ranks(self._batches.take_kept())
 
 
 class WholeLoader:
@@ -100,7 +93,7 @@ class WholeLoader:
         model: that is trained by sharded calls, to be checked with the first batch; None without.
     """
 
-    def __init__(self, dataloader: Iterable[Any], device: torch.device, model: ShardedModel | None = None) -> None:
+    def __init__(self, dataloader: Iterable[Any], device: torch.device, model: SplitModel | None = None) -> None:
         self.dataloader: Any = dataloader
         self._target, self._model = device, model
 
@@ -117,11 +110,11 @@ class WholeLoader:
         """A loader without the first ``num_batches``; see `ShardedLoader.skipping`."""
         return WholeLoader(skip(self.dataloader, num_batches), self._target, self._model)
 
-    def _verify(self, model: ShardedModel, batch: Any) -> None:
+    def _verify(self, model: SplitModel, batch: Any) -> None:
         """Check the model with the tokens of a batch, each the label of the one before it."""
         if not model.pools and "input_ids" in batch:
             piece = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-            check_same_batch(model, {**piece, "labels": batch["input_ids"]})
+            model.checks.check_same_batch({**piece, "labels": batch["input_ids"]})
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":  # looked up by copy before there is any attribute

@@ -9,19 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.calls.loader import ModelLoader, WholeLoader
 from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
 from ds_hetero.engine.calls.token_mean import token_mean
-from ds_hetero.engine.calls.whole_model import WholeModel
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.frameworks.transformers.model.shard_loss import has_loss_of_batch
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.runtime.data.loading.sample_loader import SampleLoader
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.loss import has_loss_of_batch, sequence_parallel_loss
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
@@ -64,7 +63,7 @@ class ModelCalls:
 class _SplitCalls(ModelCalls):
     """Calls about a model that is split over the sequence."""
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: SplitModel) -> None:
         super().__init__(model.model)
         self._model = model
 
@@ -112,7 +111,7 @@ def calls_of(registry: Registry, model: nn.Module) -> ModelCalls:
     prepared = registry.find(model)
     if prepared is None:
         return ModelCalls(model)
-    if isinstance(prepared.model, ShardedModel):
+    if not isinstance(prepared.model, WholeModel):
         return _SplitCalls(prepared.model)
     return ModelCalls(model, prepared.model if prepared.model.loss_convention is not None else None)
 

@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.engine.adapters import ResultsOfTokens
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.transformers.model.sharded_call import TokenResults, whole_results
-from ds_hetero.frameworks.transformers.self_check import check_same_batch
 
 
-def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wanted: Wanted) -> TokenResults | Any:
+def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wanted: Wanted) -> ResultsOfTokens | Any:
     """Call a model with a whole batch; see `Handle.sharded_call`.
 
     Args:
@@ -32,7 +31,7 @@ def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wante
     prepared = registry.find(module)
     if prepared is None:
         if registry.is_unsplit(module):
-            return whole_results(model, batch, wanted)
+            return registry.adapters.models.whole_results(model, batch, wanted)
         raise ConfigError(
             "handle.sharded_call was given a model that ds_hetero does not split: one of pipelines, or one that "
             "deepspeed.initialize was not given since ds_hetero.register(). Give it the engine."
@@ -43,6 +42,6 @@ def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wante
             f"handle.sharded_call was given {type(module).__name__}, which runs whole on every rank; call it itself."
         )
     if split.trains_now and not split.pools:
-        check_same_batch(split, batch)
+        split.checks.check_same_batch(batch)
     with sharded_calls(wanted):
         return model(**batch)

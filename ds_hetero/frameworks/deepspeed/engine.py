@@ -35,13 +35,14 @@ from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.ds_config import enabled
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.accelerate.adapter import size_of_accelerate
 from ds_hetero.frameworks.deepspeed import registered, tiled_loss
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.checkpoints import loading as checkpoints
 from ds_hetero.frameworks.deepspeed.checkpoints import saving
+from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
 from ds_hetero.frameworks.deepspeed.hooks import backwards
 from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
+from ds_hetero.frameworks.deepspeed.hooks.hooks import EngineHooks, HookedEngine
 from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
 from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
@@ -84,7 +85,6 @@ PRIVATE_NAMES = (
     *optimizers.PRIVATE_NAMES,
     *checkpoints.PRIVATE_NAMES,
     *backwards.PRIVATE_NAMES,
-    *registered.PRIVATE_NAMES,
     *saving.PRIVATE_NAMES,
     *tiled_loss.PRIVATE_NAMES,
     *stage12.PRIVATE_NAMES,
@@ -135,11 +135,12 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
         try:
             request = registry.request_of(ds_config)
             installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
-            engine, *rest = installer(registry, stock, given, ds_config).install()
+            hooked, built = installer(registry, stock, given, ds_config).install()
+            registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
         finally:
             registry.forget_request()
-        registered.note_engine(engine)
-        return (engine, *rest)
+        registered.note_engine(built[0])
+        return built
 
     return initialize
 
@@ -147,8 +148,8 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any
 class EngineInstaller(Installer):
     """Of an engine whose model is split over the sequence, or runs whole on every rank."""
 
-    def install(self) -> tuple[Any, ...]:
-        """Convert the model, build the engine and put the hooks around its methods; return what stock returns."""
+    def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
+        """Convert the model and build the engine."""
         given, ds_config = self._given, self._ds_config
         model = given["model"]
         _expect_supported(model, ds_config)
@@ -156,27 +157,26 @@ class EngineInstaller(Installer):
             **size_in_configuration(ds_config),
             **_size_of_mesh(given),
             **_size_of_mpu(given.get("mpu")),
-            "sp_size of accelerate's ParallelismConfig": size_of_accelerate(),
+            "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
-        engine, *rest = self._build(prepared, sp_size_of(sizes))
+        built = self._build(prepared, sp_size_of(sizes))
+        engine = built[0]
         report_batches_of_replicas(engine, prepared.model.replica)
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()
-        self._hook(
-            SplitEngine(
-                engine=engine,
-                model=prepared.model,
-                clock=prepared.model.clock,
-                scaling=LossScaling(prepared.model),
-                monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
-                prediction_check=prepared.prediction_check,
-                note_destroyed=_noting_destroyed(prepared),
-                stage3=optimizers.stage3_checkpoints(engine),
-                backwards=BackwardsOfStep(engine),
-            )
+        hooked = SplitEngine(
+            engine=engine,
+            model=prepared.model,
+            clock=prepared.model.clock,
+            scaling=LossScaling(prepared.model),
+            monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
+            prediction_check=prepared.prediction_check,
+            note_destroyed=_noting_destroyed(prepared),
+            stage3=optimizers.stage3_checkpoints(engine),
+            backwards=BackwardsOfStep(engine),
         )
-        return (engine, *rest)
+        return hooked, built
 
     @waiting_for_peers("building the engine")
     def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
@@ -186,7 +186,7 @@ class EngineInstaller(Installer):
         weights = optimizers.agree_on_weights(
             prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
         )
-        stage3.gather_experts_at_once(prepared.model.model)
+        stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
         replica_state = SequenceParallelState(replica, sp_size)
         with (
             _sequence_parallelism_hidden(replica_state, self._registry),

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_hetero.engine.registry import Registry
-from ds_hetero.frameworks.deepspeed.hooks.hooks import EngineHooks, HookedEngine
-from ds_hetero.frameworks.deepspeed.hooks.table import HOOKS
+from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
 
 
 class Installer:
@@ -41,6 +40,15 @@ class Installer:
         built: tuple[Any, ...] = self._stock(**{**self._given, **ours, **changed})
         return built
 
-    def _hook(self, hooked: HookedEngine) -> None:
-        """Put the hooks around the methods of the engine that was built, until the registration is undone."""
-        self._registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
+    def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
+        """Let stock build an engine of our parts.
+
+        Returns:
+            The engine with what the hooks around its methods need; and what stock returns.
+
+        Caller: every rank of the world.
+
+        Raises:
+            HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
+        """
+        raise NotImplementedError

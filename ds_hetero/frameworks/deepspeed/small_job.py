@@ -15,7 +15,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from ds_hetero.engine.handle import Handle
-from ds_hetero.engine.registration import register
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,16 @@ class StepOutcome:
 
 
 def train_one_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: Mapping[str, Any]
+    handle: Handle,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Tensor],
+    ds_config: Mapping[str, Any],
 ) -> StepOutcome:
     """Train on one batch, which all ranks are given whole.
 
     Args:
+        handle: of a registration, which is undone afterwards.
         model: a PreTrainedModel, alike on all ranks.
         optimizer: of its parameters.
         batch: with ``input_ids`` and ``labels``.
@@ -46,7 +50,6 @@ def train_one_step(
 
     Caller: every rank of the world.
     """
-    handle = register()
     with _quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
         try:

@@ -23,7 +23,6 @@ from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
-from ds_hetero.frameworks.transformers.attention.attention import keep_attention_function
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
 
@@ -144,7 +143,7 @@ class Ulysses:
         return classmethod(register_with_transformers)
 
     def _register_stock(self, stock: Any, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
-        self._pending = PendingRegistration(keep_attention_function(core))
+        self._pending = PendingRegistration(self._registry.adapters.models.keep_attention_function(core))
         try:
             return stock(cls, *args, **kwargs)
         except ValueError as error:

@@ -6,9 +6,11 @@ from typing import Any
 
 from ds_hetero.engine.process.patching import expect_package
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.trl.outputs import PRIVATE_NAMES
 
 WORKS = ">=1.16,<2"
+PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", "trl.trainer.utils:FusedCausalLMOutput")
+SHORTER_OUTPUTS = ("FusedCausalLMOutput",)
+"""Outputs whose results of tokens say of each token what it says of the next one: a column less than the batch."""
 _WORKS_BY_TOKENS = ">=0.29,<2"
 _OF_TOKENS = frozenset({"SFTTrainer"})
 _OF_WHOLE_SEQUENCES = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,29 @@ from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.plans import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageBatch:
+    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`.
+
+    Args:
+        whole: from `ds_hetero.runtime.data.shards.read_batch`.
+        scale: by which the sum of its token losses counts in the loss of the step.
+    """
+
+    whole: WholeBatch
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.whole.batch_size
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.whole.length
 
 
 def samples_of_step(plan: Plan) -> int:

@@ -52,8 +52,8 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
     import deepspeed
 
     from ds_hetero.frameworks.deepspeed.engine import PRIVATE_NAMES
+    from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
     from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
-    from ds_hetero.frameworks.deepspeed.hooks.table import HOOKS
     from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
     from ds_hetero.frameworks.deepspeed.protocols import Engine
 

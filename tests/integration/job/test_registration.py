@@ -380,8 +380,8 @@ def _register_too_late(rank: int) -> tuple[str, str, str]:
     import torch.distributed as dist
 
     import ds_hetero
+    from ds_hetero.engine import agreement
     from ds_hetero.errors import ConfigError
-    from ds_hetero.frameworks.deepspeed import registered
 
     deepspeed.init_distributed("gloo")
     warnings: list[str] = []
@@ -389,9 +389,9 @@ def _register_too_late(rank: int) -> tuple[str, str, str]:
     if rank == 0:
         handler = logging.Handler()
         handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-        registered.logger.addHandler(handler)
+        agreement.logger.addHandler(handler)
         with pytest.raises(ConfigError) as caught:
-            registered.expect_all_registered(warn_after_s=0.1, give_up_after_s=0.5)
+            agreement.expect_all_registered(warn_after_s=0.1, give_up_after_s=0.5)
         refused = str(caught.value)
     dist.barrier()
     model = llama()

@@ -41,7 +41,7 @@ def moved_as_one_process(rank, name, changes, lora):
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.deepspeed.installer import Installer
+    from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
     from ds_hetero.frameworks.deepspeed.pipeline.moving import move_layers
     from ds_hetero.planner.replan.stage_layers import with_layers
 
@@ -51,8 +51,8 @@ def moved_as_one_process(rank, name, changes, lora):
     model, whole = (made_model(changes, lora) for _ in range(2))
     steps = batches(plan, len(moves) + 2, False)
     losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
-    held, install = [], Installer._hook
-    Installer._hook = lambda installer, pipelined: (held.append(pipelined), install(installer, pipelined))
+    held, install = [], PipelineInstaller.install
+    PipelineInstaller.install = lambda installer: (installed := install(installer), held.append(installed[0]))[0]
     config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
     worst = 0.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_hetero.frameworks.transformers.checks.arguments import ARGUMENTS, refusals
+from ds_hetero.engine.arguments import ARGUMENTS, refusals
 from ds_hetero.frameworks.transformers.self_check.piece import marks_documents, piece_of
 from ds_hetero.values.schedule import Schedule
 from tests.integration.tiny import UNEVEN_2

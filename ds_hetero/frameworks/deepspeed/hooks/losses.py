@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -43,7 +43,7 @@ class LossScaling:
         model: what the engine trains, with the convention that the section declares.
     """
 
-    def __init__(self, model: ShardedModel | WholeModel) -> None:
+    def __init__(self, model: SplitModel | WholeModel) -> None:
         self._model = model
         self._checked: set[str] = set()
 

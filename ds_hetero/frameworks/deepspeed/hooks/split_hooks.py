@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.engine.calls.whole_model import WholeModel
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
 from ds_hetero.frameworks.deepspeed.checkpoints.saving import save_whole
@@ -20,7 +21,6 @@ from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
 from ds_hetero.frameworks.deepspeed.hooks.hooks import Hook, HookedEngine, recording
 from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.job.monitoring.prediction_check import PredictionCheck
 from ds_hetero.runtime.peers.calls import FORWARD
 from ds_hetero.runtime.step_clock import IDLE
@@ -39,7 +39,7 @@ class SplitEngine(HookedEngine):
         backwards: watches over several backwards for one step.
     """
 
-    model: ShardedModel | WholeModel
+    model: SplitModel | WholeModel
     scaling: LossScaling
     prediction_check: PredictionCheck
     note_destroyed: Callable[[], None]

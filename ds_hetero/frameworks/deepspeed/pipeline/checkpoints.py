@@ -23,8 +23,7 @@ from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
 from ds_hetero.frameworks.deepspeed.checkpoints.saving import save_whole
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
-from ds_hetero.frameworks.transformers.stages import whole_parameter
-from ds_hetero.gradient_sync.transfers import local_tensor
+from ds_hetero.gradient_sync.transfers import local_tensor, whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.gradient_chunks import Box, box_size
 

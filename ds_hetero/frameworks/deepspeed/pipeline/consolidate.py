@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import MODEL_CONFIG, read_parts, whole_tensor
-from ds_hetero.frameworks.transformers.stages.weight_files import (
+from ds_hetero.job.checkpoints.checkpoint_folder import expect_finished
+from ds_hetero.job.checkpoints.manifest import changed_parts, read_manifest
+from ds_hetero.job.checkpoints.weight_files import (
     file_name,
     make_folder,
     write_index,
     write_text,
     write_weights,
 )
-from ds_hetero.job.checkpoints.checkpoint_folder import expect_finished
-from ds_hetero.job.checkpoints.manifest import changed_parts, read_manifest
 
 _ADAPTER = ".lora_"
 FILE_BYTES = 5 * 10**9  # of a file of weights at most, as transformers has it; one tensor may have more

@@ -13,6 +13,7 @@ says, with a global batch in the place of a micro-batch:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,8 +28,10 @@ from torch.optim import Optimizer
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import check_pipelines_searchable, global_batch_of, inners_of
 from ds_hetero.decision.facts import JobFacts
+from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
@@ -49,14 +52,6 @@ from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     synchronizer_of,
 )
 from ds_hetero.frameworks.deepspeed.protocols import Engine
-from ds_hetero.frameworks.transformers.model.facts import describe_model
-from ds_hetero.frameworks.transformers.stages import (
-    StageModel,
-    check_cuttable,
-    check_stages,
-    impossible_inners,
-    is_on_meta,
-)
 from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.monitoring.layer_search import LayerSearch
 from ds_hetero.job.monitoring.monitor import StepMonitor
@@ -91,6 +86,7 @@ class PipelineInstaller(Installer):
 
     def __init__(self, *call: Any) -> None:
         super().__init__(*call)
+        self._models = self._registry.adapters.models
         self._rank = dist.get_rank()
         self._clock = StepClock(default_device())
         self._is_empty = False
@@ -109,28 +105,23 @@ class PipelineInstaller(Installer):
 
         def read_facts() -> JobFacts:
             if searches:
-                check_cuttable(model)
-            of_model = replace(describe_model(model), is_split=has_kernel)
+                self._models.check_cuttable(model)
+            of_model = replace(self._models.describe_model(model), is_split=has_kernel)
             facts = JobFacts(section=section, model=of_model, training=read_training_facts(self._ds_config))
             if searches:
                 check_pipelines_searchable(facts)
             return facts
 
         facts = agree_on_facts(world, read_facts, has_kernel=has_kernel)
-        start = start_job(world, facts, clusters, plan=request.plan, read_no_inners=lambda: impossible_inners(model))
+        no_inners = functools.partial(self._models.impossible_inners, model)
+        start = start_job(world, facts, clusters, plan=request.plan, read_no_inners=no_inners)
         if world.rank == 0:
             announce_start(start)
         return start
 
     @waiting_for_peers("building the engine")
-    def install(self) -> tuple[Any, ...]:
-        """Cut the model, build the engine and put the hooks around its methods; return what stock returns.
-
-        Caller: every rank of the world.
-
-        Raises:
-            HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
-        """
+    def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
+        """Cut the model and build the engine."""
         model: nn.Module = self._given["model"]
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
@@ -139,13 +130,14 @@ class PipelineInstaller(Installer):
             _checkpoint_activations(model, "enable" if self._plan.activation_checkpointing else "disable")
         if self._start.facts.training.mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
-        stage = StageModel(model, self._plan, self._rank, self._section.tile_tokens)
+        stage = self._models.cut_model(model, self._plan, self._rank, self._section.tile_tokens)
         replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
         boundaries = make_boundary_groups(self._plan, made)
-        engine, *rest = self._build(stage, named)
+        built = self._build(stage, named)
+        engine = built[0]
         runner = None
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
@@ -159,10 +151,10 @@ class PipelineInstaller(Installer):
             clock=self._clock,
             monitor=self._monitor(engine, lambda plan: move_layers(pipelined, plan)),
             groups=made,
+            outputs_with=self._models.outputs_with,
         )
-        self._hook(pipelined)
         self._registry.note_pipelined(stage)
-        return (engine, *rest)
+        return pipelined, built
 
     def _monitor(self, engine: Engine, change_plan: Callable[[Plan], None]) -> StepMonitor:
         """Monitor that observes the steps, and re-plans if the section asks for it."""
@@ -175,7 +167,7 @@ class PipelineInstaller(Installer):
         model: nn.Module = self._given["model"]
         expect_supported_keys(self._ds_config, pipelines=True)
         global_batch_of(self._start.facts.training, self._plan)
-        check_stages(model, self._plan)
+        self._models.check_stages(model, self._plan)
         if self._section.replan.enabled:
             expect_movable(model)
         optimizer = self._given.get("optimizer")
@@ -187,13 +179,13 @@ class PipelineInstaller(Installer):
             )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if isinstance(optimizer, Optimizer):
-            return _Examined(groups_by_name(optimizer.param_groups, names), is_on_meta(model))
+            return _Examined(groups_by_name(optimizer.param_groups, names), self._models.is_on_meta(model))
         given = list(self._given.get("model_parameters") or [p for p in model.parameters() if p.requires_grad])
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]
-        return _Examined(groups_by_name(given, names), is_on_meta(model))
+        return _Examined(groups_by_name(given, names), self._models.is_on_meta(model))
 
-    def _build(self, stage: StageModel, named: Groups) -> tuple[Any, ...]:
+    def _build(self, stage: StagedModel, named: Groups) -> tuple[Any, ...]:
         """Let stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
         with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
             built = self._call_stock(
@@ -209,7 +201,7 @@ class PipelineInstaller(Installer):
         self._registry.patches.on_undo(lambda: setattr(groups, "mpu", before))
         return built
 
-    def _optimizer(self, stage: StageModel, named: Groups) -> PipelineOptimizer:
+    def _optimizer(self, stage: StagedModel, named: Groups) -> PipelineOptimizer:
         """Cut tensor-parallel stages, start the synchronizer, and make the user's optimizer over what it owns."""
         meshes = _meshes(self._plan)
         if self._stage is not None and self._stage.inner == "tensor":
@@ -236,7 +228,7 @@ class PipelineInstaller(Installer):
 
 
 @contextlib.contextmanager
-def _left_on_meta(stage: StageModel) -> Iterator[None]:
+def _left_on_meta(stage: StagedModel) -> Iterator[None]:
     """Let DeepSpeed neither move nor broadcast a model without weights, which is filled with the optimizer."""
     for parameter in stage.model.parameters():
         parameter.ds_optim_param = True  # type: ignore[attr-defined]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
-from ds_hetero.frameworks.transformers.stages import StageBatch, StageModel
+from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.plans import Plan
@@ -22,13 +25,15 @@ class PipelinedEngine(HookedEngine):
         stage: this rank's part of the model.
         runner: of its passes; None on a rank that is idle.
         groups: process groups made so far, to be used again.
+        outputs_with: makes outputs of a model of a loss and of sums that trainers log.
         loss: of the passes that have yet to be followed by a step.
     """
 
     plan: Plan
-    stage: StageModel
+    stage: StagedModel
     runner: PipelineRunner[StageBatch] | None
     groups: ProcessGroups
+    outputs_with: Callable[[Tensor, Tensor | None], Any]
     loss: Tensor | None = None
 
     @property

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hetero.engine.arguments import refusals
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
-from ds_hetero.frameworks.transformers.checks.arguments import refusals
-from ds_hetero.frameworks.transformers.stages import StageBatch, outputs_with
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.pipeline.batches import micro_batches, of_at_most, samples_of_step
+from ds_hetero.runtime.pipeline.batches import StageBatch, micro_batches, of_at_most, samples_of_step
 
 _MEASURES = "fused_lm_head"  # by which TRL's trainers ask for outputs with what they log of tokens
 _ITEMS = "num_items_in_batch"
@@ -63,7 +62,7 @@ def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: A
         pipelined.loss = loss
     else:
         pipelined.clock.drop_step()
-    outputs = outputs_with(loss, measures)
+    outputs = pipelined.outputs_with(loss, measures)
     return outputs.to_tuple() if batch.get("return_dict") is False else outputs
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.transformers.stages import StageModel
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import ProcessGroups
@@ -148,7 +148,7 @@ def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[n
     return owned or [nn.Parameter(torch.zeros(0, device=default_device()))]
 
 
-def synchronizer_of(stage: StageModel, plan: Plan, groups: ProcessGroups) -> AsymmetricGradientSync:
+def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> AsymmetricGradientSync:
     """Return the synchronizer of what this rank holds of a model.
 
     Args:

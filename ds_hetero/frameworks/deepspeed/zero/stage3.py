@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401  see make_stage3_optimizer
@@ -35,7 +35,6 @@ from ds_hetero.frameworks.deepspeed.zero.stage3_shards import (
     recut,
     reduce_to_owners,
 )
-from ds_hetero.frameworks.transformers.layers.experts import containers_of_experts
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -100,13 +99,16 @@ def check_stage3(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def gather_experts_at_once(model: nn.Module) -> None:
+def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
     """Let ZeRO-3 gather the experts of a layer as one, whichever of them the tokens of a rank choose.
 
     Otherwise it counts every call inside, plans later gathers by that count, and ranks whose tokens choose other
     experts wait for each other in different collectives. DeepSpeed does so itself for three classes of transformers.
+
+    Args:
+        containers: modules that hold all experts of a layer.
     """
-    for container in containers_of_experts(model):
+    for container in containers:
         set_z3_leaf_module(container, True)
 
 

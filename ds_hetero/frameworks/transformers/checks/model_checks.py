@@ -32,6 +32,7 @@ from ds_hetero.frameworks.transformers.layers.towers import (
 )
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 
+_EXPERTS = "Experts"  # how transformers ends the names of the classes that hold the experts of a layer
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -95,6 +96,14 @@ def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
         return pretrained.get_input_embeddings()
     except NotImplementedError:
         return None
+
+
+def containers_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold all experts of a layer, and call one inside once for each expert that a token chose.
+
+    How often that is depends on the tokens, and so differs from rank to rank and from run to run.
+    """
+    return [module for module in model.modules() if type(module).__name__.endswith(_EXPERTS)]
 
 
 def pools(pretrained: PretrainedModel) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_hetero.engine.arguments import refusals
 from ds_hetero.errors import BatchError
-from ds_hetero.frameworks.transformers.checks.arguments import refusals
 from ds_hetero.frameworks.transformers.checks.model_checks import router_loss_problem
 from ds_hetero.frameworks.transformers.layers.recurrent_layers import KEYWORD
-from ds_hetero.frameworks.transformers.model.recent_shards import is_shard
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.data.recent_shards import is_shard
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
 

@@ -18,7 +18,7 @@ from ds_hetero.engine.forward_mode import expecting_sharded_forward
 from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.transformers.attention.attention import NAME
-from ds_hetero.frameworks.transformers.model.recent_shards import forget_shards, is_shard
+from ds_hetero.runtime.data.recent_shards import forget_shards, is_shard
 from ds_hetero.runtime.data.shard_info import is_part
 
 

@@ -18,11 +18,9 @@ from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
-from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.loss import mark_loss_of_batch, sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
-
-_MARK = "ds_hetero_loss"  # of outputs whose loss was made here
 
 
 def add_loss(
@@ -81,9 +79,4 @@ def add_loss(
                 loss = loss + sequence_parallel_loss(of_routers, num_tokens, replica)
     outputs["loss"] = loss
     OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
-    setattr(outputs, _MARK, True)
-
-
-def has_loss_of_batch(outputs: Any) -> bool:
-    """Whether `add_loss` has made the loss of ``outputs``."""
-    return getattr(outputs, _MARK, False)
+    mark_loss_of_batch(outputs)

@@ -25,7 +25,6 @@ from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.layers.router_losses import adds_router_loss
 from ds_hetero.frameworks.transformers.model.forward_inputs import Taking
-from ds_hetero.frameworks.trl.outputs import is_one_shorter
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.gathered import gather_tokens
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach
@@ -136,7 +135,8 @@ class ShardedCall:
             )
         if not self._wanted.own_outputs:
             return self._token_results(outputs)
-        whole = {name: self._whole(name, entry, is_one_shorter(outputs)) for name, entry in outputs.items()}
+        one_shorter = type(outputs).__name__ in self._wanted.shorter_outputs
+        whole = {name: self._whole(name, entry, one_shorter) for name, entry in outputs.items()}
         return type(outputs)(**{name: entry for name, entry in whole.items() if entry is not None})
 
     def _agree_on_batch(self, given: Mapping[str, Any]) -> PlacedBatch:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.engine.adapters import BatchChecks
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.transformers.attention.attention import NAME
@@ -66,8 +67,11 @@ class ShardedModel:
             where the configuration does not name one.
         is_restored: the model is not split any more.
         places_documents: batches are placed by their documents, and not by their length alone.
+        checks: comparisons with one process, which `split_model` gives a model that is to be trained.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
+
+    checks: BatchChecks
 
     def __init__(self, model: nn.Module, replica: Replica, kernel: str | None) -> None:
         self.model, self.replica, self.kernel = model, replica, kernel
@@ -179,6 +183,15 @@ class ShardedModel:
     def pools(self) -> bool:
         """Whether its head pools over the sequence, so that only sharded calls can split it."""
         return pools(self.pretrained)
+
+    def expect_tokenwise(self) -> None:
+        """Refuse a shard where the head pools over the sequence.
+
+        Raises:
+            ModelError: it does.
+        """
+        if self.pools:
+            raise ModelError(POOLS.format(type(self.pretrained).__name__))
 
     @property
     def decoder(self) -> nn.Module:
@@ -354,8 +367,8 @@ class ShardedModel:
         if self._door is not None:
             kwargs, made = self._door.cut(kwargs, self.replica.rank)
         expect_shard_shapes(kwargs)
-        if self.pools and not is_in_call:
-            raise ModelError(POOLS.format(type(self.pretrained).__name__))
+        if not is_in_call:
+            self.expect_tokenwise()
         forward = self._agree_on_forward(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
         keeps_cache = kwargs.get("past_key_values") is not None or (is_forced and kwargs.get("use_cache"))

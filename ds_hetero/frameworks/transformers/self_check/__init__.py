@@ -8,11 +8,6 @@ comparison   errors by token and module, against the model's own rounding
 check        what all ranks do together, and the verdict
 """
 
-from ds_hetero.frameworks.transformers.self_check.check import (
-    check_batch,
-    check_batches_of_ranks,
-    check_same_batch,
-)
-from ds_hetero.frameworks.transformers.self_check.features import features_of
+from ds_hetero.frameworks.transformers.self_check.check import SelfCheck, check_batch
 
-__all__ = ["check_batch", "check_batches_of_ranks", "check_same_batch", "features_of"]
+__all__ = ["SelfCheck", "check_batch"]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_hetero.engine.arguments import OF_RESULTS
 from ds_hetero.errors import HeteroError, ModelError
 from ds_hetero.frameworks.transformers.attention.autocast import without_autocast
-from ds_hetero.frameworks.transformers.checks.arguments import OF_RESULTS
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
@@ -40,48 +40,61 @@ logger = logging.getLogger(__name__)
 _MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
 
 
-def check_batches_of_ranks(model: ShardedModel, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Check a model with those batches that can show something new; every rank may have other ones, or none.
+class SelfCheck:
+    """The self-check of one model; `ds_hetero.engine.adapters.BatchChecks`.
 
     Args:
         model: what is trained.
-        batches: of this rank, as the wrapped loader gave them.
-
-    Caller: every rank of the world, between two forwards.
-    Collectives: one `on_all_ranks`, and those of `check_batch` for every batch that is looked at.
-
-    Raises:
-        ModelError: see `check_batch`.
     """
-    features_of_ranks = on_all_ranks(lambda: [features_of(model, batch) for batch in batches])
-    seen: set[frozenset[str]] = set()  # where every batch is to be checked, ranks may still hold the same one
-    for rank, of_rank in enumerate(features_of_ranks):
-        for number, features in enumerate(of_rank):
-            if features not in seen and model.needs_check(features):
-                check_batch(model, batches[number] if rank == dist.get_rank() else None)
-                model.note_checked(features)
-            seen.add(features)
 
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
 
-def check_same_batch(model: ShardedModel, batch: Mapping[str, Any]) -> None:
-    """Check a model with a batch that all ranks of the replica hold, if it can show something new.
+    def is_due(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch, as the wrapped loader gave it, can show something new; the same on every rank."""
+        return self._model.needs_check(features_of(self._model, batch))
 
-    Replicas learn nothing of each other's batches here, so that of several replicas only the first batches are checked.
+    def check_batches_of_ranks(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Check a model with those batches that can show something new; every rank may have other ones, or none.
 
-    Args:
-        model: what is trained.
-        batch: whole, with labels.
+        Args:
+            batches: of this rank, as the wrapped loader gave them.
 
-    Caller: every rank of the world, between two forwards.
-    Collectives: those of `check_batch`, if it is looked at.
+        Caller: every rank of the world, between two forwards.
+        Collectives: one `on_all_ranks`, and those of `check_batch` for every batch that is looked at.
 
-    Raises:
-        ModelError: see `check_batch`.
-    """
-    features = features_of(model, batch) if model.replica.num_replicas == 1 else frozenset({"the first batch"})
-    if model.needs_check(features):
-        check_batch(model, batch)
-        model.note_checked(features)
+        Raises:
+            ModelError: see `check_batch`.
+        """
+        features_of_ranks = on_all_ranks(lambda: [features_of(self._model, batch) for batch in batches])
+        seen: set[frozenset[str]] = set()  # where every batch is to be checked, ranks may still hold the same one
+        for rank, of_rank in enumerate(features_of_ranks):
+            for number, features in enumerate(of_rank):
+                if features not in seen and self._model.needs_check(features):
+                    check_batch(self._model, batches[number] if rank == dist.get_rank() else None)
+                    self._model.note_checked(features)
+                seen.add(features)
+
+    def check_same_batch(self, batch: Mapping[str, Any]) -> None:
+        """Check a model with a batch that all ranks of the replica hold, if it can show something new.
+
+        Replicas learn nothing of each other's batches here, so that of several only the first batches are checked.
+
+        Args:
+            batch: whole, with labels.
+
+        Caller: every rank of the world, between two forwards.
+        Collectives: those of `check_batch`, if it is looked at.
+
+        Raises:
+            ModelError: see `check_batch`.
+        """
+        features = (
+            features_of(self._model, batch) if self._model.replica.num_replicas == 1 else frozenset({"the first batch"})
+        )
+        if self._model.needs_check(features):
+            check_batch(self._model, batch)
+            self._model.note_checked(features)
 
 
 def check_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.frameworks.transformers.layers.experts import containers_of_experts
+from ds_hetero.frameworks.transformers.checks.model_checks import containers_of_experts
 
 _EMBEDDINGS = "inputs_embeds"
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first

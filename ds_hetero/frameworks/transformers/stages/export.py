@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ds_hetero.frameworks.transformers.stages.weight_files import (
+from ds_hetero.gradient_sync.transfers import whole_parameter
+from ds_hetero.job.checkpoints.weight_files import (
     file_name,
     make_folder,
     write_index,
@@ -65,8 +65,3 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
             write_index(folder, files, sum(sizes.values()))
 
     on_all_ranks(index)
-
-
-def whole_parameter(tensor: Tensor) -> Tensor:
-    """Return all of a parameter on the CPU; every rank of its mesh, if it has one, takes part."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

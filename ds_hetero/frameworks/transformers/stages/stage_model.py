@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ from ds_hetero.frameworks.transformers.stages.export import write_stages
 from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
 from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.frameworks.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
-from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, model_inputs
+from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs
 from ds_hetero.runtime.loss import measure_tokens
+from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import UNTIMED, Clock, StepClock
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
@@ -40,29 +40,6 @@ from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 
 _LABELS = "shift_labels"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StageBatch:
-    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`.
-
-    Args:
-        whole: from `ds_hetero.runtime.data.shards.read_batch`.
-        scale: by which the sum of its token losses counts in the loss of the step.
-    """
-
-    whole: WholeBatch
-    scale: float
-
-    @property
-    def rows(self) -> int:
-        """B."""
-        return self.whole.batch_size
-
-    @property
-    def length(self) -> int:
-        """L."""
-        return self.whole.length
 
 
 class StageModel:

@@ -16,20 +16,23 @@ from typing import Any
 from packaging.version import Version
 
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, VersionError
-from ds_hetero.frameworks.accelerate.adapter import gathering_over_replicas, one_process_per_replica
 from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
-from ds_hetero.frameworks.trl.trainers import needs_whole_sequences
 
 # Before this release the Trainer rounds the number of labels that it divides such losses by.
 _OLDEST = Version("5.20")
-_OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
 
 
-def takes_whole_batches(trainer: Any) -> bool:
+def is_sharded(registry: Registry, trainer: Any) -> bool:
+    """Whether a Trainer trains with sequence parallelism by this engine."""
+    return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
+
+
+def takes_whole_batches(registry: Registry, trainer: Any) -> bool:
     """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
     from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    return from_logits or needs_whole_sequences(trainer)
+    return from_logits or registry.adapters.trainers.needs_whole_sequences(trainer)
 
 
 def expect_equal_replicas(trainer: Any) -> None:
@@ -45,7 +48,7 @@ def expect_equal_replicas(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def calls_sharded(trainer: Any) -> Iterator[None]:
+def calls_sharded(registry: Registry, trainer: Any) -> Iterator[None]:
     """Let the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
 
     Raises:
@@ -63,7 +66,9 @@ def calls_sharded(trainer: Any) -> Iterator[None]:
     before = trainer.model_accepts_loss_kwargs  # False where the Trainer counts labels for sequence parallelism
     trainer.model_accepts_loss_kwargs = _accepts_loss_kwargs(trainer)
     try:
-        with sharded_calls(_OWN_OUTPUTS), gathering_over_replicas(trainer.accelerator):
+        adapters = registry.adapters
+        own_outputs = Wanted(own_outputs=True, logits=True, shorter_outputs=adapters.trainers.shorter_outputs)
+        with sharded_calls(own_outputs), adapters.processes.gathering_over_replicas(trainer.accelerator):
             yield
     finally:
         trainer.model_accepts_loss_kwargs = before
@@ -79,32 +84,32 @@ def _accepts_loss_kwargs(trainer: Any) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def evaluating(is_sharded: Any, stock: Any) -> Any:
+def evaluating(registry: Registry, stock: Any) -> Any:
     """Replace ``Trainer.evaluate`` and ``Trainer.predict``.
 
     Args:
-        is_sharded: whether a Trainer trains with sequence parallelism by this engine.
+        registry: of this process.
         stock: the method.
     """
 
     @functools.wraps(stock)
     def evaluate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (is_sharded(trainer) and takes_whole_batches(trainer)):
+        if not (is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)):
             return stock(trainer, *args, **kwargs)
-        with calls_sharded(trainer):
+        with calls_sharded(registry, trainer):
             return stock(trainer, *args, **kwargs)
 
     return evaluate
 
 
-def training_step(stock: Any) -> Any:
+def training_step(registry: Registry, stock: Any) -> Any:
     """Replace ``Trainer.training_step``: it computes its loss as one process per replica does."""
 
     @functools.wraps(stock)
     def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if wanted_results() is None:
             return stock(trainer, *args, **kwargs)
-        with one_process_per_replica():
+        with registry.adapters.processes.one_process_per_replica():
             return stock(trainer, *args, **kwargs)
 
     return step

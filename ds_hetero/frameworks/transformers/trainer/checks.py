@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.frameworks.trl.trainers import expect_known
 
 _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or in a loop by handle.sharded_call."
 
@@ -15,15 +14,12 @@ _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or 
 def expect_splittable(trainer: Any) -> None:
     """Refuse what does not train on shards as on one process, before the loop begins.
 
-    That is arguments of a Trainer that need whole sequences on one rank, trainers of TRL that are not known, and a
-    second call of ``train()``: the Trainer lets go of its engine at the end of the first one, and has nothing to call
-    ``backward`` of in the second.
+    That is arguments of a Trainer that need whole sequences on one rank, and a second call of ``train()``: the Trainer
+    lets go of its engine at the end of the first one, and has nothing to call ``backward`` of in the second.
 
     Raises:
-        ConfigError: with the argument, the trainer or the call, and what to do.
-        VersionError: TRL is of a version that was not tried.
+        ConfigError: with the argument or the call, and what to do.
     """
-    expect_known(trainer)
     if trainer.model_wrapped is not trainer.model and not trainer.args.auto_find_batch_size:  # which tries once more
         raise ConfigError(
             f"{type(trainer).__name__}.train() was called after the model got its DeepSpeed engine, by an earlier call "

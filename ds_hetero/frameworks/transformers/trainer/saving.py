@@ -12,7 +12,6 @@ import torch
 
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError
-from ds_hetero.frameworks.accelerate.adapter import asks_for_engine
 from ds_hetero.job.checkpoints.checkpoint_folder import why_not_written
 from ds_hetero.runtime.collectives import on_all_ranks
 
@@ -36,13 +35,13 @@ def saving_stages(registry: Registry, stock: Any) -> Any:
     return save_model
 
 
-def failing_together(stock: Any) -> Any:
+def failing_together(registry: Registry, stock: Any) -> Any:
     """A step of saving a checkpoint that ends on all ranks if it fails on one; they wait for each other in the next."""
 
     @functools.wraps(stock)
     def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
         by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
-        if by_user or not asks_for_engine(trainer.accelerator):
+        if by_user or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
             stock(trainer, *args, **kwargs)
             return
 
@@ -62,9 +61,9 @@ def failing_together(stock: Any) -> Any:
     return save
 
 
-def marking_unfinished(stock: Any) -> Any:
+def marking_unfinished(registry: Registry, stock: Any) -> Any:
     """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
-    save_all = failing_together(stock)
+    save_all = failing_together(registry, stock)
 
     @functools.wraps(stock)
     def save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:

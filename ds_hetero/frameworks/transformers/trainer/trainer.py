@@ -20,17 +20,16 @@ from ds_hetero.engine.calls.loader import is_placeholder
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.accelerate.adapter import asks_for_engine, loaders_over_replicas, skip_first_batches
 from ds_hetero.frameworks.transformers.trainer.calls import (
     calls_sharded,
     evaluating,
     expect_equal_replicas,
+    is_sharded,
     takes_whole_batches,
     training_step,
 )
 from ds_hetero.frameworks.transformers.trainer.checks import expect_labels, expect_splittable, naming_trainer
 from ds_hetero.frameworks.transformers.trainer.saving import failing_together, marking_unfinished, saving_stages
-from ds_hetero.frameworks.trl.completions import CompletionTrainers
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -62,22 +61,34 @@ PRIVATE_NAMES = (
 
 def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
-    replace, completions = registry.patches.replace, CompletionTrainers(registry)
-    replace(Trainer, "__init__", lambda stock: completions.constructing(_is_sharded, stock))
+    replace = registry.patches.replace
+    replace(Trainer, "__init__", lambda stock: _noting_constructed(registry, stock))
     replace(Trainer, "_inner_training_loop", lambda stock: _accumulating_micro_steps(registry, stock))
     replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
-    replace(Trainer, "set_initial_training_values", _counting_batches_once)
+    replace(Trainer, "set_initial_training_values", lambda stock: _counting_batches_once(registry, stock))
     replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
     replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
     replace(Trainer, "_track_num_input_tokens", _counting_tokens_once)
-    replace(transformers.trainer, "skip_first_batches", skip_first_batches)
-    replace(Trainer, "training_step", training_step)
+    replace(transformers.trainer, "skip_first_batches", registry.adapters.processes.skip_first_batches)
+    replace(Trainer, "training_step", lambda stock: training_step(registry, stock))
     for name in ("evaluate", "predict"):
-        replace(Trainer, name, lambda stock: evaluating(_is_sharded, stock))
+        replace(Trainer, name, lambda stock: evaluating(registry, stock))
     replace(Trainer, "save_model", lambda stock: saving_stages(registry, stock))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
-        replace(Trainer, name, failing_together)
-    replace(Trainer, "_save_checkpoint", marking_unfinished)
+        replace(Trainer, name, lambda stock: failing_together(registry, stock))
+    replace(Trainer, "_save_checkpoint", lambda stock: marking_unfinished(registry, stock))
+
+
+def _noting_constructed(registry: Registry, stock: Any) -> Any:
+    """Right after it, a Trainer of another library may be made ready for sequence parallelism."""
+
+    @functools.wraps(stock)
+    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        stock(trainer, *args, **kwargs)
+        if is_sharded(registry, trainer):
+            registry.adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split)
+
+    return init
 
 
 def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
@@ -91,14 +102,15 @@ def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
     def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         trainer, arguments = given["self"], given["args"]
-        is_whole = _is_sharded(trainer) and takes_whole_batches(trainer)
-        if _is_sharded(trainer):
+        is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
+        if is_sharded(registry, trainer):
+            registry.adapters.trainers.expect_known(trainer)
             expect_splittable(trainer)
         batches = _replica_batches(registry, trainer)
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)
         if batches is None:
-            with calls_sharded(trainer) if is_whole else contextlib.nullcontext():
+            with calls_sharded(registry, trainer) if is_whole else contextlib.nullcontext():
                 return stock(*args, **kwargs)
         if not arguments.average_tokens_across_devices:
             raise ConfigError(
@@ -139,21 +151,22 @@ def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
         if is_pipelined:
             _expect_loss_only(trainer)
             trainer.gather_function = _same_on_all_ranks
-        over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(trainer)
-        if not over_replicas or not _is_sharded(trainer):
+        over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(registry, trainer)
+        if not over_replicas or not is_sharded(registry, trainer):
             return stock(trainer, *args, **kwargs)
+        loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
         with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
             return stock(trainer, *args, **kwargs)
 
     return get_dataloader
 
 
-def _counting_batches_once(stock: Any) -> Any:
+def _counting_batches_once(registry: Registry, stock: Any) -> Any:
     """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
 
     @functools.wraps(stock)
     def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
-        if not _is_sharded(trainer):
+        if not is_sharded(registry, trainer):
             return stock(trainer, args, dataloader)
         samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
         if reader is not None:
@@ -268,14 +281,9 @@ def _counting_tokens_once(stock: Any) -> Any:
 
 def _replica_batches(registry: Registry, trainer: Any) -> ReplicaBatches | None:
     """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
-    if not _is_sharded(trainer) or registry.is_pipelined(trainer.model):
+    if not is_sharded(registry, trainer) or registry.is_pipelined(trainer.model):
         return None
     if (prepared := registry.find(trainer.model)) is not None:
         replica = prepared.model.replica
         return None if replica.batch_split is None else ReplicaBatches(replica.batch_split, replica.replica_id)
     return registry.request_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).batches_of(dist.get_rank())
-
-
-def _is_sharded(trainer: Any) -> bool:
-    """Whether this Trainer trains with sequence parallelism by this engine."""
-    return asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1

@@ -20,88 +20,82 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_hetero.engine.adapters import FindSplit, ProcessAdapter
 from ds_hetero.engine.forward_mode import sharding, wanted_results
-from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.accelerate.adapter import gathered_from_replicas, one_process_per_replica, size_of_accelerate
-from ds_hetero.frameworks.trl.trainers import expect_known, generating_class
+from ds_hetero.frameworks.trl.trainers import SHORTER_OUTPUTS, expect_known, generating_class, needs_whole_sequences
 from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 
-class CompletionTrainers:
-    """TRL's trainers that generate, made ready for sequence parallelism as they are constructed.
+class TrlTrainers:
+    """TRL as the engine sees it: `ds_hetero.engine.adapters.TrainerAdapter`, of one registration.
 
     Args:
-        registry: knows how models are split, and undoes what is replaced in TRL.
+        processes: counts replicas as processes.
     """
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    shorter_outputs = SHORTER_OUTPUTS
+    needs_whole_sequences = staticmethod(needs_whole_sequences)
+    expect_known = staticmethod(expect_known)
+
+    def __init__(self, processes: ProcessAdapter) -> None:
+        self._processes = processes
         self._ready: set[type] = set()
 
-    def constructing(self, is_sharded: Callable[[Any], bool], stock: Any) -> Any:
-        """Replace ``Trainer.__init__``, after which such a trainer sets its seed and reads its counts.
+    def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:
+        """After ``Trainer.__init__`` a trainer that generates sets its seed and reads its counts."""
+        kind = generating_class(trainer)
+        if kind is None:
+            return
+        expect_known(trainer)
+        expect_tried(trainer)
+        count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
+        if kind not in self._ready:
+            self._ready.add(kind)
+            self._make_ready(kind, patches.replace, find_split)
 
-        Args:
-            is_sharded: whether a Trainer trains with sequence parallelism by this engine.
-            stock: the method.
-        """
-
-        @functools.wraps(stock)
-        def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            stock(trainer, *args, **kwargs)
-            kind = generating_class(trainer)
-            if kind is None or not is_sharded(trainer):
-                return
-            expect_known(trainer)
-            expect_tried(trainer)
-            count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
-            if kind not in self._ready:
-                self._ready.add(kind)
-                self._make_ready(kind)
-
-        return init
-
-    def _make_ready(self, kind: type) -> None:
+    def _make_ready(self, kind: type, replace: Callable[..., None], find_split: FindSplit) -> None:
         """Replace what counts processes in the module and in the class of a trainer."""
-        module, replace = sys.modules[kind.__module__], self._registry.patches.replace
+        module, processes = sys.modules[kind.__module__], self._processes
         for name in ("gather", "gather_object"):
-            replace(module, name, gathered_from_replicas)
-        replace(module, "set_seed", _seeding_by_replica)
-        replace(module, "unwrap_model_for_generation", self._generating_alike)
-        replace(kind, "prediction_step", _as_one_process)
+            replace(module, name, processes.gathered_from_replicas)
+        replace(module, "set_seed", lambda stock: _seeding_by_replica(processes, stock))
+        replace(module, "unwrap_model_for_generation", lambda stock: _generating_alike(find_split, stock))
+        replace(kind, "prediction_step", lambda stock: _as_one_process(processes, stock))
 
-    def _generating_alike(self, stock: Any) -> Any:
-        """The model that generates takes whole batches, and returns what the replica's first rank generates."""
 
-        @functools.wraps(stock)
-        @contextlib.contextmanager
-        def unwrap_model_for_generation(model: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-            split = self._registry.find_split(accelerator.unwrap_model(model))
-            if split is None:
-                with stock(model, accelerator, *args, **kwargs) as unwrapped:
-                    yield unwrapped
-                return
-            with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
-                generate = unwrapped.generate
+def _generating_alike(find_split: FindSplit, stock: Any) -> Any:
+    """The model that generates takes whole batches, and returns what the replica's first rank generates."""
 
-                def first_of_replica(*args: Any, **kwargs: Any) -> torch.Tensor:
-                    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-                        return generate(*args, **kwargs).cpu(), torch.get_rng_state()
+    @functools.wraps(stock)
+    @contextlib.contextmanager
+    def unwrap_model_for_generation(model: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        split = find_split(accelerator.unwrap_model(model))
+        if split is None:
+            with stock(model, accelerator, *args, **kwargs) as unwrapped:
+                yield unwrapped
+            return
+        with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
+            generate = unwrapped.generate
 
-                    tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
-                    torch.set_rng_state(random_state)
-                    return tokens.to(accelerator.device)
+            def first_of_replica(*args: Any, **kwargs: Any) -> torch.Tensor:
+                def draw() -> tuple[torch.Tensor, torch.Tensor]:
+                    return generate(*args, **kwargs).cpu(), torch.get_rng_state()
 
-                unwrapped.generate = first_of_replica
-                try:
-                    yield unwrapped
-                finally:
-                    del unwrapped.generate
+                tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
+                torch.set_rng_state(random_state)
+                return tokens.to(accelerator.device)
 
-        return unwrap_model_for_generation
+            unwrapped.generate = first_of_replica
+            try:
+                yield unwrapped
+            finally:
+                del unwrapped.generate
+
+    return unwrap_model_for_generation
 
 
 def expect_tried(trainer: Any) -> None:
@@ -166,23 +160,27 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
     arguments.generation_batch_size = size
 
 
-def _seeding_by_replica(stock: Any) -> Any:
+def _seeding_by_replica(processes: ProcessAdapter, stock: Any) -> Any:
     """A seed for each process is one for each replica."""
 
     @functools.wraps(stock)
     def set_seed(seed: int, device_specific: bool = False, **kwargs: Any) -> None:
-        with one_process_per_replica() if size_of_accelerate() is not None else contextlib.nullcontext():
+        with (
+            processes.one_process_per_replica()
+            if processes.size_of_accelerate() is not None
+            else contextlib.nullcontext()
+        ):
             stock(seed, device_specific, **kwargs)
 
     return set_seed
 
 
-def _as_one_process(stock: Any) -> Any:
+def _as_one_process(processes: ProcessAdapter, stock: Any) -> Any:
     """Replace ``prediction_step``, which generates and divides losses."""
 
     @functools.wraps(stock)
     def prediction_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
+        with processes.one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
             return stock(trainer, *args, **kwargs)
 
     return prediction_step

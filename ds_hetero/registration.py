@@ -1,4 +1,4 @@
-"""`ds_hetero.register`: every integration installed, once per process."""
+"""`ds_hetero.register`: the adapters of all frameworks put together and installed, once per process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import deepspeed
 
 from ds_hetero.common.extras import untested_releases
 from ds_hetero.decision.start_text import announce
+from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
 from ds_hetero.engine.process import restarts, uncaught
 from ds_hetero.engine.process.patching import expect_package
@@ -19,10 +20,11 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.accelerate import adapter as accelerate
 from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
 from ds_hetero.frameworks.deepspeed.registered import expect_no_engine
+from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers.attention import attention
-from ds_hetero.frameworks.transformers.model import shard_guard
 from ds_hetero.frameworks.transformers.stages import meta
 from ds_hetero.frameworks.transformers.trainer import trainer
+from ds_hetero.frameworks.trl.adapter import TrlTrainers
 
 _active: tuple[Handle, Registry] | None = None
 
@@ -55,15 +57,14 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     )
     expect_package("torch", restarts.WORKS, restarts.PRIVATE_NAMES)
     expect_no_engine()
-    registry = Registry(ds_config)
+    adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
+    registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
     registry.patches.on_undo(uncaught.install())
     restarts.install(registry.patches)
-    attention.install(registry.patches)
-    shard_guard.install(registry.patches)
+    transformers.install(registry)
     deepspeed_engine.install(registry)
     accelerate.install(registry)
-    trainer.install(registry)
     _active = Handle(registry), registry
     if os.environ.get("RANK", "0") == "0" and (untested := untested_releases()):
         releases = ", ".join(f"{package} {release}" for package, release in untested.items())

@@ -1,0 +1,308 @@
+"""Interfaces of the frameworks' adapters: what the engine and its neighbours ask of each, and the models they make.
+
+No adapter imports another. `ds_hetero.registration` puts one of each kind into `Adapters`, and every adapter finds the
+others there, in `Registry.adapters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ds_hetero.decision.facts import ModelFacts
+from ds_hetero.engine.forward_mode import Wanted
+from ds_hetero.engine.process.patching import Patches
+from ds_hetero.job.request import ReplicaBatches
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.data.shard_info import ShardInfo
+from ds_hetero.runtime.pipeline.batches import StageBatch
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import StepClock
+from ds_hetero.values.placement import Placement, Placer, Rows
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
+
+Batch = Mapping[str, Any]
+"""Entries by name: tensors, and whatever else a model takes."""
+
+
+class ResultsOfTokens(Protocol):
+    """Results of a whole batch, the same on every rank of the replica, with gradients for the engine's backward.
+
+    Args:
+        loss: the mean of the token losses over the replica's labels; None without labels.
+        log_probs: [B, L] of ``labels``: at i that of ``labels[:, i]``, given the tokens before it; 0 where the label is
+            -100, and at the first position. Of masked-language models, given all tokens. None without labels.
+        hidden_state: [B, L, D] of the last layer, where asked for.
+        logits: [B, L, V], where asked for.
+    """
+
+    loss: Tensor | None
+    log_probs: Tensor | None
+    hidden_state: Tensor | None
+    logits: Tensor | None
+
+
+class BatchChecks(Protocol):
+    """Comparisons of a split model with one process, on pieces of the batches that it is to train on."""
+
+    def is_due(self, batch: Batch) -> bool:
+        """Whether a batch, as the wrapped loader gave it, can show something new; the same on every rank."""
+
+    def check_batches_of_ranks(self, batches: Sequence[Batch]) -> None:
+        """Check the model with batches of this rank; every rank of the world. Raises `ModelError`."""
+
+    def check_same_batch(self, batch: Batch) -> None:
+        """Check the model with a whole batch that all ranks of the replica hold, if it can show something new."""
+
+
+class SplitModel(Protocol):
+    """A model that is split over the sequence; its counterpart is `ds_hetero.engine.whole_model.WholeModel`."""
+
+    model: nn.Module
+    replica: Replica
+    kernel: str | None
+    clock: StepClock
+    loss_convention: str | None
+    latest_positions: Tensor | None
+    is_restored: bool
+    places_documents: bool
+    placer: Placer
+    checks: BatchChecks
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward without a cache would now take a shard."""
+
+    @property
+    def times_forward(self) -> bool:
+        """Whether a forward is one of training."""
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether a forward would now wait for other ranks."""
+
+    @property
+    def trains_now(self) -> bool:
+        """Whether a forward would now be one of training, with gradients."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether its head pools over the sequence, so that only sharded calls can split it."""
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether forwards take whole sequences, of which the decoder is given this rank's part."""
+
+    @property
+    def moves_labels(self) -> bool:
+        """Whether a token predicts the label of the next one, and not its own."""
+
+    @property
+    def shifts_labels_itself(self) -> bool:
+        """Whether its own loss moves labels, so that ours is made from its logits."""
+
+    def expect_tokenwise(self) -> None:
+        """Refuse a shard where the head pools over the sequence. Raises `ModelError`."""
+
+    def complete(self, batch: Any) -> Any:
+        """A whole batch with the positions that the model would make of the whole of it."""
+
+    def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
+        """Place one batch; see `ds_hetero.values.placement.Placer`."""
+
+    def note_shard(self, info: ShardInfo) -> None:
+        """Remember the placement of a shard."""
+
+    def router_term(self, outputs: Any) -> Tensor | float:
+        """Term that the model adds to the mean loss of its tokens for its routers."""
+
+    def note_scaled_loss(self) -> None:
+        """A loss of the scale that the engine's average needs has been made of the latest batch."""
+
+    def end_step(self) -> bool:
+        """Forget the batches of a step; return whether there were some, and no loss of them was scaled."""
+
+    def tile(self, tokens: int) -> None:
+        """Compute MLPs and losses of shards in tiles of so many tokens."""
+
+    def verify(self, when: str) -> None:
+        """Set when `checks` look: ``"first_batch"``, ``"always"`` or ``"off"``."""
+
+    def declare_loss(self, convention: str | None) -> None:
+        """Set `loss_convention`."""
+
+    def place_documents(self, placer: Placer | None) -> None:
+        """Place the batches that are drawn from now on by their documents; None: by their length."""
+
+    def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
+        """Call ``record`` with the layout of every batch from now on."""
+
+    def change_replica(self, replica: Replica) -> None:
+        """Go on under another schedule of the same ranks."""
+
+    def keep_alive(self, record: object) -> None:
+        """Keep ``record`` alive as long as the model."""
+
+    def restore(self) -> None:
+        """Switch the model back."""
+
+
+FindSplit = Callable[[nn.Module], SplitModel | None]
+
+
+class StagedModel(Protocol):
+    """A model that was cut into stages of pipelines, of which this rank has one; a `StageCompute` of its passes."""
+
+    plan: Plan
+    width: int
+    dtype: torch.dtype
+    is_writer: bool
+    measures: Tensor | None
+
+    @property
+    def model(self) -> nn.Module:
+        """As the user gave it, with the parts of other stages taken out."""
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The content of config.json of the whole model."""
+
+    def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
+        """Run the forward of a micro-batch."""
+
+    def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
+        """Switch a ``"sequence"`` stage to the attention of its schedule."""
+
+    def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's shards of a ``"tensor"`` stage."""
+
+    def fill(self, device: torch.device) -> None:
+        """Give what this rank holds its memory and values, where the model was built without weights."""
+
+    def time_layers(self, clock: StepClock) -> None:
+        """Let a clock take the phases of the stage."""
+
+    def change_layers(self, plan: Plan, device: torch.device) -> None:
+        """Hold the layers of another plan, whose ranks and stages are the same."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by the names of the whole model."""
+
+    def partial_parameters(self) -> frozenset[str]:
+        """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights of all stages, as transformers reads them; on every rank."""
+
+
+class ModelAdapter(Protocol):
+    """Adapter of the framework that models are made with: transformers."""
+
+    def read_model_facts(self, model: nn.Module) -> ModelFacts:
+        """Facts of a model that is to be split over the sequence. Raises `ModelError` where it cannot be."""
+
+    def read_facts_of_whole_model(self, model: nn.Module) -> ModelFacts:
+        """Facts of any module, for replicas of one rank."""
+
+    def describe_model(self, model: nn.Module) -> ModelFacts:
+        """`read_model_facts` without its checks."""
+
+    def split_model(self, model: nn.Module, replica: Replica, kernel: str | None) -> SplitModel:
+        """Switch a model to the attention of a replica."""
+
+    def whole_results(self, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens:
+        """Results of a sharded call of a model that is not split."""
+
+    def containers_of_experts(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that hold all experts of a layer."""
+
+    def keep_attention_function(self, name: str) -> Callable[[], None]:
+        """Remember the attention function of a name; return what puts it back."""
+
+    def cut_model(self, model: nn.Module, plan: Plan, rank: int, tile_tokens: int | None) -> StagedModel:
+        """Keep the stage of ``rank`` of a model."""
+
+    def check_cuttable(self, model: nn.Module) -> None:
+        """Refuse a model that cannot be cut into stages. Raises `ModelError`."""
+
+    def check_stages(self, model: nn.Module, plan: Plan) -> None:
+        """Refuse a model that cannot be cut as the plan says. Raises `ModelError` and `PlanError`."""
+
+    def impossible_inners(self, model: nn.Module) -> dict[str, str]:
+        """Why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
+
+    def is_on_meta(self, model: nn.Module) -> bool:
+        """Whether a model was built without weights."""
+
+    def outputs_with(self, loss: Tensor, measures: Tensor | None) -> Any:
+        """Outputs of a model with a loss, and with sums that trainers log."""
+
+
+class ProcessAdapter(Protocol):
+    """Adapter of the framework that counts processes and prepares loaders: accelerate."""
+
+    def asks_for_engine(self, accelerator: Any) -> bool:
+        """Whether an Accelerator was made with a configuration that asks for this engine."""
+
+    def size_of_accelerate(self) -> int | None:
+        """The sequence-parallel size that accelerate was given; None where there is none."""
+
+    def loaders_over_replicas(self, sp_size: int, batches: ReplicaBatches | None) -> AbstractContextManager[None]:
+        """Let loaders that are prepared inside shard over replicas."""
+
+    def gathering_over_replicas(self, accelerator: Any) -> AbstractContextManager[None]:
+        """Let an Accelerator gather one value of each replica inside."""
+
+    def gathered_from_replicas(self, stock: Any) -> Any:
+        """``gather`` or ``gather_object`` of accelerate, which takes a replica's first rank inside of that."""
+
+    def one_process_per_replica(self) -> AbstractContextManager[None]:
+        """Let accelerate see replicas as its processes inside."""
+
+    def skip_first_batches(self, stock: Any) -> Any:
+        """Accelerate's function of that name, which skips steps of our loaders."""
+
+
+class TrainerAdapter(Protocol):
+    """Adapter of the library that derives trainers: TRL."""
+
+    @property
+    def shorter_outputs(self) -> tuple[str, ...]:
+        """See `ds_hetero.engine.forward_mode.Wanted`."""
+
+    def needs_whole_sequences(self, trainer: Any) -> bool:
+        """Whether a trainer computes its loss from whole sequences."""
+
+    def expect_known(self, trainer: Any) -> None:
+        """Refuse a trainer that is not known to train on shards as on one process."""
+
+    def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:
+        """Make ready a trainer with sequence parallelism, right after ``Trainer.__init__``.
+
+        Args:
+            trainer: the trainer.
+            patches: takes what is replaced in its library.
+            find_split: `ds_hetero.engine.registry.Registry.find_split`.
+        """
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a registration.
+
+    Args:
+        models: of transformers.
+        processes: of accelerate.
+        trainers: of TRL.
+    """
+
+    models: ModelAdapter
+    processes: ProcessAdapter
+    trainers: TrainerAdapter
