@@ -13,17 +13,18 @@ from ds_hetero.common.extras import untested_releases
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
+from ds_hetero.engine.process import names as torch_names
 from ds_hetero.engine.process import restarts, uncaught
 from ds_hetero.engine.process.patching import expect_package
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.accelerate import adapter as accelerate
+from ds_hetero.frameworks.accelerate import names as accelerate_names
 from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
+from ds_hetero.frameworks.deepspeed import names as deepspeed_names
 from ds_hetero.frameworks.deepspeed.registered import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
-from ds_hetero.frameworks.transformers.attention import attention
-from ds_hetero.frameworks.transformers.stages import meta
-from ds_hetero.frameworks.transformers.trainer import trainer
+from ds_hetero.frameworks.transformers import names as transformers_names
 from ds_hetero.frameworks.trl.adapter import TrlTrainers
 
 _active: tuple[Handle, Registry] | None = None
@@ -50,12 +51,8 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         if ds_config is not None and ds_config != registry.ds_config:
             raise ConfigError("ds_hetero is registered with another configuration already; undo() that handle first.")
         return handle
-    expect_package("deepspeed", deepspeed_engine.WORKS, deepspeed_engine.PRIVATE_NAMES)
-    expect_package("accelerate", accelerate.WORKS, accelerate.PRIVATE_NAMES)
-    expect_package(
-        "transformers", attention.WORKS, (*attention.PRIVATE_NAMES, *trainer.PRIVATE_NAMES, *meta.PRIVATE_NAMES)
-    )
-    expect_package("torch", restarts.WORKS, restarts.PRIVATE_NAMES)
+    for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
+        expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
     adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
     registry = Registry(ds_config, adapters)

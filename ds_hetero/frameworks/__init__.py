@@ -1,1 +1,1 @@
-"""Where ds_hetero meets DeepSpeed, transformers, accelerate and TRL; `PRIVATE_NAMES` lists what a file replaces."""
+"""Adapters of DeepSpeed, transformers, accelerate and TRL; `names` of each lists the private names it builds on."""

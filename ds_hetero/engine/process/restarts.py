@@ -28,12 +28,6 @@ from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import PeerError
 from ds_hetero.runtime.peers.calls import ranks_text
 
-WORKS = ">=2.13,<3"
-PRIVATE_NAMES = (
-    "torch.distributed.rendezvous:_create_c10d_store",
-    "torch.distributed.distributed_c10d:_get_default_store",
-)
-
 logger = logging.getLogger(__name__)
 
 _PREFIX = "ds_hetero/starts"

@@ -2,8 +2,6 @@
 
 Replicas that take different batches are, to the user, one worker on all ranks (``sp_size`` is the world size): the
 global batch is that of one process, and how it is dealt out is the schedule's business.
-
-All private names of accelerate that ds_hetero knows are in this file.
 """
 
 from __future__ import annotations
@@ -40,19 +38,6 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.loader import ShardedLoader
 from ds_hetero.runtime.data.loading.sampling import replica_samples
-
-WORKS = ">=1.12,<2"
-PRIVATE_NAMES = (
-    "accelerate.accelerator:Accelerator._prepare_deepspeed",
-    "accelerate.accelerator:prepare_data_loader",
-    "accelerate.accelerator:skip_first_batches",
-    "accelerate.data_loader:BatchSamplerShard",  # these three by their attributes, see `loader_names`
-    "accelerate.data_loader:DataLoaderShard",
-    "accelerate.data_loader:IterableDatasetShard",
-    "accelerate.scheduler:AcceleratedScheduler.step",
-    "accelerate.state:AcceleratorState._shared_state",
-    "accelerate.state:PartialState._shared_state",
-)
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
 _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once

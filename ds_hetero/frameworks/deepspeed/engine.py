@@ -7,8 +7,8 @@ of the ranks' mean losses, weighted by tokens, whose backward adds up over the r
 sizes are kept right by `sequence_parallel_size` in the configuration, which `DeepSpeedConfig` reads where it is given
 no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
 
-This folder is the only place that knows names of DeepSpeed. `PRIVATE_NAMES` lists those that are not documented, and
-`install` replaces names of its modules; `hooks` wraps the methods of an engine that has been built.
+`names` lists the names of DeepSpeed that are not documented. `install` replaces names of its modules; `hooks` wraps the
+methods of an engine that has been built.
 """
 
 from __future__ import annotations
@@ -37,61 +37,21 @@ from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import registered, tiled_loss
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.frameworks.deepspeed.checkpoints import loading as checkpoints
-from ds_hetero.frameworks.deepspeed.checkpoints import saving
 from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
-from ds_hetero.frameworks.deepspeed.hooks import backwards
 from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
 from ds_hetero.frameworks.deepspeed.hooks.hooks import EngineHooks, HookedEngine
 from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
 from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
+from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
-from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards, stage12
+from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 from ds_hetero.values.section import expect_section_name
-
-WORKS = ">=0.19.8,<0.20"
-# Where a rank waits for others outside of attention: for gradients, parameters, norms and flags.
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
-_HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
-PRIVATE_NAMES = (
-    "deepspeed:initialize",
-    "deepspeed:load_ds_config",
-    "deepspeed:DeepSpeedEngine.backward",
-    "deepspeed:DeepSpeedEngine.set_train_batch_size",
-    "deepspeed:DeepSpeedEngine.set_train_micro_batch_size",
-    "deepspeed.utils.groups:mpu",
-    "deepspeed.utils.groups:mesh_device",
-    "deepspeed.utils.groups:_get_sequence_parallel_group",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.__init__",
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
-    *optimizers.PRIVATE_NAMES,
-    *checkpoints.PRIVATE_NAMES,
-    *backwards.PRIVATE_NAMES,
-    *saving.PRIVATE_NAMES,
-    *tiled_loss.PRIVATE_NAMES,
-    *stage12.PRIVATE_NAMES,
-    *stage3.PRIVATE_NAMES,
-    *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in _COLLECTIVES),
-    *(f"deepspeed.runtime.zero.partition_parameters:{name}.wait" for name in _HANDLES),
-)
 
 
 def install(registry: Registry) -> None:
@@ -104,9 +64,9 @@ def install(registry: Registry) -> None:
     tiled_loss.install(registry)
     replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
-    for name in _COLLECTIVES:
+    for name in COLLECTIVES:
         replace(TorchBackend, name, _timed)
-    for name in _HANDLES:
+    for name in HANDLES:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 

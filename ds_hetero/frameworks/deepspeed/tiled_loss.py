@@ -16,8 +16,6 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ModelError
 
-PRIVATE_NAMES = ("deepspeed.runtime.sequence_parallel.ulysses_sp:TiledFusedLogitsLoss.forward",)
-
 
 def install(registry: Registry) -> None:
     """Let `TiledFusedLogitsLoss` refuse shards."""

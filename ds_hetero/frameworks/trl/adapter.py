@@ -24,7 +24,8 @@ from ds_hetero.engine.adapters import FindSplit, ProcessAdapter
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.trl.trainers import SHORTER_OUTPUTS, expect_known, generating_class, needs_whole_sequences
+from ds_hetero.frameworks.trl.names import SHORTER_OUTPUTS
+from ds_hetero.frameworks.trl.trainers import expect_known, generating_class, needs_whole_sequences
 from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,8 @@ from typing import Any
 
 from ds_hetero.engine.process.patching import expect_package
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.trl.names import OF_COMPLETIONS, PACKAGE, PRIVATE_NAMES, WORKS, WORKS_BY_TOKENS
 
-WORKS = ">=1.16,<2"
-PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", "trl.trainer.utils:FusedCausalLMOutput")
-SHORTER_OUTPUTS = ("FusedCausalLMOutput",)
-"""Outputs whose results of tokens say of each token what it says of the next one: a column less than the batch."""
-_WORKS_BY_TOKENS = ">=0.29,<2"
 _OF_TOKENS = frozenset({"SFTTrainer"})
 _OF_WHOLE_SEQUENCES = frozenset(
     {
@@ -26,13 +22,6 @@ _OF_WHOLE_SEQUENCES = frozenset(
 )
 _OF_COMPLETIONS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 _KNOWN = _OF_TOKENS | _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
-# Of the modules of those that generate.
-_COMPLETIONS_NAMES = (
-    "gather",
-    "gather_object",
-    "set_seed",
-    "unwrap_model_for_generation",
-)
 
 
 def needs_whole_sequences(trainer: Any) -> bool:
@@ -62,16 +51,16 @@ def expect_known(trainer: Any) -> None:
             "without sequence parallelism, or compute its log-probabilities in a loop by handle.sharded_call."
         )
     if name in _OF_TOKENS:
-        expect_package("trl", _WORKS_BY_TOKENS, ())
+        expect_package(PACKAGE, WORKS_BY_TOKENS, ())
         return
-    expect_package("trl", WORKS, PRIVATE_NAMES)
+    expect_package(PACKAGE, WORKS, PRIVATE_NAMES)
     kind = generating_class(trainer)
     if kind is not None:
         module = kind.__module__
         expect_package(
-            "trl",
+            PACKAGE,
             WORKS,
-            (*(f"{module}:{name}" for name in _COMPLETIONS_NAMES), f"{module}:{kind.__name__}.prediction_step"),
+            (*(f"{module}:{name}" for name in OF_COMPLETIONS), f"{module}:{kind.__name__}.prediction_step"),
         )
 
 

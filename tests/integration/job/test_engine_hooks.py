@@ -51,9 +51,9 @@ def test_hooks_are_of_methods_that_the_engine_has_and_in_one_order() -> None:
 def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str], bool]:
     import deepspeed
 
-    from ds_hetero.frameworks.deepspeed.engine import PRIVATE_NAMES
     from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
     from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
+    from ds_hetero.frameworks.deepspeed.names import ATTRIBUTES, PRIVATE_NAMES
     from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
     from ds_hetero.frameworks.deepspeed.protocols import Engine
 
@@ -61,7 +61,7 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
     members = {name: member for name, member in vars(Engine).items() if not name.startswith("__")}
     methods = [name for name, member in members.items() if inspect.isfunction(member)] + [row.method for row in HOOKS]
     missing = [name for name in methods if not callable(getattr(engine, name, None))]
-    known = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
+    known = {name.rpartition(".")[2] for name in PRIVATE_NAMES + ATTRIBUTES}
     private = {name for name in methods if name.startswith("_")}
 
     def order(kind: type) -> dict[str, list[str]]:

@@ -5,6 +5,8 @@ Budget: 30 s.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 from typing import Any
 
@@ -277,6 +279,31 @@ def _provoke(rank: int) -> dict[str, tuple[str, str]]:
             deepspeed.initialize(model=model, config={**ds_config(1, None), **config}, **arguments)
         errors[name] = type(caught.value).__name__, str(caught.value)
     return errors
+
+
+def test_the_private_names_that_are_listed_exist() -> None:
+    assert run_deepspeed(_missing_names, 1) == [[]]
+
+
+def _missing_names(rank: int) -> list[str]:
+    """Attributes that the sources which should set them do not name; a missing name of another kind is an error."""
+    from ds_hetero.engine.process import names as of_torch
+    from ds_hetero.engine.process.patching import expect_package
+    from ds_hetero.frameworks.accelerate import names as of_accelerate
+    from ds_hetero.frameworks.deepspeed import names as of_deepspeed
+    from ds_hetero.frameworks.transformers import names as of_transformers
+    from ds_hetero.frameworks.trl import names as of_trl
+
+    attributes: list[str] = []
+    for names in (of_torch, of_accelerate, of_deepspeed, of_transformers, of_trl):
+        expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
+        attributes += names.ATTRIBUTES
+    return [path for path in attributes if path.rpartition(".")[2] not in inspect.getsource(_owner(path))]
+
+
+def _owner(path: str) -> Any:
+    module, _, names = path.partition(":")
+    return getattr(importlib.import_module(module), names.partition(".")[0])
 
 
 def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:

@@ -27,19 +27,6 @@ from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-PRIVATE_NAMES = (
-    f"{_ENGINE}.load_checkpoint",
-    f"{_ENGINE}._load_checkpoint",
-    f"{_ENGINE}._load_zero_checkpoint",
-    f"{_ENGINE}._get_all_ckpt_names",
-    f"{_ENGINE}._get_all_zero_checkpoint_names",
-    f"{_ENGINE}.bfloat16_enabled",
-    f"{_ENGINE}.load_universal_checkpoint",
-    f"{_ENGINE}.zero_optimization_partition_weights",
-    f"{_ENGINE}.zero_load_from_fp32_weights",
-)
-
 
 def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Manifest | None:
     """Check that every part of a checkpoint is as one save wrote it, a share of the parts on each rank.

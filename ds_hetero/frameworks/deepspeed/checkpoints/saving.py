@@ -32,10 +32,6 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.values.plans import Plan
 
 STAMP = "ds_hetero_save"  # in every part: the step and the save that it is of
-PRIVATE_NAMES = (
-    "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
-)
 _OF_DEEPSPEED = "ds_version"  # in the files of models and optimizers, not in those of single experts
 
 

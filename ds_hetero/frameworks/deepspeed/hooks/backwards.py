@@ -13,13 +13,6 @@ from typing import Any
 from ds_hetero.errors import StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 
-PRIVATE_NAMES = (
-    "deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue",
-    "deepspeed.runtime.engine:DeepSpeedEngine._backward_epilogue",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.clear_backward_seen_flag",
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
-)
-
 
 class BackwardsOfStep:
     """The backwards of one engine since its last step.

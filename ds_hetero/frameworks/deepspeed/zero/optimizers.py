@@ -37,13 +37,6 @@ from ds_hetero.sharding.zero_partition import check_weights, is_even
 
 logger = logging.getLogger(__name__)
 
-PRIVATE_NAMES = (
-    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
-    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",
-    "deepspeed.runtime.engine:BFLOAT16",
-    "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:

@@ -4,8 +4,6 @@ DeepSpeed flattens every parameter group and lets rank r own ``[r * n / W, (r + 
 norms, clipping and steps work on whatever a rank owns; only the places that compute a boundary as rank times size are
 replaced here, and the all-gather of the updated parameters, which takes equal sizes only. With equal weights the
 partitions and the communication are DeepSpeed's own.
-
-Checked against DeepSpeed 0.19.8; `PRIVATE_NAMES` is what this builds on.
 """
 
 from __future__ import annotations
@@ -24,28 +22,6 @@ from torch import Tensor
 from ds_hetero.frameworks.deepspeed.zero import stage12_checkpoint
 from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import RestoredGroup
 from ds_hetero.sharding.zero_partition import FlatGroup, Fragment, cut_flat_group
-
-_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
-PRIVATE_NAMES = (
-    f"{_MODULE}:all_gather_dp_groups",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.get_data_parallel_partitions",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.get_partition_info",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.get_grad_position",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.get_param_id",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.initialize_gradient_partitioning_data_structures",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.initialize_gradient_partition",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.update_lp_params",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._link_all_hp_params",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._get_offload_gradient_dict",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._has_inf_or_nan",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._load_global_state",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._load_universal_checkpoint",
-    f"{_MODULE}:DeepSpeedZeroOptimizer._restore_from_bit16_weights",
-    f"{_MODULE}:DeepSpeedZeroOptimizer.load_hp_checkpoint_state_from_checkpoint_dir",
-    "deepspeed.utils:link_hp_params",
-)
 
 
 class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information

@@ -37,51 +37,6 @@ from ds_hetero.frameworks.deepspeed.zero.stage3_shards import (
 )
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
-_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-PRIVATE_NAMES = (
-    *(
-        f"{_STAGE3}.{name}"
-        for name in (
-            "initialize_ds_offload",
-            "_create_fp16_sub_groups",
-            "_get_param_partition_rank",
-            "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
-            "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
-            "_fp32_state_allgather",
-            "set_full_hp_param",
-            "set_local_hp_param",
-            "set_fp32_grad_for_param",
-            "set_local_grad_for_param",
-            "get_fp32_grad_for_param",
-            "update_fp32_grad_for_param_vectorized",
-            "_rigid_state_dict",
-            "load_hp_checkpoint_state",
-            "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
-            "_set_fp32_optimizer_param_groups",
-            "_clear_fp32_optimizer_param_groups",
-        )
-    ),
-    "deepspeed.runtime.zero.partition_parameters:Init._all_gather",
-    "deepspeed.runtime.zero.partition_parameters:Init._partition_param",
-    "deepspeed.runtime.zero.partition_parameters:get_allgather_dtype",
-    "deepspeed.runtime.zero.partition_parameters:assert_ints_same_as_other_ranks",
-    "deepspeed.runtime.zero.config:get_zero_config",
-    "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3",
-    *(
-        f"deepspeed.runtime.engine:DeepSpeedEngine.{name}"
-        for name in (
-            "_get_ckpt_name",
-            "_get_rank_zero_ckpt_name",
-            "_get_zero_param_shapes",
-            "_get_param_fragment_func",
-            "_load_checkpoint",
-            "_get_all_ckpt_names",
-            "load_module_state_dict",
-            "_load_zero_checkpoint",
-        )
-    ),
-)
-
 
 def check_stage3(ds_config: Mapping[str, Any]) -> None:
     """Check that a configuration asks for nothing that needs shards of one size, on stage 3 alone.

@@ -25,7 +25,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
 from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.attention import masks
 from ds_hetero.frameworks.transformers.attention.autocast import cast_alike, without_autocast
 from ds_hetero.frameworks.transformers.attention.former_attention import former_implementation, naming_former, owner_of
 from ds_hetero.frameworks.transformers.attention.masks import MaskKind, mask_kind
@@ -35,14 +34,6 @@ from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.replica import Replica
 
 NAME = "ds_hetero"  # of our attention implementation
-
-WORKS = ">=5.6,<6"
-PRIVATE_NAMES = (
-    "transformers:AttentionInterface._global_mapping",
-    "transformers:AttentionMaskInterface._global_mapping",
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-    *masks.PRIVATE_NAMES,
-)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,17 +10,9 @@ from typing import Any, NamedTuple
 from transformers import masking_utils
 
 from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.names import MASK_PARTS
 
-_PARTS = (
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "and_masks",
-    "sliding_window_overlay",
-    "packed_sequence_mask_function",  # packing is read from the positions of the whole sequence instead
-)
-PRIVATE_NAMES = tuple(f"transformers.masking_utils:{name}" for name in _PARTS)
-
-_SUPPORTED = {*_PARTS, "remap_positions_for_packed_sequence"}  # the last since transformers 5.21
+_SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last since transformers 5.21
 
 
 class MaskKind(NamedTuple):

@@ -25,8 +25,6 @@ from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.stored_weights import StoredWeights
 
-PRIVATE_NAMES = ("transformers:PreTrainedModel._init_weights",)
-
 _FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
 _FOLDERS: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
 

@@ -1,7 +1,4 @@
-"""The Hugging Face Trainer: each sample once, and the loss of the accumulated batch as in one process.
-
-`PRIVATE_NAMES` are those of `transformers.Trainer` that ds_hetero knows.
-"""
+"""The Hugging Face Trainer: each sample once, and the loss of the accumulated batch as in one process."""
 
 from __future__ import annotations
 
@@ -36,27 +33,6 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
-
-PRIVATE_NAMES = (
-    "transformers:Trainer.__init__",
-    "transformers:Trainer._get_dataloader",
-    "transformers:Trainer._get_output_dir",
-    "transformers:Trainer._inner_training_loop",
-    "transformers:Trainer._save_checkpoint",
-    "transformers:Trainer._save_optimizer_and_scheduler",
-    "transformers:Trainer._save_rng_state",
-    "transformers:Trainer._track_num_input_tokens",
-    "transformers:Trainer.compute_loss",
-    "transformers:Trainer.get_batch_samples",
-    "transformers:Trainer.get_sp_size",
-    "transformers:Trainer.get_total_train_batch_size",
-    "transformers:Trainer.evaluate",
-    "transformers:Trainer.predict",
-    "transformers:Trainer.save_model",
-    "transformers:Trainer.set_initial_training_values",
-    "transformers:Trainer.training_step",
-    "transformers.trainer:skip_first_batches",
-)
 
 
 def install(registry: Registry) -> None:

@@ -1,0 +1,19 @@
+"""Private names of torch that engine and adapters build on, and the releases that have them."""
+
+from __future__ import annotations
+
+PACKAGE = "torch"
+WORKS = ">=2.13,<3"
+PRIVATE_NAMES = (
+    "torch:_C._current_graph_task_id",
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.distributed.rendezvous:_create_c10d_store",
+    "torch.nn.modules.batchnorm:_BatchNorm",
+)
+"""``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
+
+ATTRIBUTES = tuple(
+    f"torch.nn.modules.module:Module.{name}"
+    for name in ("_backward_hooks", "_backward_pre_hooks", "_buffers", "_modules", "_parameters")
+)
+"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

@@ -1,0 +1,124 @@
+"""Private names of DeepSpeed that ds_hetero builds on, and the releases that have them."""
+
+from __future__ import annotations
+
+PACKAGE = "deepspeed"
+WORKS = ">=0.19.8,<0.20"
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+"""Where a rank waits for others outside of attention: for gradients, parameters, norms and flags."""
+
+HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
+
+_ENGINE = (
+    "_backward_epilogue",
+    "_backward_prologue",
+    "_copy_recovery_script",
+    "_do_optimizer_sanity_check",
+    "_get_all_ckpt_names",
+    "_get_all_zero_checkpoint_names",
+    "_get_ckpt_name",
+    "_get_param_fragment_func",
+    "_get_rank_zero_ckpt_name",
+    "_get_zero_param_shapes",
+    "_load_checkpoint",
+    "_load_zero_checkpoint",
+    "backward",
+    "bfloat16_enabled",
+    "load_checkpoint",
+    "load_module_state_dict",
+    "load_universal_checkpoint",
+    "save_checkpoint",
+    "set_train_batch_size",
+    "set_train_micro_batch_size",
+    "zero_load_from_fp32_weights",
+    "zero_optimization_partition_weights",
+)
+_STAGES_1_AND_2 = (
+    "_get_offload_gradient_dict",
+    "_has_inf_or_nan",
+    "_lazy_init_hp_params_optimizer_state",
+    "_link_all_hp_params",
+    "_load_global_state",
+    "_load_universal_checkpoint",
+    "_restore_from_bit16_weights",
+    "clear_backward_seen_flag",
+    "flatten_dense_tensors_aligned",
+    "get_data_parallel_partitions",
+    "get_grad_position",
+    "get_param_id",
+    "get_partition_info",
+    "initialize_gradient_partition",
+    "initialize_gradient_partitioning_data_structures",
+    "load_hp_checkpoint_state_from_checkpoint_dir",
+    "update_lp_params",
+)
+_STAGE_3 = (
+    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+    "_clear_fp32_optimizer_param_groups",
+    "_create_fp16_sub_groups",
+    "_fp32_state_allgather",
+    "_get_param_partition_rank",
+    "_rigid_state_dict",
+    "_set_fp32_optimizer_param_groups",
+    "clear_backward_seen_flag",
+    "get_fp32_grad_for_param",
+    "initialize_ds_offload",
+    "load_hp_checkpoint_state",
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+    "set_fp32_grad_for_param",
+    "set_full_hp_param",
+    "set_local_grad_for_param",
+    "set_local_hp_param",
+    "update_fp32_grad_for_param_vectorized",
+)
+_ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+_PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
+
+PRIVATE_NAMES = (
+    "deepspeed:initialize",
+    "deepspeed:load_ds_config",
+    "deepspeed.runtime.engine:BFLOAT16",
+    "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
+    "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3",
+    "deepspeed.runtime.zero.config:get_zero_config",
+    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",
+    "deepspeed.utils:link_hp_params",
+    "deepspeed.utils.groups:_get_sequence_parallel_group",
+    "deepspeed.utils.groups:mesh_device",
+    "deepspeed.utils.groups:mpu",
+    f"{_ULYSSES}:TiledFusedLogitsLoss.forward",
+    f"{_ULYSSES}:UlyssesSPAttentionHF.register_with_transformers",
+    f"{_ULYSSES}:UlyssesSPDataLoaderAdapter.__init__",
+    f"{_PARTITIONS}:Init._all_gather",
+    f"{_PARTITIONS}:Init._partition_param",
+    f"{_PARTITIONS}:assert_ints_same_as_other_ranks",
+    f"{_PARTITIONS}:get_allgather_dtype",
+    *(f"{_PARTITIONS}:{name}.wait" for name in HANDLES),
+    *(f"deepspeed.comm.torch:TorchBackend.{name}" for name in COLLECTIVES),
+    *(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}" for name in _ENGINE),
+    *(f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}" for name in _STAGES_1_AND_2),
+    *(f"deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.{name}" for name in _STAGE_3),
+)
+"""``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
+
+ATTRIBUTES = (
+    "deepspeed.runtime.base_optimizer:ZeROOptimizer._epilogue_ran_this_backward",
+    "deepspeed.runtime.engine:DeepSpeedEngine._config",
+    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",
+)
+"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

@@ -1,0 +1,55 @@
+"""Private names of transformers that ds_hetero builds on, and the releases that have them."""
+
+from __future__ import annotations
+
+PACKAGE = "transformers"
+WORKS = ">=5.6,<6"
+
+MASK_PARTS = (
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "and_masks",
+    "sliding_window_overlay",
+    "packed_sequence_mask_function",  # packing is read from the positions of the whole sequence instead
+)
+"""Functions that transformers composes the masks of."""
+
+_TRAINER = (
+    "__init__",
+    "_get_dataloader",
+    "_get_output_dir",
+    "_inner_training_loop",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_track_num_input_tokens",
+    "compute_loss",
+    "evaluate",
+    "get_batch_samples",
+    "get_sp_size",
+    "get_total_train_batch_size",
+    "predict",
+    "save_model",
+    "set_initial_training_values",
+    "training_step",
+)
+
+PRIVATE_NAMES = (
+    "transformers:AttentionInterface._global_mapping",
+    "transformers:AttentionMaskInterface._global_mapping",
+    "transformers:PreTrainedModel._from_config",
+    "transformers:PreTrainedModel._init_weights",
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping",
+    "transformers.trainer:skip_first_batches",
+    *(f"transformers.masking_utils:{name}" for name in MASK_PARTS),
+    *(f"transformers:Trainer.{name}" for name in _TRAINER),
+)
+"""``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
+
+ATTRIBUTES = (
+    "transformers.configuration_utils:PretrainedConfig._attn_implementation_internal",
+    "transformers.modeling_utils:PreTrainedModel._gradient_checkpointing_func",
+    "transformers.modeling_utils:PreTrainedModel._is_hf_initialized",
+)
+"""Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""
