@@ -250,13 +250,13 @@ def measure(
     num_steps: int,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Profile all ranks, then train with all schedules by turns; the cluster file, and the turns of every schedule."""
-    from ds_hetero.profiler.kernel_probe import profile
+    from ds_hetero.profiler.kernel_probe import profile_ranks
 
     limited = limits.limit(rank, cores[rank]) or "not limited"
     say = report if rank == 0 else lambda done, now: None
     say(0, "profiling")
     begin = time.perf_counter()
-    cluster = profile(window_s=0.5, show_progress=False)
+    cluster = profile_ranks(window_s=0.5, show_progress=False)
     cluster["profile"] |= {"seconds": time.perf_counter() - begin, "limited": limited}
     turns = [*schedules, (_PLAN, planned(cluster, tokens).to_dict())]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in turns}

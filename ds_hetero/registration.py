@@ -57,7 +57,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
-    registry.patches.on_undo(uncaught.install())
+    uncaught.install(registry.patches)
     restarts.install(registry.patches)
     transformers.install(registry)
     deepspeed_engine.install(registry)

@@ -37,12 +37,12 @@ def profile_ranks(lab: RankLab, window_s: float = 0.1) -> Cluster:
         lab: of this rank.
         window_s: seconds per timing.
     """
-    from ds_hetero.profiler.kernel_probe import profile
+    from ds_hetero.profiler.kernel_probe import profile_ranks
 
     count = dist.get_world_size()
     lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))
     dist.barrier()
-    cluster = cluster_from_dict(profile(window_s=window_s, show_progress=False))
+    cluster = cluster_from_dict(profile_ranks(window_s=window_s, show_progress=False))
     lab.set_speeds(lab.cluster.cores)
     return cluster
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import inf
 from typing import Any, NamedTuple
 
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
 from ds_hetero.common.reading import shortened
-from ds_hetero.common.text import nearest
+from ds_hetero.common.text import did_you_mean
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
 
@@ -19,6 +19,9 @@ class Bounds(NamedTuple):
     least: float
     most: float
 
+
+NEAR = 0.5
+"""Least similarity of a word of a cluster file to one that is offered in its place; see `did_you_mean`."""
 
 POSITIVE = Bounds(1e-6, 1e6)  # GB/s, GiB, TFLOPS, W: from a thousand bytes or a million operations a second upwards
 _NOT_NEGATIVE = Bounds(0, 1e6)
@@ -60,8 +63,8 @@ def expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str])
         if stem and any(name.startswith(stem) for name in allowed):
             place = f"{where}.{shortened(key)[1:-1]}"
             raise ClusterError(f"{place}: this file has one unit per quantity. Give {_UNIT_OF[stem]}.")
-        hint, keys = did_you_mean(str(key), allowed), ", ".join(sorted(allowed))
-        raise ClusterError(f"{where}: unknown key {shortened(key)}{hint} It takes {keys}.")
+        hint, keys = did_you_mean(str(key), allowed, NEAR), ", ".join(sorted(allowed))
+        raise ClusterError(f"{where}: unknown key {shortened(key)}{hint}. It takes {keys}.")
     missing = sorted(required - set(data))
     if missing:
         raise ClusterError(f"{where}: missing {', '.join(missing)}. It takes {', '.join(sorted(allowed))}.")
@@ -84,9 +87,3 @@ def whole_number(where: str, value: Any) -> int:
     if not is_whole(value, 1, MAX_RANKS):
         raise ClusterError(f"{where} must be {whole_rule(value, 1, MAX_RANKS)}, got {shortened(value)}.")
     return int(value)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that names an unknown word: what it is probably a misspelling of."""
-    close = nearest(word, known, cutoff=0.5)
-    return f"; did you mean {close!r}?" if close else "."

@@ -41,11 +41,11 @@ from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
     DURATION_US,
     LINK_RATIO,
+    NEAR,
     OVERHEAD_S,
     SHARE,
     SIZE,
     Bounds,
-    did_you_mean,
     expect_keys,
     number,
     whole_number,
@@ -54,7 +54,7 @@ from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.common.limits import MAX_RANKS
 from ds_hetero.common.paths import config_dir, is_file, is_pipe
 from ds_hetero.common.reading import check_content, read_file, shortened
-from ds_hetero.common.text import listed
+from ds_hetero.common.text import did_you_mean, listed
 from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
 
@@ -99,7 +99,7 @@ def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
             raise
         raise ClusterError(
             f"cannot read cluster {shortened(str(source))}: it is neither a readable file nor a known name"
-            f"{did_you_mean(str(source), cluster_names())} Known names: {', '.join(cluster_names())}."
+            f"{did_you_mean(str(source), cluster_names(), NEAR)}. Known names: {', '.join(cluster_names())}."
         ) from error
     return cluster_from_dict(content)
 
@@ -244,7 +244,7 @@ def _devices_of_node(
     for device in names:
         if not isinstance(device, str) or device not in catalogue:
             raise ClusterError(
-                f"{where}: device {shortened(device)} is not known{did_you_mean(str(device), catalogue)} "
+                f"{where}: device {shortened(device)} is not known{did_you_mean(str(device), catalogue, NEAR)}. "
                 f"Use one of {listed(catalogue)}, or describe it under devices."
             )
     return tuple(catalogue[device] for device in names) * count
@@ -336,7 +336,7 @@ def _nodes_named(where: str, name: Any, indices: Mapping[str, list[int]]) -> lis
     """Indices of the node ``name``, or of all copies of the entry ``name``."""
     if not isinstance(name, str) or name not in indices:
         raise ClusterError(
-            f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices)} "
+            f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices, NEAR)}. "
             f"The nodes are {listed(indices)}."
         )
     return indices[name]

@@ -38,6 +38,12 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (did you mean "x"?)`` with the known word nearest to ``word``; empty if none is near. See `nearest`."""
+    near = nearest(word, known, cutoff)
+    return f' (did you mean "{near}"?)' if near else ""
+
+
 def listed(names: Iterable[str], most: int = 50) -> str:
     """The names with commas between them; of very many, the first ``most``."""
     shown = [name if len(name) <= 80 else f"{name[:77]}..." for name in islice(names, most + 1)]

@@ -6,10 +6,11 @@ from typing import Any
 
 from ds_hetero.common.paths import is_file
 from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.text import did_you_mean
 from ds_hetero.errors import ConfigError, PlanError, ScheduleError
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import Plan, read_plan
-from ds_hetero.values.section import SECTION, HeterogeneitySection, accepted, did_you_mean
+from ds_hetero.values.section import SECTION, HeterogeneitySection, accepted
 
 
 def given_plan(section: HeterogeneitySection, world_size: int) -> Plan | None:

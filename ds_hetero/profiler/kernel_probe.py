@@ -14,7 +14,7 @@ from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, SavedForw
 from ds_hetero.runtime.devices import default_device, default_dtype
 
 
-def profile(
+def profile_ranks(
     dtype: torch.dtype | None = None, *, window_s: float = WINDOW_S, show_progress: bool = True
 ) -> dict[str, Any]:
     """Measure the live ranks with the runtime's best kernel; see `ds_hetero.profiler.measure.measure`."""

@@ -1,7 +1,7 @@
 """One HTML file that needs nothing else: text and tables as HTML, charts as data for the library that is in the file.
 
     page = Page("title")
-    page.section("Memory", table(("rank", "GiB"), rows), page.chart("bars", "Memory by rank", {...}))
+    page.section("Memory", html_table(("rank", "GiB"), rows), page.chart("bars", "Memory by rank", {...}))
     out.write_text(page.render())
 
 Everything is escaped here; what callers pass is text, or `Markup` made by this module. A page makes no request: its
@@ -45,7 +45,7 @@ def heading(text: str) -> Markup:
     return Markup(f"<h3>{html.escape(text)}</h3>")
 
 
-def table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
+def html_table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
     """A table whose first column names the row."""
     rows = list(rows)
     of_text = {i for row in rows for i, value in enumerate(row) if _is_sentence(value)}

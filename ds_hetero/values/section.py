@@ -8,14 +8,14 @@ What a section stands for is the part of `ds_hetero.decision.resolve`. Imports n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
 from ds_hetero.common.reading import check_content, shortened
-from ds_hetero.common.text import nearest
+from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.kernel_names import KERNEL_NAMES, KernelWish
@@ -214,12 +214,6 @@ def accepted(path: str) -> str:
         path: of the key inside the section, such as ``"replan.min_gain"``.
     """
     return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean "x"?)`` with the known word nearest to ``word``; empty if none is near."""
-    near = nearest(word, known)
-    return f' (did you mean "{near}"?)' if near else ""
 
 
 def _value(raw: Mapping[str, Any], path: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,60 @@ def test_the_layers_are_kept():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_a_class_has_a_name_of_its_own():
+# Functions that modules of one kind have under one name.
+INTERFACES = {
+    "install": "of an adapter or of a part of the engine: makes its replacements, which `Patches` undoes",
+    "main": "of a program",
+    "plan": "the command, and the function that it calls",
+    "replan": "the command, and the function that it calls",
+}
+MOST_PARAMETERS, MOST_LINES, MOST_FILES, MOST_ANY = 7, 40, 14, 1523
+
+
+def test_a_class_or_a_function_has_a_name_of_its_own() -> None:
     modules = defaultdict(list)
     for module, tree in TREES.items():
         for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name[0] != "_":
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
                 modules[node.name].append(module)
-    assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+    assert {name: where for name, where in modules.items() if len(where) > 1 and name not in INTERFACES} == {}
+    assert [name for name in INTERFACES if len(modules[name]) < 2] == []
+
+
+def test_functions_fit_on_a_screen_and_take_a_handful_of_arguments() -> None:
+    """But for a few; kernels of Triton take their arguments one by one."""
+    functions = [
+        (f"{module}.{node.name}", node)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len([name for name, node in functions if _lines_of(node) > MOST_LINES]) <= 17
+    many = [name for name, node in functions if _parameters_of(node) > MOST_PARAMETERS]
+    assert len([name for name in many if "triton" not in name]) <= 8
+
+
+def _lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without its docstring."""
+    first = function.body[0]
+    docstring = ast.get_docstring(function) and (first.end_lineno or 0) - first.lineno + 1
+    return (function.end_lineno or 0) - function.lineno + 1 - (docstring or 0)
+
+
+def _parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+@pytest.mark.parametrize("top", ["ds_hetero", "tests"])
+def test_a_folder_has_few_files(top: str) -> None:
+    files = Counter(path.parent for path in (ROOT / top).rglob("*.py"))
+    assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def test_any_stands_where_nothing_else_can() -> None:
+    """The types of frameworks without types are theirs by name; of a value that is passed on, `object`."""
+    assert sum(len(re.findall(r"\bAny\b", path.read_text())) for path in SOURCES) <= MOST_ANY
 
 
 def test_first_lines_of_docstrings_begin_with_a_thing_or_a_verb():

@@ -50,11 +50,13 @@ def profile(out: Path | None, dtype: str | None, window_s: float, again: bool, a
         check_out(out)  # known before anything is measured
     import torch
 
-    from ds_hetero.profiler.kernel_probe import profile as measure
+    from ds_hetero.profiler.kernel_probe import profile_ranks
     from ds_hetero.profiler.machine import busy_reason
 
     begin_s = time.perf_counter()
-    content = measure(None if dtype is None else getattr(torch, dtype), window_s=window_s, show_progress=not as_json)
+    content = profile_ranks(
+        None if dtype is None else getattr(torch, dtype), window_s=window_s, show_progress=not as_json
+    )
     if not first:
         return
     write_cluster(content, out)

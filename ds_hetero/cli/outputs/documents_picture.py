@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ds_hetero.cli.inputs.scenario import Scenario
-from ds_hetero.cli.outputs.printing import ranks_text
+from ds_hetero.cli.outputs.printing import rank_ranges
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.documents.summary import DocumentsReport
 
@@ -14,7 +14,7 @@ ZONES = {"cluster": "#e45756", "node": "#f2a33a", "local": "#4c78a8"}
 MAX_LABELLED_UNITS = 32
 
 
-def draw(scenario: Scenario, report: DocumentsReport) -> Figure:
+def draw_documents(scenario: Scenario, report: DocumentsReport) -> Figure:
     """Above, time of every unit against the ideal; below, its documents, coloured by zone."""
     loads, units = report.loads, len(report.costs.token_s)
     figure = Figure(figsize=(min(max(8.0, 4.0 + 0.45 * units), 24.0), 7.5), layout="constrained")
@@ -38,7 +38,7 @@ def draw(scenario: Scenario, report: DocumentsReport) -> Figure:
     labels = [Patch(color=colour, label=zone) for zone, colour in ZONES.items()]
     bottom.legend(handles=labels, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     if units <= MAX_LABELLED_UNITS:
-        bottom.set_xticks(range(units), [ranks_text(group.ranks) for group in report.placement.schedule.ring_groups])
+        bottom.set_xticks(range(units), [rank_ranges(group.ranks) for group in report.placement.schedule.ring_groups])
     bottom.set_xlabel("ranks of the unit")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)

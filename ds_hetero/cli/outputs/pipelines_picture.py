@@ -26,7 +26,7 @@ COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9
 FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 
 
-def draw(costs: StageCosts, finished: Finished) -> Figure:
+def draw_pipelines(costs: StageCosts, finished: Finished) -> Figure:
     """Return the picture of a plan that was judged."""
     rows = makeups(finished)[:MAX_ROWS]
     slowest = finished.pipeline_s.index(finished.pipelines_s)

@@ -135,7 +135,7 @@ def term_shares(prediction: Prediction) -> list[str]:
     return [f"{100 * seconds / prediction.block_s:.0f} %" for seconds in parts]
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def rank_ranges(ranks: Sequence[int]) -> str:
     """``0-3, 7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -33,7 +33,7 @@ GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2
 GREY = "#666666"
 
 
-def draw(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
+def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
     """Return the picture of a schedule."""
     spans = _spans(cost, schedule)
     ranks = _drawn_ranks(scenario, schedule) if spans else []

@@ -11,7 +11,7 @@ import click
 
 from ds_hetero.cli.inputs.options import AS_JSON
 from ds_hetero.cli.inputs.scenario import Scenario, read_schedule, scenario_options
-from ds_hetero.cli.outputs.printing import print_json, print_table, ranks_text
+from ds_hetero.cli.outputs.printing import print_json, print_table, rank_ranges
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.workload import Buffers
@@ -226,7 +226,7 @@ def _print_stacks(fitted: Fitted, every: Sequence[Stack]) -> None:
     rows[2:2] = [None]
     more = len(kinds) - MAX_KINDS
     print_table(
-        ("", *map(ranks_text, list(kinds.values())[:MAX_KINDS])),
+        ("", *map(rank_ranges, list(kinds.values())[:MAX_KINDS])),
         rows,
         "Memory of a rank at its peak, GiB",
         caption=f"{more} more kinds of ranks: see --json" if more > 0 else None,

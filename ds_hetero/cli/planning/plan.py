@@ -20,7 +20,7 @@ from ds_hetero.cli.outputs.printing import (
     print_json,
     print_table,
     print_written,
-    ranks_text,
+    rank_ranges,
     write_plan,
 )
 from ds_hetero.common.text import bytes_text, time_text
@@ -153,7 +153,7 @@ def _show_schedule(
     lines += _price_lines(scenario, planned)
     if planned.idle_ranks:
         lines.append(
-            f"idle:       {ranks_text(planned.idle_ranks)}; over these links they would cost more than they add"
+            f"idle:       {rank_ranges(planned.idle_ranks)}; over these links they would cost more than they add"
         )
     print("\n".join((*lines, *_advice_lines(scenario, planned, fewer, stage))))
     print_table(
@@ -173,7 +173,7 @@ def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, 
             share = scenario.cluster.devices[rank].name, str(tokens[rank]), str(heads)
             rows.setdefault((*share, *need), []).append(rank)
         for row, ranks in rows.items():
-            yield (str(position), ranks_text(ranks), *row)
+            yield (str(position), rank_ranges(ranks), *row)
 
 
 def _baselines(planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
@@ -196,7 +196,7 @@ def _advice_lines(
         devices = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
         then_s = fewer.planned.prediction.iteration_s
         lines.append(
-            f"leave out:  {ranks_text(fewer.left_out)} ({devices}): a job of the other devices alone takes "
+            f"leave out:  {rank_ranges(fewer.left_out)} ({devices}): a job of the other devices alone takes "
             f"{time_text(then_s)} per iteration, {_less(then_s, now_s)}, for ZeRO's traffic goes over every rank of a "
             f"job, idle ones too. Its schedule: {fewer.planned.name}"
         )

@@ -16,7 +16,7 @@ from ds_hetero.cli.outputs.printing import (
     print_json,
     print_table,
     print_written,
-    ranks_text,
+    rank_ranges,
     write_out,
 )
 from ds_hetero.common.text import time_text
@@ -66,13 +66,13 @@ def show(
 
 
 def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
-    from ds_hetero.cli.outputs.schedule_picture import draw, page
+    from ds_hetero.cli.outputs.schedule_picture import draw_schedule, page
 
     check_out(out, endings=(*PICTURES, ".html"))
     cost = scenario.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)
-    figure = draw(scenario, cost, schedule, prediction)
+    figure = draw_schedule(scenario, cost, schedule, prediction)
     if out.suffix == ".html":
         write_out(out, page(scenario, schedule, prediction, figure))
     else:
@@ -81,11 +81,11 @@ def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
 
 
 def _pipelines(scenario: Scenario, path: Path, out: Path) -> dict[str, Any]:
-    from ds_hetero.cli.outputs.pipelines_picture import draw
+    from ds_hetero.cli.outputs.pipelines_picture import draw_pipelines
 
     check_out(out, endings=PICTURES)
     plan, costs, finished = judge_plan_file(scenario, path)
-    draw(costs, finished).savefig(out, dpi=120)
+    draw_pipelines(costs, finished).savefig(out, dpi=120)
     return {"step_s": finished.step_s, "plan": plan.to_dict()}
 
 
@@ -124,9 +124,9 @@ def _documents(
     schedule = plan_for_lengths(cost, [lengths]).best.schedule if source == "plan" else read_schedule(source, cost)
     report = report_documents(cost, schedule, lengths)
     if out is not None:
-        from ds_hetero.cli.outputs.documents_picture import draw
+        from ds_hetero.cli.outputs.documents_picture import draw_documents
 
-        draw(scenario, report).savefig(out, dpi=120)
+        draw_documents(scenario, report).savefig(out, dpi=120)
     if as_json:
         print_json({**report.to_dict(), **({"out": str(out)} if out else {})})
         return
@@ -148,7 +148,7 @@ def _lanes(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
         shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
         tokens = [sum(column) for column in zip(*lane.tokens, strict=True)]
         by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
-        ranks = ranks_text([rank for unit in lane.members for rank in groups[unit].ranks])
+        ranks = rank_ranges([rank for unit in lane.members for rank in groups[unit].ranks])
         way = ", by heads" if lane.by_heads else ", proxies" if lane.proxies else ""
         yield lane.zone(report.costs.node) + way, ranks, shown, f"{sum(tokens):,}", by_unit
     if len(report.placement.lanes) > MAX_ROWS:
@@ -163,7 +163,7 @@ def _units(scenario: Scenario, report: DocumentsReport) -> Iterator[tuple[str, .
         times = (loads.linear_s[unit], loads.attention_s[unit], loads.received_s[unit])
         device = scenario.cluster.devices[group.ranks[0]].name
         over = f"{busy_s / report.ideal_s:.3f}"
-        yield ranks_text(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over
+        yield rank_ranges(group.ranks), device, f"{loads.tokens[unit]:,}", *map(time_text, times), over
     if report.placement.schedule.ring_size > MAX_ROWS:
         yield f"{report.placement.schedule.ring_size - MAX_ROWS} more", *[""] * 6
 

@@ -14,7 +14,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.data.loading.loader import ShardedLoader
 from ds_hetero.runtime.data.loading.sample_loader import on_device
 from ds_hetero.runtime.data.recent_shards import note_shard
-from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import model_inputs
 from ds_hetero.runtime.replica import Replica
 
@@ -122,10 +122,10 @@ class WholeLoader:
         return getattr(self.dataloader, name)
 
 
-def is_placeholder(batch: Any) -> bool:
+def stands_for_none(batch: Any) -> bool:
     """Whether the batch stands for none: on a rank without tokens, or to fill up an optimizer step."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(positions, Tensor):
         return False
     info = shard_info(positions)
-    return (info is not None and info.is_filler) or (positions.shape[1] == 1 and bool(positions[0, 0] < 0))
+    return (info is not None and info.is_filler) or is_placeholder(positions)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.engine.calls.loader import is_placeholder
+from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import expect_same_scalar, sequence_parallel_loss
@@ -63,7 +63,7 @@ def _counted(values: Tensor, batch: Mapping[str, Any], where: Tensor | None) -> 
         if labels is None:  # a whole batch
             labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         counted = labels.ne(IGNORE_INDEX)
-    elif is_placeholder(dict(batch)):
+    elif stands_for_none(dict(batch)):
         counted = torch.zeros_like(counted)
     if values.shape[:2] != counted.shape:
         raise BatchError(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import HeteroError, PeerError, StepError
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
 from ds_hetero.runtime.peers.waiting import is_lost_peer, lost_peer_error
@@ -22,8 +23,8 @@ TRACEBACK_VARIABLE = "DS_HETERO_TRACEBACK"
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def install() -> Callable[[], None]:
-    """Replace ``sys.excepthook``; return what puts it back."""
+def install(patches: Patches) -> None:
+    """Replace ``sys.excepthook``."""
     stock: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -34,7 +35,7 @@ def install() -> Callable[[], None]:
             sys.excepthook = stock
 
     sys.excepthook = hook
-    return undo
+    patches.on_undo(undo)
 
 
 def _show(stock: Hook, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

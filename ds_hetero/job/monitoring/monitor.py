@@ -29,7 +29,7 @@ from ds_hetero.job.monitoring.times import (
     peak_flops_per_s,
     possible_growth,
 )
-from ds_hetero.job.monitoring.times_text import events, table, utilizations
+from ds_hetero.job.monitoring.times_text import events, times_table, utilizations
 from ds_hetero.job.start import World
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device
@@ -255,7 +255,7 @@ class StepMonitor:
         atexit.unregister(self.report)
         if self._totals and self._world.rank == 0:
             seen = JobTimes(self._totals, self._latest.pipelines)
-            announce("\n" + table(seen, self._plan, self._utilization(seen), self._num_changes))
+            announce("\n" + times_table(seen, self._plan, self._utilization(seen), self._num_changes))
         if self._record is not None and self._forget_forced_exit is not None:
             self._forget_forced_exit()
             self._record.end()

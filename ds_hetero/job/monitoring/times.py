@@ -2,7 +2,7 @@
 
 own = RankTimes.of(steps, unit_costs, ...)   this rank's steps since the last observation
 seen = JobTimes(ranks)                       of all ranks; see `ds_hetero.job.monitoring.pass_times` for pipelines
-events(seen, ...), table(seen, ...)          `ds_hetero.job.monitoring.times_text`, for DeepSpeed's monitor, for people
+events(seen, ...), times_table(seen, ...)    `ds_hetero.job.monitoring.times_text`, for DeepSpeed's monitor, for people
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def events(
     return [(f"Heterogeneity/{name}", value, samples) for name, value in values]
 
 
-def table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None], changes: int) -> str:
+def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None], changes: int) -> str:
     """One line per rank, and prediction beside measurement for every pipeline and their step.
 
     Args:

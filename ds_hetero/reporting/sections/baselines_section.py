@@ -6,7 +6,7 @@ from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.explain import compared
-from ds_hetero.reporting.html import Markup, Page, table
+from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.values.schedule import Schedule
 
 
@@ -36,4 +36,4 @@ def baselines(page: Page, cost: CostModel, schedule: Schedule, prediction: Predi
         90 + 34 * len(rates),
     )
     headings = ("schedule", "a block", "tokens/s", "this plan is faster by", "why it loses")
-    return [chart, table(headings, rows, "Uniform schedules on the same cards")]
+    return [chart, html_table(headings, rows, "Uniform schedules on the same cards")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CalibratedCostModel, CostModel
 from ds_hetero.planner.documents.summary import report_documents
-from ds_hetero.reporting.html import Page, table
+from ds_hetero.reporting.html import Page, html_table
 from ds_hetero.values.schedule import Schedule
 
 MAX_LANES = 64
@@ -63,7 +63,7 @@ def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequ
         f"take {time_text(loads.predicted_s)}, at perfect balance {time_text(report.ideal_s)}. "
         f"Other placements: {others}.",
         chart,
-        table(("zone", "ranks", "documents", "tokens"), lanes, "Lanes, in the order of the forward"),
+        html_table(("zone", "ranks", "documents", "tokens"), lanes, "Lanes, in the order of the forward"),
     )
 
 

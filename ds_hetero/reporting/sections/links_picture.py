@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, Link
 from ds_hetero.common.units import GB, MICRO
-from ds_hetero.reporting.html import Markup, table
+from ds_hetero.reporting.html import Markup, html_table
 from ds_hetero.values.schedule import Schedule
 
 MAX_DRAWN_RANKS = 32  # with more, a machine is drawn as one
@@ -55,7 +55,7 @@ def links_table(cluster: Cluster) -> Markup:
         for link in cluster.link_classes[:MAX_DRAWN_LINKS]
     ]
     headings = ("link", "GB/s", "latency, us", "ring reaches", "all-to-all reaches")
-    return table(headings, rows, "Links, per pair of ranks and direction")
+    return html_table(headings, rows, "Links, per pair of ranks and direction")
 
 
 def _text(link: Link) -> str:

@@ -22,7 +22,7 @@ from ds_hetero.planner.planned import Rival
 from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.grid import scaled_links
-from ds_hetero.reporting.html import Markup, Page, definitions, table
+from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.reporting.sections.links_picture import links_table
 from ds_hetero.reporting.sections.rank_rows import MAX_ROWS
@@ -135,7 +135,7 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
                 )
             )
     headings = ("stage", "ranks", "devices", "inside", "layers", "micro-batches", "a forward", "a backward")
-    return table(headings, rows, "Pipelines and their stages")
+    return html_table(headings, rows, "Pipelines and their stages")
 
 
 def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: Finished) -> list[Markup]:
@@ -163,7 +163,7 @@ def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: F
         {"rows": names, "unit": "GiB", "series": series},
         90 + 30 * len(names),
     )
-    return [chart, table(("stage", "device", "memory, GiB", "of"), rows, "Memory by stage")]
+    return [chart, html_table(("stage", "device", "memory, GiB", "of"), rows, "Memory by stage")]
 
 
 def _timelines(page: Page, described: DescribedPlan, finished: Finished) -> list[Markup]:
@@ -190,7 +190,7 @@ def _timelines(page: Page, described: DescribedPlan, finished: Finished) -> list
     data = {"rows": names, "kinds": list(kinds), "bars": bars}
     return [
         page.chart("timeline", label, data, 90 + 30 * len(names)),
-        table(("pipeline", "pipelines like it", "micro-batches", "its time"), rows, "Time of every pipeline"),
+        html_table(("pipeline", "pipelines like it", "micro-batches", "its time"), rows, "Time of every pipeline"),
     ]
 
 
@@ -214,7 +214,7 @@ def _measured_step(page: Page, described: DescribedPlan, run: RunFile) -> list[M
     data = {"rows": names, "unit": "s", "series": series}
     return [
         page.chart("bars", label, data, 110 + 32 * len(names)),
-        table(("", *_MEASURED, "a step", "memory, GiB"), rows, label),
+        html_table(("", *_MEASURED, "a step", "memory, GiB"), rows, label),
     ]
 
 
@@ -247,7 +247,9 @@ def _rivals(described: DescribedPlan, costs: StageCosts, step_s: float, samples:
             slower = rival.step_s / step_s
             reason = slower_text(slower) if slower >= 1 else f"{1 - slower:.1%} faster: plan again"
             rows.append((rival.name, time_text(rival.step_s), f"{slower:.2f} x", reason))
-    return table(("plan", "a step", "this plan is faster by", "why it loses"), rows, "Other ways to use the same cards")
+    return html_table(
+        ("plan", "a step", "this plan is faster by", "why it loses"), rows, "Other ways to use the same cards"
+    )
 
 
 def _what_if(page: Page, described: DescribedPlan, samples: int) -> list[Markup | str]:
@@ -265,7 +267,7 @@ def _what_if(page: Page, described: DescribedPlan, samples: int) -> list[Markup 
     data = {"x": [f"{length:,}" for length in lengths], "xName": "tokens of a sequence", "series": series}
     return [
         page.chart("lines", "Tokens per second of this plan, by length and speed of links", data),
-        table(("links", *(f"{length:,} tokens" for length in lengths)), rows, "A step of this plan"),
+        html_table(("links", *(f"{length:,} tokens" for length in lengths)), rows, "A step of this plan"),
         "ds-hetero replan --lost RANK plans again without a card.",
     ]
 

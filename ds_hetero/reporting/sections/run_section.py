@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ds_hetero.common.text import time_text
-from ds_hetero.reporting.html import Markup, Page, definitions, table
+from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.reporting.sections.rank_rows import MAX_ROWS
 
@@ -27,7 +27,7 @@ def add_run(page: Page, run: RunFile) -> None:
     steps = [one["step"] for one in run.observations]
     parts: list[Markup] = [
         definitions(cards),
-        table(
+        html_table(
             ("rank", "device", "a step", "computes, least", "median", "most", "score"),
             rows,
             "Computing time of the latest steps; a score below 0.90 is a straggler's",
@@ -41,7 +41,7 @@ def add_run(page: Page, run: RunFile) -> None:
         )
     if run.changes:
         changes = [(one["step"], _change_text(one), f"{one['gain']:.1%}") for one in run.changes]
-        parts.append(table(("step", "what changed", "predicted gain"), changes, "Changes by re-planning"))
+        parts.append(html_table(("step", "what changed", "predicted gain"), changes, "Changes by re-planning"))
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     page.section("The run", *parts, f"Versions: {versions}.")
 

@@ -10,7 +10,7 @@ import numpy as np
 from ds_hetero.common.text import bytes_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost import CostModel, Prediction
-from ds_hetero.reporting.html import Markup, Page, table
+from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.reporting.run_file import MeasuredRank
 from ds_hetero.reporting.sections.rank_rows import RankRow, heads_of, rank_rows
 from ds_hetero.values.schedule import Schedule
@@ -100,4 +100,4 @@ def _table(
         ]
         for row in rows
     ]
-    return table(headings, cells, "Shares and memory of a rank")
+    return html_table(headings, cells, "Shares and memory of a rank")

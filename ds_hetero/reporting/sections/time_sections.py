@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
-from ds_hetero.reporting.html import Markup, Page, table
+from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.reporting.run_file import MeasuredRank, TracedRange
 from ds_hetero.reporting.sections.rank_rows import RankRow, rank_rows
 from ds_hetero.reporting.timelines import KINDS, Bar, measured_block, measured_step, predicted_block, predicted_step
@@ -58,7 +58,7 @@ def block(
     ranks = rank_rows(cost, schedule, bool(measured.ranks))
     return [
         _timeline(page, "A block, forward and backward of one layer; waiting is grey", ranks, both, _BLOCK_KINDS),
-        table(("part", "time", "share"), rows, "A predicted block by part, on the rank that takes longest"),
+        html_table(("part", "time", "share"), rows, "A predicted block by part, on the rank that takes longest"),
         _kinds_table(ranks, both, _BLOCK_KINDS, "A block by rank"),
     ]
 
@@ -90,7 +90,7 @@ def step(
     return [
         _timeline(page, when, ranks, both, _STEP_KINDS),
         page.chart("bars", label, {"rows": names, "unit": "s", "series": series}, 110 + 32 * len(names)),
-        table(("", *_CAUSES, "a step"), texts, label),
+        html_table(("", *_CAUSES, "a step"), texts, label),
     ]
 
 
@@ -139,4 +139,4 @@ def _kinds_table(
                 sums = [sum(stop - start for name, start, stop in bars if name == kind) for kind in kinds]
                 least_s = ROUNDING * sum(sums)
                 rows.append((f"{row.name} {source}", *(time_text(each if each > least_s else 0.0) for each in sums)))
-    return table(("", *kinds), rows, caption)
+    return html_table(("", *kinds), rows, caption)

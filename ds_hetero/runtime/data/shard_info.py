@@ -59,3 +59,8 @@ def is_part(tensor: Tensor) -> bool:
     """Whether ``tensor`` belongs to a shard of sequences that other ranks hold parts of, too."""
     info = shard_info(tensor)
     return info is not None and info.placement.schedule.sp_size > 1
+
+
+def is_placeholder(positions: Tensor) -> bool:
+    """Whether the one column of a shard stands for none, on a rank without tokens."""
+    return positions.shape[1] == 1 and bool(positions[0, 0] < 0)

@@ -1,7 +1,7 @@
 """Ragged all-to-all over a whole replica: a rank's tokens of every head <-> every token of its own heads.
 
 Tensors of one layer have unlike numbers of heads: where several value heads share a key head, a rank takes the key
-heads that its value heads need, and a key head that lies on a cut travels to both sides. `gather_tokens` and
+heads that its value heads need, and a key head that lies on a cut travels to both sides. `gather_all_tokens` and
 `scatter_tokens` are each other's adjoint, so each is the other's backward.
 
 Dimension key: B batch, s this rank's tokens, L tokens of the sequence, N heads of one tensor, n those of one rank.
@@ -93,7 +93,7 @@ def shared_heads(cuts: Cuts, heads_each: int) -> Cuts:
     return tuple((start // heads_each, -(-stop // heads_each)) if start < stop else (0, 0) for start, stop in cuts)
 
 
-def gather_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTrade) -> list[Tensor]:
+def gather_all_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTrade) -> list[Tensor]:
     """Trade this rank's tokens of every head for all tokens of its own heads.
 
         tensors [B, s, N, ...], of one data type, each with its ``cuts``
@@ -122,7 +122,7 @@ def gather_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTr
 def scatter_tokens(
     tensors: Sequence[Tensor], cuts: Sequence[Cuts], heads: Sequence[int], trade: HeadTrade
 ) -> list[Tensor]:
-    """Mirror of `gather_tokens`: of [B, L, n, ...] to [B, s, N, ...]; heads that several ranks hold are added up.
+    """Mirror of `gather_all_tokens`: of [B, L, n, ...] to [B, s, N, ...]; heads that several ranks hold are added up.
 
     Args:
         tensors: of one data type.
@@ -149,7 +149,7 @@ def scatter_tokens(
 
 
 def to_sequence(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTrade, clock: Clock) -> tuple[Tensor, ...]:
-    """`gather_tokens` with a gradient, of tensors of any data types.
+    """`gather_all_tokens` with a gradient, of tensors of any data types.
 
     It is one node of the graph for all of them: a rank without heads, whose result hangs on one tensor alone, takes
     part in the backward of every data type all the same.
@@ -179,7 +179,7 @@ class _ToSequence(torch.autograd.Function):
         results = list(tensors)
         with clock.phase(ALL_TO_ALL, "gather_tokens"):
             for places in ctx.by_dtype:
-                gathered = gather_tokens([tensors[i] for i in places], [cuts[i] for i in places], trade)
+                gathered = gather_all_tokens([tensors[i] for i in places], [cuts[i] for i in places], trade)
                 for place, result in zip(places, gathered, strict=True):
                     results[place] = result
         return tuple(results)
@@ -206,7 +206,7 @@ class _ToShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.clock.phase(ALL_TO_ALL, "gather_tokens"):
-            return gather_tokens([grad], [ctx.cuts], ctx.trade)[0], None, None, None
+            return gather_all_tokens([grad], [ctx.cuts], ctx.trade)[0], None, None, None
 
 
 def _places_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

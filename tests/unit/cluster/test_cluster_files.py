@@ -155,11 +155,11 @@ def test_catalogue_has_what_people_own_with_sources():
         ({"nodes": []}, "nodes must be a list with at least one node"),
         (
             {"nodes": [{"name": "a", "device": "H100-SMX-80GB"}]},
-            r"nodes\[0\] \(a\): device 'H100-SMX-80GB' is not known; did you mean 'H100-SXM-80GB'",
+            r"nodes\[0\] \(a\): device 'H100-SMX-80GB' is not known \(did you mean \"H100-SXM-80GB\"\?\)\. ",
         ),
         (
             {"nodes": [{"name": "a", "device": "T4", "cuont": 2}]},
-            r"nodes\[0\]: unknown key 'cuont'; did you mean 'count'\?",
+            r"nodes\[0\]: unknown key 'cuont' \(did you mean \"count\"\?\)\. ",
         ),
         ({"nodes": [{"device": "T4"}]}, r"nodes\[0\]: missing name"),
         (
@@ -188,7 +188,7 @@ def test_catalogue_has_what_people_own_with_sources():
         ({"devices": {"x": {"peak_tflops": 1}}}, "devices.x: missing memory_bandwidth_gb_per_s, memory_gib"),
         (
             {"devices": {"T4": {"efficiency": {"matmull": 1}}}},
-            "devices.T4.efficiency: unknown key 'matmull'; did you mean 'matmul'",
+            r"devices.T4.efficiency: unknown key 'matmull' \(did you mean \"matmul\"\?\)",
         ),
         (
             {"links": [{"between": ["a", "c"], "bandwidth_gb_per_s": 1}]},
@@ -222,7 +222,7 @@ def test_several_nodes_need_a_network():
 
 
 def test_files_that_are_missing_or_no_mapping_are_refused_by_name(tmp_path):
-    with pytest.raises(ClusterError, match="did you mean 'hexiseq-setting-1'"):
+    with pytest.raises(ClusterError, match='did you mean "hexiseq-setting-1"'):
         load_cluster("hexiseq-seting-1")
     (tmp_path / "c.yaml").write_text("nodes: [")
     with pytest.raises(ClusterError, match=r"c\.yaml' is not YAML"):

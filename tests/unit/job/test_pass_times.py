@@ -10,7 +10,7 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.job.monitoring.pass_times import common_steps, measure_pipeline, times_of_passes
 from ds_hetero.job.monitoring.times import PHASES, RankTimes, RankUnitCosts
 from ds_hetero.job.monitoring.times_text import events as events_of
-from ds_hetero.job.monitoring.times_text import table
+from ds_hetero.job.monitoring.times_text import times_table
 from ds_hetero.runtime.step_clock import PassTimes, StepTimes
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import FORWARD, one_f_one_b
@@ -129,7 +129,7 @@ def test_events_and_table_set_prediction_beside_measurement():
     assert events["Heterogeneity/pipeline0/predicted_s"] == pytest.approx(total_s)
     assert events["Heterogeneity/rank1/hop_share"] == pytest.approx(seen.ranks[1].shares(PHASES)["hop"])
     assert events["Heterogeneity/step_s"] == pytest.approx(total_s + SYNC_S + REST_S)
-    text = table(seen, plan, [None] * 3, 0)
+    text = times_table(seen, plan, [None] * 3, 0)
     assert "forward" in text and "bubble" in text
     assert "0.0%)" in text
     assert "the plan says 40 s" in text

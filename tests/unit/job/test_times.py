@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.job.monitoring.times import SHARES, JobTimes, RankTimes, RankUnitCosts, observation_of
-from ds_hetero.job.monitoring.times_text import events, table, utilizations
+from ds_hetero.job.monitoring.times_text import events, times_table, utilizations
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.observation import Observation
@@ -74,7 +74,7 @@ def test_events_and_table_name_every_rank():
     assert told["Heterogeneity/imbalance"] == pytest.approx(8 / 7)
     assert told["Heterogeneity/schedule_changes"] == 2
     assert "Heterogeneity/rank0/mfu" in told and "Heterogeneity/rank1/mfu" not in told
-    drawn = table(seen, pair, utilizations(seen, None, [0.0, 0.0]), 2)
+    drawn = times_table(seen, pair, utilizations(seen, None, [0.0, 0.0]), 2)
     assert "imbalance 1.14, 2 changes of schedule" in drawn
     assert "60.0%" in drawn
 

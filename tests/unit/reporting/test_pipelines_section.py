@@ -1,10 +1,10 @@
-"""A step of unlike pipelines, as the page and the picture draw it."""
+"""A step of unlike pipelines, as the page and the picture draw_pipelines it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ds_hetero.cli.outputs.pipelines_picture import draw
+from ds_hetero.cli.outputs.pipelines_picture import draw_pipelines
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.models import load_model
@@ -61,7 +61,7 @@ def test_in_short_names_offloads_and_tiles() -> None:
 
 
 def test_cards_of_one_name_have_one_colour_and_stages_say_what_they_hold() -> None:
-    figure = draw(*judged(_described()))
+    figure = draw_pipelines(*judged(_described()))
     legend = figure.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["H100-SXM-80GB", "A100-SXM-80GB"]
     assert {text.get_text() for text in figure.axes[0].texts} == {"14 layers\n1 card", "28 layers\n1 card"}

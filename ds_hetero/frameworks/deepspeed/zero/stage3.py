@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import equal_shards
-from ds_hetero.frameworks.deepspeed.zero.stage3_saved import read_file
+from ds_hetero.frameworks.deepspeed.zero.stage3_saved import read_part
 from ds_hetero.frameworks.deepspeed.zero.stage3_shards import (
     all_gather_shards,
     cut_of,
@@ -203,6 +203,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         for flat in self.fp32_partitioned_groups_flat:
             state = self.optimizer.state[flat]
             state["step"] = copy.deepcopy(state["step"])
-        saved = read_file(os.path.join(checkpoint_dir, "zero", "optimizer_state.pt"))[OPTIMIZER_STATE_DICT]
+        saved = read_part(os.path.join(checkpoint_dir, "zero", "optimizer_state.pt"))[OPTIMIZER_STATE_DICT]
         for group, options in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})

@@ -21,7 +21,7 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.frameworks.deepspeed.zero.stage3_saved import (
     Saved,
-    examine,
+    examine_files,
     expect_same_parameters,
     own_frozen_shards,
     own_state,
@@ -132,7 +132,7 @@ class Stage3Checkpoints:
         """
         if self._engine.load_universal_checkpoint():
             return method(load_dir, tag, **kwargs)
-        self._saved = examine(self._engine, load_dir, str(tag))
+        self._saved = examine_files(self._engine, load_dir, str(tag))
         with_state = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
         if with_state:
             expect_same_parameters(self._saved, self._engine)

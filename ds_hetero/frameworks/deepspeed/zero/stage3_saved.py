@@ -63,7 +63,7 @@ class Saved:
         return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=param.ds_process_group))
 
 
-def examine(engine: Engine, load_dir: str, tag: str) -> Saved:
+def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
     """Examine all files of a checkpoint, a share of them on each rank.
 
     Raises:
@@ -72,7 +72,7 @@ def examine(engine: Engine, load_dir: str, tag: str) -> Saved:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
     faults_of_first = _faults_of([first])
-    head = {} if faults_of_first else read_file(first)
+    head = {} if faults_of_first else read_part(first)
     count = head.get("dp_world_size", 0)
     model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(count))
     optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(count))
@@ -102,7 +102,7 @@ def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
     return next((name for name in names if os.path.exists(name)), names[0])
 
 
-def read_file(file: str) -> dict[str, Any]:
+def read_part(file: str) -> dict[str, Any]:
     """A file of a checkpoint; of its tensors nothing is read until it is used.
 
     Raises:
@@ -126,7 +126,7 @@ def _faults_of(files: Iterable[str]) -> set[str]:
 
 def _fault_of(file: str) -> str:
     try:
-        read_file(file)
+        read_part(file)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -172,7 +172,7 @@ def own_state(saved: Saved, optimizer: Any) -> dict[str, Any]:
 
     file: dict[str, Any] = {}
     for source, moves in sorted(by_source.items()):
-        file = read_file(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
+        file = read_part(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
         for i, offset, place, move in moves:
             _copy(file, place, move, offset, weights[i], states[i])
     inner = _inner_state_dict(optimizer)
@@ -232,7 +232,7 @@ def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str
     """This rank's shards of the frozen parameters, by name.
 
     Args:
-        saved: from `examine`.
+        saved: from `examine_files`.
         engine: its model.
         names: of what the checkpoint holds as frozen, which includes parameters without elements.
 
@@ -253,7 +253,7 @@ def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str
         for move in saved.moves(param):
             by_source.setdefault(move.source, []).append((name, move))
     for source, moves in sorted(by_source.items()):
-        fragments = read_file(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
+        fragments = read_part(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
         for name, move in moves:
             part = fragments[name][move.in_source : move.in_source + move.count]
             shards[name][move.in_target : move.in_target + move.count] = part

@@ -15,7 +15,7 @@ from ds_hetero.frameworks.transformers.layers.recurrent_layers import KEYWORD
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.data.recent_shards import is_shard
-from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
 
 
@@ -53,11 +53,6 @@ def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
         cu_seqlens=kwargs.get(BOUNDARIES),
         placement=None if info is None else info.placement,
     )
-
-
-def is_placeholder(positions: Tensor) -> bool:
-    """Whether the one column of a shard stands for none, on a rank without tokens."""
-    return positions.shape[1] == 1 and bool(positions[0, 0] < 0)
 
 
 def expect_arguments(model: Taking, arguments: Mapping[str, Any], *, in_call: bool) -> None:

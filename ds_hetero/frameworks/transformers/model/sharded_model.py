@@ -30,13 +30,12 @@ from ds_hetero.frameworks.transformers.model.entrance import Entrance
 from ds_hetero.frameworks.transformers.model.forward_inputs import (
     expect_shard_shapes,
     expect_whole,
-    is_placeholder,
     local_batch,
 )
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
-from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
+from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica

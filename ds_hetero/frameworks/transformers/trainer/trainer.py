@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers.trainer
 from transformers import Trainer
 
-from ds_hetero.engine.calls.loader import is_placeholder
+from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
@@ -246,7 +246,7 @@ def _counting_tokens_once(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
-        if is_placeholder(inputs):
+        if stands_for_none(inputs):
             inputs = {
                 name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
             }
