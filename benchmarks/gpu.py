@@ -35,8 +35,9 @@ from torch import Tensor
 
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
+from ds_hetero.batch.head_table import Member
 from ds_hetero.batch.ring_table import visible_blocks
-from ds_hetero.runtime.attention.head_exchange import Exchange, Member, gather_sequence, scatter_sequence
+from ds_hetero.runtime.attention.head_exchange import Exchange, gather_sequence, scatter_sequence
 from ds_hetero.runtime.attention.kernels import (
     AttentionKernel,
     Band,

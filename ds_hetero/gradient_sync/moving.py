@@ -7,14 +7,14 @@ computed with, so it has the bits that it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
-from ds_hetero.sharding.gradient_chunks import Box, box_size
+from ds_hetero.sharding.gradient_chunks import Box, box_size, overlaps
 
 Owned = Sequence[Sequence[Box]]
 """Boxes of one parameter, by the rank that owns them."""
@@ -42,7 +42,7 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
     receives: list[tuple[Tensor, list[Box], Tensor]] = []  # target, parts of it, message
     ops = []
     for other in range(len(old)):
-        pieces = list(_overlaps(old[other], new[rank]))
+        pieces = list(overlaps(old[other], new[rank]))
         if not pieces:
             continue
         for name, target in moved.items():
@@ -53,7 +53,7 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
             else:
                 message.copy_(_taken(values[name], old[rank], pieces))
     for other in range(len(new)):
-        pieces = list(_overlaps(old[rank], new[other]))
+        pieces = list(overlaps(old[rank], new[other]))
         if pieces and other != rank:
             ops += [dist.P2POp(dist.isend, _taken(values[name], old[rank], pieces), other) for name in moved]
     with waiting_for_peers("moving layers between stages"):
@@ -64,15 +64,6 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
             view = _view(target, new[rank], part)
             view.copy_(piece.view(view.shape))
     return moved
-
-
-def _overlaps(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Box]:
-    """Overlaps of two owners; every part lies in one box of each."""
-    for own in old:
-        for wanted in new:
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
-            if all(start < stop for start, stop in part):
-                yield part
 
 
 def _taken(values: Tensor, boxes: Sequence[Box], pieces: Sequence[Box]) -> Tensor:

@@ -109,9 +109,10 @@ class BucketTransfer:
             by_owner = [chunk for member in bucket.members for chunk in bucket.owned(member)]
             for chunk, offset in zip(by_owner, accumulate((chunk.size for chunk in by_owner), initial=0), strict=False):
                 self.pieces.setdefault(chunk.name, []).append((chunk, offset))
-        self._rank, self._members, self._group, self._device = rank, bucket.members, group, device
-        self._sizes = bucket.owned_sizes()
+        self._members, self._group, self._device = bucket.members, group, device
+        self._size = sum(bucket.owned_sizes())
         self._owned_size = sum(chunk.size for chunk in self.owned)
+        self._to_owners, self._from_contributors = bucket.reduce_sizes(rank)
         self._missing = set(self.pieces)
         self._send: Tensor | None = None
         self._received: Tensor | None = None
@@ -128,7 +129,7 @@ class BucketTransfer:
         """Copy this rank's gradient of a parameter into the bucket; None stands for zeros."""
         self._missing.remove(name)
         if self._send is None:
-            self._send = self._empty(sum(self._sizes))
+            self._send = self._empty(self._size)
         for chunk, offset in self.pieces[name]:
             packed = self._send[offset : offset + chunk.size]
             if tensor is None:
@@ -147,9 +148,7 @@ class BucketTransfer:
             self._received = send
             return
         received = self._empty(self._owned_size * len(self.sources))
-        sent = [size if self._rank in self.sources else 0 for size in self._sizes]
-        arriving = [self._owned_size if member in self.sources else 0 for member in self._members]
-        self._start("gradients to owners", send, sent, received, arriving)
+        self._start("gradients to owners", send, self._to_owners, received, self._from_contributors)
 
     def reduced(self) -> Tensor:
         """``[sources, owned elements]`` of what the sources sent; waits for it, and empties the bucket."""
@@ -170,10 +169,9 @@ class BucketTransfer:
         if self._group is None:
             self._received = payload
             return
-        received = self._empty(sum(self._sizes) if self._rank in self.sources else 0)
-        sent = [self._owned_size if member in self.sources else 0 for member in self._members]
-        arriving = [size if self._rank in self.sources else 0 for size in self._sizes]
-        self._start("values to holders", payload.repeat(len(self.sources)), sent, received, arriving)
+        received = self._empty(sum(self._to_owners))
+        payload = payload.repeat(len(self.sources))
+        self._start("values to holders", payload, self._from_contributors, received, self._to_owners)
 
     def gathered(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Name, box and values of all that this rank holds; waits for them, and empties the bucket."""
@@ -191,7 +189,7 @@ class BucketTransfer:
 
     def _start(self, what: str, send: Tensor, sent: list[int], received: Tensor, arriving: list[int]) -> None:
         self._what, self._send, self._received = what, send, received  # kept until they have travelled
-        with record_function(f"ds_hetero: {what}, {sum(self._sizes)} elements among {self._members}"):
+        with record_function(f"ds_hetero: {what}, {self._size} elements among {self._members}"):
             self._work = dist.all_to_all_single(received, send, arriving, sent, group=self._group, async_op=True)
 
     def _finish(self) -> Tensor:

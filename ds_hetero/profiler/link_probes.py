@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_hetero.batch.head_table import Member
 from ds_hetero.profiler.fit import TransferSample
 from ds_hetero.profiler.link_rounds import Pairs
 from ds_hetero.runtime.attention.head_exchange import (
     Exchange,
-    Member,
     gather_output_heads,
     gather_sequence,
     scatter_output,

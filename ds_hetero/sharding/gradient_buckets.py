@@ -40,6 +40,16 @@ class Bucket:
             sizes[chunk.owner] += chunk.size
         return tuple(sizes.values())
 
+    def reduce_sizes(self, rank: int) -> tuple[list[int], list[int]]:
+        """Elements that ``rank`` sends to, and receives from, each member on the way to the owners.
+
+        On the way back to the holders it is the other way round.
+        """
+        sizes = self.owned_sizes()
+        owned = sizes[self.members.index(rank)]
+        sent = [size if rank in self.contributors else 0 for size in sizes]
+        return sent, [owned if member in self.contributors else 0 for member in self.members]
+
 
 def fuse(
     chunks: Sequence[Chunk],

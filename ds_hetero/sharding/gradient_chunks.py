@@ -55,6 +55,15 @@ def box_size(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
+def overlaps(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Box]:
+    """Overlaps of the boxes of two owners; every part lies in one box of each."""
+    for own in old:
+        for wanted in new:
+            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
+            if all(start < stop for start, stop in part):
+                yield part
+
+
 def chunks_of(
     name: str, layout: ParameterLayout, alignment: int = ALIGNMENT, owner_weights: Mapping[int, float] | None = None
 ) -> tuple[Chunk, ...]:

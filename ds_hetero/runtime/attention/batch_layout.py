@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
-from ds_hetero.runtime.attention.rings.ring_steps import Ring, make_rings
 from ds_hetero.runtime.attention.shard_header import (
     Header,
     LocalBatch,

@@ -19,60 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_hetero.batch.head_table import HeadTable, Member, members_of
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement
 
 
 @dataclass(frozen=True)
-class Member:
-    """One rank of the group: its tokens, and the query and KV heads it computes."""
-
-    tokens: int
-    q: tuple[int, int]
-    kv: tuple[int, int]
-
-    @property
-    def num_q(self) -> int:
-        """Query heads."""
-        return self.q[1] - self.q[0]
-
-    @property
-    def num_kv(self) -> int:
-        """KV heads."""
-        return self.kv[1] - self.kv[0]
-
-    @property
-    def width(self) -> int:
-        """Heads of q, k and v together: W."""
-        return self.num_q + 2 * self.num_kv
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Split tables of one group for one placement.
+class Exchange(HeadTable):
+    """Split tables of one group for one placement, and the process group that it trades in.
 
     Args:
-        members: by ascending rank, which is the order of ``process_group`` and of the tokens.
-        index: which of them this rank is.
         process_group: None where the rank is alone; then nothing moves.
     """
 
-    members: tuple[Member, ...]
-    index: int
-    num_heads: int
-    num_kv_heads: int
     process_group: ProcessGroup | None
-
-    @property
-    def own(self) -> Member:
-        """This rank."""
-        return self.members[self.index]
-
-    @property
-    def group_tokens(self) -> int:
-        """Tokens of the whole group: S."""
-        return sum(member.tokens for member in self.members)
 
     def run(self, recv: Tensor, send: Tensor, recv_sizes: list[int], send_sizes: list[int]) -> None:
         """One all_to_all_single of flat buffers; a copy where the rank is alone."""
@@ -88,17 +49,10 @@ def make_exchange(replica: Replica, placement: Placement) -> Exchange:
 
     Where the process group has other ranks too, as for lanes by heads, these trade nothing with the group.
     """
-    schedule, group = replica.schedule, replica.group
-    ranks = replica.ranks if replica.a2a_group is replica.sp_group else sorted(group.ranks)
-    members = []
-    for rank in ranks:
-        if rank in group.ranks:
-            q = group.head_range(rank)
-            members.append(Member(placement.tokens(rank), q, schedule.kv_heads(*q)))
-        else:
-            members.append(Member(0, (0, 0), (0, 0)))
+    schedule = replica.schedule
+    ranks = replica.ranks if replica.a2a_group is replica.sp_group else sorted(replica.group.ranks)
     return Exchange(
-        members=tuple(members),
+        members=members_of(placement, replica.group, ranks),
         index=ranks.index(replica.rank),
         num_heads=schedule.num_heads,
         num_kv_heads=schedule.num_kv_heads,
@@ -118,9 +72,8 @@ def gather_sequence(
     Sends: s B D (sum over other ranks of their W) elements.
     """
     batch_size, _, tokens, head_dim = q_BHsD.shape
-    own, unit = exchange.own, batch_size * head_dim
-    send_sizes = [tokens * unit * member.width for member in exchange.members]
-    recv_sizes = [member.tokens * unit * own.width for member in exchange.members]
+    own = exchange.own
+    send_sizes, recv_sizes = exchange.qkv_sizes(batch_size * head_dim)
     send = q_BHsD.new_empty(sum(send_sizes))
     for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
         q, k, v = _heads(part.view(tokens, batch_size, member.width, head_dim), member)
@@ -141,25 +94,22 @@ def scatter_sequence(
     Collectives: one all_to_all_single.
     """
     batch_size, _, _, head_dim = dq_BhSD.shape
-    own, unit = exchange.own, batch_size * head_dim
-    recv_sizes = [own.tokens * unit * member.width for member in exchange.members]
-    send_sizes = [member.tokens * unit * own.width for member in exchange.members]
+    own = exchange.own
+    recv_sizes, send_sizes = exchange.qkv_sizes(batch_size * head_dim)
     recv = dq_BhSD.new_empty(sum(recv_sizes))
     exchange.run(recv, _pack(dq_BhSD, dk_BgSD, dv_BgSD, own), recv_sizes, send_sizes)
     dq_sBHD = recv.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
     dkv_sBGD = [recv.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
-    written = 0  # KV heads below this one hold a gradient already; the next member may share the last of them
-    parts = zip(recv.split_with_sizes(recv_sizes), exchange.members, strict=True)
-    for part, member in sorted(parts, key=lambda pair: pair[1].q):
-        packed = part.view(own.tokens, batch_size, member.width, head_dim)
+    parts = recv.split_with_sizes(recv_sizes)
+    for index, shared in exchange.shared_kv_heads():
+        member = exchange.members[index]
+        packed = parts[index].view(own.tokens, batch_size, member.width, head_dim)
         dq, *dkv = packed.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=2)
         dq_sBHD[:, :, slice(*member.q)] = dq
         first, last = member.kv
-        shared = max(min(written, last) - first, 0)
         for total_sBGD, part_sBgD in zip(dkv_sBGD, dkv, strict=True):
             total_sBGD[:, :, first : first + shared] += part_sBgD[:, :, :shared]
             total_sBGD[:, :, first + shared : last] = part_sBgD[:, :, shared:]
-        written = max(written, last)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv
 
@@ -183,12 +133,11 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
 
     Collectives: one all_to_all_single.
     """
-    _, batch_size, num_q, head_dim = out_SBhD.shape
-    own, unit = exchange.own, batch_size * head_dim
+    batch_size, head_dim = out_SBhD.shape[1], out_SBhD.shape[3]
+    own = exchange.own
     if exchange.process_group is None:
         return out_SBhD.transpose(0, 1).contiguous()
-    send_sizes = [member.tokens * unit * num_q for member in exchange.members]
-    recv_sizes = [own.tokens * unit * member.num_q for member in exchange.members]
+    send_sizes, recv_sizes = exchange.output_sizes(batch_size * head_dim)
     recv = out_SBhD.new_empty(sum(recv_sizes))
     exchange.run(recv, out_SBhD.reshape(-1), recv_sizes, send_sizes)
     out_BsHD = recv.new_empty(batch_size, own.tokens, exchange.num_heads, head_dim)
@@ -203,14 +152,13 @@ def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
     Collectives: one all_to_all_single.
     """
     batch_size, tokens, _, head_dim = grad_BsHD.shape
-    own, unit = exchange.own, batch_size * head_dim
+    own = exchange.own
     if exchange.process_group is None:
         return grad_BsHD.transpose(0, 1)
-    send_sizes = [tokens * unit * member.num_q for member in exchange.members]
+    recv_sizes, send_sizes = exchange.output_sizes(batch_size * head_dim)
     send = grad_BsHD.new_empty(sum(send_sizes))
     for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
         part.view(tokens, batch_size, member.num_q, head_dim).copy_(grad_BsHD[:, :, slice(*member.q)].transpose(0, 1))
     recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, own.num_q, head_dim)
-    recv_sizes = [member.tokens * unit * own.num_q for member in exchange.members]
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
     return recv

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.ring_steps import KernelCall
 from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, PackedBlocks, SavedForward, Scores, merge_
 from ds_hetero.runtime.attention.rings.kv_blocks import index_of
-from ds_hetero.runtime.attention.rings.ring_steps import KernelCall
 from ds_hetero.values.placement import Range
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
+from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.reference import dense_attention
 from tests.unit.runtime.kernel_checks import tensors
 

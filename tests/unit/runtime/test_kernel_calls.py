@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels import (
     Band,
     SavedForward,
@@ -18,7 +19,6 @@ from ds_hetero.runtime.attention.kernels import (
     torch_cuda,
 )
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from tests.unit.runtime.kernel_checks import check, check_many, strided, tensors
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.attention.kernels import (
     KERNELS,
@@ -16,7 +17,6 @@ from ds_hetero.runtime.attention.kernels import (
     select,
 )
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.reference import merged_attention
 from ds_hetero.values.kernel_names import KERNEL_NAMES

@@ -6,8 +6,8 @@ By hand: TRITON_INTERPRET=1 python -m pytest tests/unit/runtime/triton_interpret
 import pytest
 import torch
 
+from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels import Band
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, FULL
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 from tests.unit.runtime.kernel_checks import assert_close, check, check_many, in_parts, reference, strided, tensors
 

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from ds_hetero.gradient_sync.moving import _overlaps, _view
-from ds_hetero.sharding.gradient_chunks import box_size
+from ds_hetero.gradient_sync.moving import _view
+from ds_hetero.sharding.gradient_chunks import box_size, overlaps
 
 
 def random_boxes(rng, shape):
@@ -41,7 +41,7 @@ def test_every_element_finds_its_new_owner_once():
             target = torch.full((sum(map(box_size, wanted)),), -1)
             for boxes in old:
                 values = flat(whole, boxes)
-                for part in _overlaps(boxes, wanted):
+                for part in overlaps(boxes, wanted):
                     place = _view(target, wanted, part)
                     assert (place == -1).all()
                     place.copy_(_view(values, boxes, part))

@@ -1,8 +1,8 @@
 """Block attention with log-sum-exp: interchangeable kernels, and the merging of partial results."""
 
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.choice import KERNELS, available, select
 from ds_hetero.runtime.attention.kernels.interface import AttentionKernel, PackedBlocks, SavedForward, Scores, merge_
-from ds_hetero.runtime.attention.kernels.tiles import Band
 
 __all__ = [
     "KERNELS",

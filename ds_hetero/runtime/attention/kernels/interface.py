@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.kernels.tiles import Band
+from ds_hetero.batch.tiles import Band
 
 
 @dataclass(frozen=True, slots=True)

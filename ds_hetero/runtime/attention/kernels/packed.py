@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
-from ds_hetero.runtime.attention.kernels.tiles import Band
 
 
 def forward_each(

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores, merge_
-from ds_hetero.runtime.attention.kernels.tiles import Band
 
 _QUERIES, _KEYS = 256, 1024  # at most this much of the score matrix is in memory at a time, per sample and head
 

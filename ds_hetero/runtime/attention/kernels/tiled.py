@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import Band, Tile
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, merge_
-from ds_hetero.runtime.attention.kernels.tiles import Band, Tile
 
 Forward = Callable[[Tensor, Tensor, Tensor, Band], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, SavedForward, Band], tuple[Tensor, Tensor, Tensor]]

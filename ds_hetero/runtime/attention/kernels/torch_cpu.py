@@ -13,10 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import band_mask
 from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
 
 _PART_BYTES = 8 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18
 _DENSE_KEYS = 2048  # keys and values from which on they are copied, unless their heads are consecutive

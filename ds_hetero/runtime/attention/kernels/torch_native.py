@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.packed import backward_each, forward_each
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.attention.kernels.tiles import Band
 from ds_hetero.runtime.attention.kernels.torch_cpu import cpu_backward, cpu_forward
 from ds_hetero.runtime.attention.kernels.torch_cuda import (
     efficient_backward,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
-from ds_hetero.runtime.attention.kernels.tiles import Band
 
 _LOG2_E = 1.4426950408889634
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ds_hetero.runtime.attention.rings.ring_steps import Ring
+from ds_hetero.batch.ring_steps import Ring
 from ds_hetero.values.placement import Range
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_hetero.batch.ring_steps import Ring
 from ds_hetero.batch.rounds import Round, Transfer
 from ds_hetero.runtime.attention.rings.channel import NOTHING, Channel, Message, PendingReceives
 from ds_hetero.runtime.attention.rings.kv_blocks import add_columns_, block_like, only
-from ds_hetero.runtime.attention.rings.ring_steps import Ring
 
 
 class KVBlocks:

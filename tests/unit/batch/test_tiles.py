@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hetero.runtime.attention.kernels.tiles import CAUSAL, decompose
+from ds_hetero.batch.tiles import CAUSAL, decompose
 from tests.unit.runtime.kernel_checks import blocks, visible_in
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.rounds import Round
-from ds_hetero.runtime.attention.kernels import Band
+from ds_hetero.batch.tiles import Band
 from ds_hetero.values.schedule import Schedule
 
 
