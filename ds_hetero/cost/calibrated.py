@@ -35,7 +35,6 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
-from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import Moments, memory_moments
 from ds_hetero.cost.terms.ring_time import ring_finish_s
@@ -72,11 +71,7 @@ class CalibratedCostModel(CostModel):
         self._gather_s = self._collective(layer * workload.element_bytes) if stage == 3 else 0.0
         self._reduce_s = self._collective(layer * workload.gradient_bytes) if stage == 3 else 0.0
         self.floor_s = 2 * self._gather_s + self._reduce_s
-        rates = self._block.rates
-        self._logits_s_per_token_D = flops.logit_flops(model, tiled=workload.tiled_logits) * rates.s_per_flop
-        self.loss_s_per_token_D = workload.micro_batch * (
-            self._logits_s_per_token_D + flops.logit_elements(model) * 4 * rates.memory_s_per_byte
-        )
+        self.loss_s_per_token_D = self._block.loss_s_per_token_D
         self._freeze_curves()
 
     @property
@@ -168,7 +163,7 @@ class CalibratedCostModel(CostModel):
         """
         work, model = self.workload, self.model
         computed_D = np.maximum(tokens_D, PLACEHOLDER_TOKENS)
-        loss_D = computed_D * self.loss_s_per_token_D + self._logits_s_per_token_D * self._block.rates.half_tokens
+        loss_D = computed_D * self._block.loss_s_per_token_D + self._block.loss_fixed_s_D
         loss_s = float(loss_D.max())
         stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
         zero_s, reductions = 0.0, work.micro_batches if stage >= 2 else 1

@@ -27,6 +27,7 @@ from ds_hetero.models.shapes import ModelSpec
 
 PLACEHOLDER_TOKENS = 1  # of a rank without tokens, whose layers run as those of the others do
 GRADIENT_ELEMENT_BYTES = 4  # partial dK and dV travel in fp32
+WIDE = 4  # bytes of fp32
 MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast
 
 
@@ -134,42 +135,60 @@ class Compute:
         return np.asarray(ready_PBK.max(axis=2))
 
 
-class BlockPasses:
-    """Times of both passes for one cluster, model and workload."""
+def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, int, int, float], ...]:
+    """Table of both passes: name, repeats, products, attention's operations, and operations that it computes again."""
+    again = flops.mlp_flops(model) if workload.tiled_mlp else 0.0
+    return (
+        ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS, 0.0),
+        ("backward", 1, flops.MATMUL_BACKWARD, flops.ATTENTION_BACKWARD_FLOPS, again),
+    )
 
-    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
-        self.cluster, self.model, self.workload = cluster, model, workload
+
+class BlockPasses:
+    """Times of both passes for one cluster, model and workload: the one formula of a layer.
+
+    Args:
+        cluster: ranks, or one that stands for those that cut a layer.
+        model: what is trained.
+        workload: its batch.
+        cut: ranks that cut every layer by heads and columns, at the efficiency of narrower products; norms and
+            residuals are computed by each of them.
+    """
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, cut: int = 1) -> None:
+        self.cluster, self.model, self.workload, self._cut = cluster, model, workload, cut
         self.rates = rates = AchievedRates.of(cluster, causal=workload.causal)
         self._unit_bytes = workload.micro_batch * model.head_dim * workload.element_bytes  # per token and head
-        copy_s_D = checkpoint_copy_s_D(cluster.devices, model, workload)
-        self.passes = tuple(
-            Pass(
-                name=name,
-                repeats=repeats,
-                token_s=workload.micro_batch
-                * (
-                    (flops.matmul_flops(model) * products + again) * rates.s_per_flop
-                    + flops.elementwise_elements(model) * products * workload.element_bytes * rates.memory_s_per_byte
-                )
-                + (copy_s_D if name == "forward" else 0.0),
-                fixed_s=products
-                * (flops.matmul_flops(model) * rates.s_per_flop * rates.half_tokens + rates.kernel_overhead_s),
-                attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
-            )
-            for name, repeats, products, operations, again in (
-                ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS, 0),
-                (
-                    "backward",
-                    1,
-                    flops.MATMUL_BACKWARD,
-                    flops.ATTENTION_BACKWARD_FLOPS,
-                    flops.mlp_flops(model) if workload.tiled_mlp else 0,
-                ),
-            )
-        )
-
+        self.passes = tuple(self._pass(*each) for each in _passes(model, workload))
         per_pass = zip(*((each.token_s, each.fixed_s, each.attention_s) for each in self.passes), strict=True)
         self._token_s_P1D, self._fixed_s_P1D, self._attention_s_P1D = (np.array(each)[:, None] for each in per_pass)
+        logits_s_D = flops.logit_flops(model, tiled=workload.tiled_logits) * rates.s_per_flop
+        self.loss_s_per_token_D = workload.micro_batch * (
+            logits_s_D + flops.logit_elements(model) * WIDE * rates.memory_s_per_byte
+        )
+        self.loss_fixed_s_D = logits_s_D * rates.half_tokens
+
+    def _pass(self, name: str, repeats: int, products: int, operations: int, again: float) -> Pass:
+        """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time."""
+        rates, model, work, cut = self.rates, self.model, self.workload, self._cut
+        product_s = flops.matmul_flops(model) * products * rates.s_per_flop
+        elements = flops.elementwise_elements(model, cut) * products * work.element_bytes
+        copied_s = checkpoint_copy_s_D(self.cluster.devices, model, work) if name == "forward" else 0.0
+        token_s = (product_s + again * rates.s_per_flop) / cut + elements * rates.memory_s_per_byte
+        return Pass(
+            name=name,
+            repeats=repeats,
+            token_s=work.micro_batch * token_s + copied_s,
+            fixed_s=product_s * rates.half_tokens + products * rates.kernel_overhead_s,
+            attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
+        )
+
+    def alone_s(self) -> Floats:
+        """Time of both passes on a rank that has all tokens and its cut of the heads, without exchanges, ``[P]``."""
+        whole = np.array([[float(self.workload.seq_len)]])
+        work = self.work(Grouping(self.cluster, [range(1)]), whole, np.array([[self.model.num_heads]]))
+        slope_P11, fixed_P11, _ = self.attention_s(work)
+        return np.asarray((self.non_attention_s(whole) + slope_P11 * whole + fixed_P11)[:, 0, 0])
 
     def work(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Work:
         """The work that tokens and heads amount to."""
@@ -180,7 +199,7 @@ class BlockPasses:
             heads_BD=heads_BD,
             kv_heads_BD=kv_heads_of_ranks(grouping, heads_BD, self.model.queries_per_kv_head),
             length_BK=length_BK,
-            rows_BD=self.workload.micro_batch * length_BK[:, grouping.group_of] * heads_BD,
+            rows_BD=self.workload.micro_batch / self._cut * length_BK[:, grouping.group_of] * heads_BD,
         )
 
     def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:

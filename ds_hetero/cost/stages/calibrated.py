@@ -18,39 +18,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import GradientTimes
 from ds_hetero.cost.stages.hops import HopTimes
 from ds_hetero.cost.stages.memory import CalibratedStageMemory, DeviceParameters
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
-from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
 
 INNERS = ("tensor", "sequence")  # ways in which several ranks share the work of a stage
-
-
-class _Pass(NamedTuple):
-    """Forward or backward of one layer, without what it repeats."""
-
-    products: int
-    attention: str
-    operations: int
-
-
-_FORWARD = _Pass(1, "attention_forward", flops.ATTENTION_FORWARD_FLOPS)
-_BACKWARD = _Pass(flops.MATMUL_BACKWARD, "attention_backward", flops.ATTENTION_BACKWARD_FLOPS)
 
 
 class CalibratedStageCosts(StageCosts):
@@ -81,7 +68,6 @@ class CalibratedStageCosts(StageCosts):
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find
         self.stage = cache(self.stage)  # type: ignore[method-assign]
-        self._pass_s = cache(self._pass_uncached)
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
         self._hops = HopTimes(
             cluster, workload.element_bytes * model.hidden_size, self.seq_len, self.pools, self.sequence
@@ -106,18 +92,13 @@ class CalibratedStageCosts(StageCosts):
         if self.model.num_heads % size or self.model.num_kv_heads % size:
             return None
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
-        tokens = micro_batch_size * self.seq_len
-        forward_s, backward_s = (self._pass_s(kind, size, micro_batch_size, each) for each in (_FORWARD, _BACKWARD))
+        of_batch = replace(work, micro_batch=micro_batch_size)
+        block = BlockPasses(self._devices(kind, 1), model, of_batch, cut=size)
+        forward_s, backward_s = (block.alone_s() + self._reduced_s(kind, size, micro_batch_size)).tolist()
         if work.activation_checkpointing:
             backward_s += forward_s
-        s_per_flop = 1 / (device.peak_flops_per_s * device.efficiency.matmul)
-        if work.tiled_mlp:  # computed again in the backward
-            backward_s += flops.mlp_flops(model) * tokens / size * s_per_flop
-        logits_s = flops.logit_flops(model, tiled=work.tiled_logits) * s_per_flop
         cut = size if work.cut_vocabulary else 1
-        loss_s = logits_s * (tokens / cut + device.efficiency.matmul_half_tokens)
-        loss_s += tokens / cut * flops.logit_elements(model) * WIDE * self._memory_s_per_byte(kind)
-        of_batch = replace(work, micro_batch=micro_batch_size)
+        loss_s = float((self.seq_len / cut * block.loss_s_per_token_D + block.loss_fixed_s_D)[0])
         layer = layer_memory(model, of_batch, LayerShare.of_cut(model, of_batch, size))
         return StageOption(
             forward_s=forward_s,
@@ -134,32 +115,13 @@ class CalibratedStageCosts(StageCosts):
             ),
         )
 
-    def _pass_uncached(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
-        """One pass of a layer on one of ``size`` devices, with its two all-reduces of activations."""
-        alone_s = self._layer_s(kind, size, micro_batch_size, each)
+    def _reduced_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """The two all-reduces of activations in one pass of a layer on devices that cut it."""
         if size == 1:
-            return alone_s
+            return 0.0
         volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return alone_s + 2 * (2 * RingCollective.over(self._devices(kind, size))(volume) + host_s)
-
-    def _layer_s(self, kind: int, size: int, micro_batch_size: int, each: _Pass) -> float:
-        """One pass of a layer on one of ``size`` devices that cut it by heads and columns, without communication."""
-        model, device = self.model, self.pools.kinds[kind].device
-        share, seq_len = device.efficiency, self.seq_len
-        tokens = micro_batch_size * seq_len
-        product_s = flops.matmul_flops(model) / (device.peak_flops_per_s * share.matmul)
-        whole = 10 * model.hidden_size  # norms and residuals, which every rank computes
-        elements = whole + (flops.elementwise_elements(model) - whole) / size
-        element_s = elements * self.workload.element_bytes * self._memory_s_per_byte(kind)
-        linear_s = product_s * (tokens / size + share.matmul_half_tokens) + tokens * element_s + share.kernel_overhead_s
-        achieved: float = getattr(share, each.attention)
-        key_s = each.operations * model.head_dim / (device.peak_flops_per_s * achieved)
-        rows = tokens * model.num_heads / size
-        causal = 0.5 if self.workload.causal else 1.0
-        edge = share.attention_edge_keys if self.workload.causal else 0.0
-        attention_s = causal * key_s * (rows + share.attention_half_rows) * (seq_len + share.attention_half_kv)
-        return each.products * linear_s + attention_s + share.attention_overhead_s + rows * key_s * edge
+        return 2 * (2 * RingCollective.over(self._devices(kind, size))(volume) + host_s)
 
     def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
         """Every device holds the parameters of its stage whole."""

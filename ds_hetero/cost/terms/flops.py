@@ -43,28 +43,30 @@ def _mlps_per_mixer(model: ModelSpec) -> float:
     return model.num_layers / (model.recurrent.num_layers + model.recurrent.num_attention_layers)
 
 
-def elementwise_elements(model: ModelSpec) -> float:
+def elementwise_elements(model: ModelSpec, cut: int = 1) -> float:
     """Elements that memory-bound kernels of an attention layer read and write forward, per token; twice that backward.
 
     Two norms (read, write), two residual additions (two reads, one write), rotary embedding of q and k (read, write)
     and the activation (read and write the MLP's width; read it twice if gated). HexiSeq's Eq. 4 counts 20 H with the
-    operands of the products in it, which here belong to the products' own efficiency.
+    operands of the products in it, which here belong to the products' own efficiency. Ranks that ``cut`` a layer by
+    heads and columns cut rotary embedding and activation too, and each computes norms and residuals.
     """
-    rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return rotary + _mlps_per_mixer(model) * _elements_beside_mixer(model)
+    rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim / cut
+    return rotary + _mlps_per_mixer(model) * (10 * model.hidden_size + _activation_elements(model) / cut)
 
 
 def recurrent_elements(model: ModelSpec) -> float:
     """The same of a layer that carries a state: its convolution and the gated norm of its output in place of rotary."""
     layers = model.recurrent
     assert layers is not None
-    return 2 * layers.conv_channels + 3 * layers.inner_size + _mlps_per_mixer(model) * _elements_beside_mixer(model)
+    beside = 10 * model.hidden_size + _activation_elements(model)
+    return 2 * layers.conv_channels + 3 * layers.inner_size + _mlps_per_mixer(model) * beside
 
 
-def _elements_beside_mixer(model: ModelSpec) -> int:
-    """Norms, residual additions and the activation of the MLP."""
+def _activation_elements(model: ModelSpec) -> int:
+    """Elements that the activation of the MLP reads and writes."""
     width = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
-    return 10 * model.hidden_size + (3 if model.gated_mlp else 2) * width
+    return (3 if model.gated_mlp else 2) * width
 
 
 def logit_flops(model: ModelSpec, *, tiled: bool) -> int:
