@@ -23,6 +23,11 @@ def enabled(ds_config: Mapping[str, Any] | None) -> bool:
     return not isinstance(_value(ds_config, SECTION), Mapping) or _value(ds_config, SECTION, "enabled") is not False
 
 
+def says_batches(ds_config: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed configuration asks for this engine, with the batch of every rank."""
+    return enabled(ds_config) and _value(ds_config, SECTION, "batch") is not None
+
+
 def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 

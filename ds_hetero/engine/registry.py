@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from ds_hetero.decision.batches import as_whole
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
@@ -62,6 +63,7 @@ class PreparedModel:
         is_destroyed: its DeepSpeed engine is gone.
         zones: where the tokens of its documents lie; None where batches are cut by their length.
         advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
+        steps: batches and losses of the Trainer where ranks take different ones.
     """
 
     model: SplitModel | WholeModel
@@ -71,6 +73,7 @@ class PreparedModel:
     is_destroyed: bool = False
     zones: DocumentZones | None = None
     advice: DocumentAdvice | None = None
+    steps: object = None
 
     def record_batch(self, batch: BatchLayout) -> None:
         """Take note that a sharded forward begins."""
@@ -211,7 +214,10 @@ class Registry:
         """
         text = json.dumps(ds_config.get(SECTION), default=repr)
         if self._request is None or self._request[0] != text:
-            self._request = text, agree_on_request(World.current(), lambda: section_of(ds_config))
+            self._request = (
+                text,
+                agree_on_request(World.current(), lambda: section_of(ds_config), read_training_facts(ds_config)),
+            )
         return self._request[1]
 
     def forget_request(self) -> None:
@@ -386,10 +392,12 @@ def _read_facts(
 ) -> JobFacts:
     """This rank's facts of the job; raises what is wrong with them."""
     assert request.section is not None
-    read = adapter.read_facts_of_whole_model if sp_size_of(sp_sizes) == 1 else adapter.read_model_facts
+    of_batches = request.section.batch is not None
+    whole = of_batches or sp_size_of(sp_sizes) == 1
+    facts = (adapter.read_facts_of_whole_model if whole else adapter.read_model_facts)(model)
     return JobFacts(
         section=request.section,
-        model=read(model),
+        model=as_whole(facts) if of_batches else facts,
         training=read_training_facts(ds_config),
         sp_sizes=dict(sp_sizes),
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches
 from ds_hetero.values.section import SECTION
 
 
@@ -19,10 +19,11 @@ def size_of_configuration(ds_config: Mapping[str, Any] | None) -> int | None:
         ds_config: DeepSpeed's configuration.
 
     Returns:
-        None without the section, with one rank, or with what is no size and will be refused later.
+        None without the section, with batches by rank in it, with one rank, or with what is no size and will be
+        refused later.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if ds_config is None or not enabled(ds_config) or world_size == 1:
+    if ds_config is None or not enabled(ds_config) or says_batches(ds_config) or world_size == 1:
         return None
     size: object = read_training_facts(ds_config).sp_size
     section = ds_config[SECTION]

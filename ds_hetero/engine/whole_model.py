@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.loss_units import Counts, expect_declared, judge, labels_of, probe
 from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.section import SECTION, HeterogeneitySection
+
+_ARGUMENTS = "*"  # by position, among those by name
 
 
 class WholeModel:
@@ -28,7 +33,8 @@ class WholeModel:
 
     Attributes:
         clock: times the phases of this model's steps.
-        loss_convention: ``"sample_mean"`` where replicas take different batches; None where a loss needs no scale.
+        loss_convention: unit of a mean, see `ds_hetero.runtime.loss_units`, where replicas take different batches and
+            it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
         latest_positions: None, since no batch is cut.
     """
 
@@ -41,11 +47,14 @@ class WholeModel:
         self.model, self.replica = model, replica
         self.loss_convention: str | None = None
         self._batch: MicroBatchWeights | None = None  # that the next loss is of
+        self._steps_done = self._num_backwards = 0
+        self._following: list[MicroBatchWeights] = []  # of the same optimizer step
         self._has_loss = self._has_run = False  # of that batch; in the engine's present step
-        self._is_checked = False
+        self._is_checked = self._is_compared = False
+        self._loss_of_model: float | None = None  # of the latest forward, until a loss has been compared with it
         self.clock = StepClock(default_device())
         self._record: object = None
-        self._hook = model.register_forward_pre_hook(self._before)
+        self._hooks = model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after)
 
     @property
     def times_forward(self) -> bool:
@@ -57,8 +66,9 @@ class WholeModel:
         self._record = record
 
     def restore(self) -> None:
-        """Take the hook away."""
-        self._hook.remove()
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
 
     def record_batches(self, record: Callable[..., None]) -> None:
         """Batches are not known here."""
@@ -70,27 +80,75 @@ class WholeModel:
         """Set `loss_convention`.
 
         Raises:
-            ConfigError: ``convention`` counts tokens; or replicas take different batches and it does not say that the
-                loss is a mean over samples, or the other way round; on every rank.
+            ConfigError: ``convention`` is of a batch that is split, or replicas take the same batches; on every rank.
         """
         name, split = type(self.model).__name__, self.replica.batch_split
-        if convention not in (None, "replica_mean", "sample_mean"):
+        if convention not in (None, "replica_mean", *Counts._fields):
             raise ConfigError(
                 f'"{SECTION}.loss" is "{convention}", which counts the tokens of a batch, but '
                 f"{name} is not split: its loss is that of the batch already. Leave the key out."
             )
-        if split is not None and convention != "sample_mean":
+        if split is None and convention in Counts._fields:
             raise ConfigError(
-                f"the replicas take different batches ({split}), but ds_hetero does not know what the loss of {name} "
-                f'is the mean over. If it is the mean over the samples of the micro-batch, say "{SECTION}": '
-                '{"loss": "sample_mean"}; or give all replicas of the schedule the same batches.'
-            )
-        if split is None and convention == "sample_mean":
-            raise ConfigError(
-                f'"{SECTION}.loss": "sample_mean" weighs the losses of replicas that take different batches, but the '
+                f'"{SECTION}.loss": "{convention}" weighs the losses of replicas that take different batches, but the '
                 "schedule says no micro_batch_size and micro_batches. Leave the key out."
             )
-        self.loss_convention = "sample_mean" if convention == "sample_mean" else None
+        self.loss_convention = None if convention == "replica_mean" else convention
+        self._is_compared = self.loss_convention is not None
+
+    @property
+    def takes_unlike_batches(self) -> bool:
+        """Whether replicas take different batches, so that losses are weighed."""
+        return self.replica.batch_split is not None
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether a forward is one of training whose loss has an unknown unit; the same on every rank."""
+        unknown = self.takes_unlike_batches and self.loss_convention is None
+        return unknown and self.model.training and torch.is_grad_enabled()
+
+    def find_unit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find `loss_convention` with the arguments of a forward; a model without a loss has means over samples.
+
+        Caller: every rank of the world.
+        Collectives: those of four forwards, and one `on_all_ranks`.
+
+        Raises:
+            ConfigError: see `judge`; on every rank.
+        """
+        labels, _ = labels_of(kwargs)
+        rows = next(_first_axes((args, kwargs)), 1) if labels is None else labels.shape[0]
+
+        def compute(batch: Any) -> Tensor | None:
+            given = dict(batch)
+            return loss_in(self.model(*given.pop(_ARGUMENTS), **given))
+
+        with in_evaluation(self.model):
+            probes = on_all_ranks(lambda: probe(compute, {**kwargs, _ARGUMENTS: args}, rows))
+        self.loss_convention = (
+            judge(probes, type(self.model).__name__) if all(one.has_loss for one in probes) else "sample_mean"
+        )
+
+    def expect_own_loss(self, loss: Tensor) -> None:
+        """At the first backward: refuse a loss of labels that is not the model's, of which nothing is known.
+
+        Caller: every rank of the world.
+        Collectives: once, one `on_all_ranks`.
+
+        Raises:
+            ConfigError: it is another one; on every rank.
+        """
+        if self._is_compared:
+            return
+        value, seen = float(loss.detach()), self._loss_of_model
+        is_own = seen is not None and abs(seen - value) <= 1e-3 * max(abs(seen), abs(value))
+        has_labels = self._batch is not None and self._batch.counts.label_mean > 0
+        ranks = on_all_ranks(lambda: (is_own, has_labels))
+        if not all(own for own, _ in ranks):
+            if any(labels for _, labels in ranks):
+                raise expect_declared(type(self.model).__name__)
+            self.loss_convention = "sample_mean"
+        self._is_compared, self._loss_of_model = True, None
 
     def expect_section(self, section: HeterogeneitySection) -> None:
         """Refuse what changes or computes parts of sequences.
@@ -108,7 +166,7 @@ class WholeModel:
             raise ConfigError(
                 f'"replan": {{"enabled": true}} moves tokens between the ranks of a replica, but {name} runs whole on '
                 'every rank. "replan": {"report_only": true} names slow ranks; give each as many samples as it is fast '
-                'by "micro_batch_size" in the schedule.'
+                'by "batch": [6, 2].'
             )
 
     def place_documents(self, placer: Placer | None) -> None:
@@ -131,6 +189,35 @@ class WholeModel:
     def give(self, batch: MicroBatchWeights | None) -> None:
         """The next loss will be of this micro-batch; None: of one that is not known."""
         self._batch, self._has_loss = batch, False
+        self._following = []
+
+    def give_step(self, batches: list[MicroBatchWeights]) -> None:
+        """The next losses will be of these micro-batches, one after another."""
+        self._batch, self._has_loss = (batches[0] if batches else None), False
+        self._following = batches[1:]
+
+    @property
+    def latest_batch(self) -> MicroBatchWeights:
+        """The micro-batch that the next loss is of."""
+        assert self._batch is not None
+        return self._batch
+
+    def micro_step(self, steps_done: int) -> int:
+        """Return how many backwards were run since the latest optimizer step.
+
+        Args:
+            steps_done: optimizer steps of the engine, which does not count micro-steps under accelerate.
+        """
+        if steps_done != self._steps_done:
+            self._steps_done, self._num_backwards = steps_done, 0
+        return self._num_backwards
+
+    def end_batch(self) -> None:
+        """The backward of a loss has been run."""
+        self._num_backwards += 1
+        if self._following:
+            self._batch = self._following.pop(0)
+            self._has_loss = False
 
     def expect_used(self) -> None:
         """Refuse to go on while the micro-batch that was given last had no loss.
@@ -145,7 +232,7 @@ class WholeModel:
         """Return the micro-batch that a loss is of.
 
         Args:
-            micro_step: of the engine's, since its last optimizer step.
+            micro_step: see `micro_step`.
 
         Raises:
             BatchError: it is not known, or belongs to another micro-step.
@@ -153,7 +240,8 @@ class WholeModel:
         if self._batch is None:
             raise BatchError(
                 f"{type(self.model).__name__} takes different batches on the ranks, and how many samples this one has "
-                "is not known. Take batches from handle.dataloader(loader), and run one backward after another."
+                "is not known. Take batches from handle.dataloader(loader), or from a loader that was given to "
+                "accelerator.prepare together with the model, and run one backward after another."
             )
         if self._batch.index != micro_step:
             raise StepError(
@@ -181,13 +269,51 @@ class WholeModel:
         return self
 
     def _before(self, model: nn.Module, args: Any) -> None:
-        """The hook that holds this object; the module is run as it is."""
-        if self.loss_convention is None or not model.training or not torch.is_grad_enabled():
+        """Look at a forward of training; the module is run as it is."""
+        if not self.takes_unlike_batches or not model.training or not torch.is_grad_enabled():
             return
         self._has_run = True
         if not self._is_checked:
             _expect_no_statistics(model)
             self._is_checked = True
+
+    def _after(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """Keep the loss of a forward of training until it has been compared with that of the script."""
+        if self.takes_unlike_batches and not self._is_compared and model.training and torch.is_grad_enabled():
+            loss = loss_in(outputs)
+            self._loss_of_model = None if loss is None else float(loss.detach())
+
+
+def loss_in(outputs: Any) -> Tensor | None:
+    """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run a model inside without gradients and without dropout, and put back the modes of its parts."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _first_axes(entry: Any) -> Iterator[int]:
+    """Lengths of the first axes of the tensors in arguments."""
+    if isinstance(entry, Tensor):
+        if entry.dim():
+            yield entry.shape[0]
+    elif isinstance(entry, Mapping):
+        for part in entry.values():
+            yield from _first_axes(part)
+    elif isinstance(entry, list | tuple):
+        for part in entry:
+            yield from _first_axes(part)
 
 
 def _expect_no_statistics(model: nn.Module) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, inners_of
+from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
 from ds_hetero.job.start import World, expect_same_sections
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
@@ -32,7 +34,8 @@ class Request:
 
     Args:
         section: the "heterogeneity" section; None where there is none, or it is switched off.
-        plan: in the section's file, or inline in it; None where it names a strategy or asks for a search.
+        plan: in the section's file, or inline in it, or of its batches; None where it names a strategy or asks for a
+            search.
     """
 
     section: HeterogeneitySection | None
@@ -56,12 +59,15 @@ class Request:
 
 
 @waiting_for_peers("reading what the section asks for")
-def agree_on_request(world: World, read: Callable[[], HeterogeneitySection | None]) -> Request:
+def agree_on_request(
+    world: World, read: Callable[[], HeterogeneitySection | None], training: TrainingFacts | None = None
+) -> Request:
     """Read the section on every rank and compare it; rank 0 reads the plan that it names.
 
     Args:
         world: the ranks of the job.
         read: returns the section; what it raises on any rank is raised on all.
+        training: of the configuration, which says the global batch.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
@@ -75,6 +81,8 @@ def agree_on_request(world: World, read: Callable[[], HeterogeneitySection | Non
         section = read()
         if section is None or world.rank > 0:
             return Request(section, None)
+        if section.batch is not None and section.parallel == "sequence":
+            return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size))
         plan = given_plan(section, world.size)
         if plan is not None and is_of_pipelines(plan, section):
             check_pipeline_section(section, inners_of(plan))

@@ -160,6 +160,13 @@ def rescaled_loss(
     return _with_factor(loss, loss.detach(), (wanted * per_unit[convention]).to(loss.dtype))
 
 
+def scaled_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
+    """``loss`` times a factor by which the engine's average is right; where it is 0, also of a loss that is NaN."""
+    factor = torch.as_tensor(factor, device=loss.device).to(loss.dtype)
+    loss = loss.masked_fill(factor == 0, 0.0)
+    return _with_factor(loss, loss.detach() * factor, factor)
+
+
 def is_scaled(loss: Tensor) -> bool:
     """Whether ``loss`` was made here: is a result of the functions above, or a few operations away from one."""
     todo, seen = [loss.grad_fn], 0

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ds_hetero.common.limits import MAX_SEQ_LEN, MAX_STEPS, is_weight
+from ds_hetero.common.limits import MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, is_weight
 from ds_hetero.common.reading import check_content, shortened
 from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
@@ -75,13 +75,17 @@ class HeterogeneitySection(BaseModel):
     enabled: bool = True
     cluster: str | dict[str, Any] = "measure"
     schedule: str | dict[str, Any] = "plan"
+    batch: Literal["by_speed"] | list[Annotated[int, Field(ge=1, le=MAX_BATCH)]] | None = None
     parallel: Literal["sequence", "full"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
     placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
     attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
-    loss: Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean"] | None = None
+    loss: (
+        Literal["replica_mean", "local_mean", "local_sum", "local_share", "sample_mean", "label_mean", "token_mean"]
+        | None
+    ) = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     replan: ReplanSection = ReplanSection()
     verify: Literal["first_batch", "always", "off"] = "first_batch"
@@ -103,12 +107,25 @@ class HeterogeneitySection(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _splits_nothing_with_batches(self) -> HeterogeneitySection:
+        if self.batch is None:
+            return self
+        splitting = ("schedule", "layout", "placement", "attention", "tile_tokens", "seq_len")
+        if given := [name for name in splitting if name in self.model_fields_set]:
+            raise ValueError(
+                f'"batch" lets every rank run the whole model on samples of its own, and "{given[0]}" says how '
+                "sequences or layers are split over ranks. Leave one of them out"
+            )
+        return self
+
 
 _ACCEPTED = {
     "enabled": "true or false",
     "cluster": '"measure", the path of a cluster file, or the same inline as an object',
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
     + ", ".join(STRATEGIES),
+    "batch": 'the samples of every rank\'s micro-batch, such as [6, 2], whole numbers >= 1; or "by_speed"',
     "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
@@ -119,7 +136,7 @@ _ACCEPTED = {
     "for the best",
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
-    '"sample_mean", for that of a module that is not split',
+    '"sample_mean", "label_mean" or "token_mean", for that of a module that is not split',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',

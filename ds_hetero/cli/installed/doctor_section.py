@@ -15,6 +15,7 @@ from ds_hetero.cli.installed.doctor import NO_MODEL
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
 from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.decision.batches import as_whole, plan_of_batches
 from ds_hetero.decision.decide import decide
 from ds_hetero.decision.decide_pipelines import (
     PipelineFacts,
@@ -68,11 +69,15 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         if section.report is not None:
             expect_writable(section.report)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        facts = JobFacts(section=section, model=model_facts, training=training, sp_sizes=sp_sizes)
-        plan = given_plan(section, world_size)
+        by_batches = section.batch is not None
+        of_model = as_whole(model_facts) if by_batches else model_facts
+        facts = JobFacts(section=section, model=of_model, training=training, sp_sizes=sp_sizes)
+        plan = (
+            plan_of_batches(section.batch, training, world_size) if section.batch else given_plan(section, world_size)
+        )
         if wants_search(section) or (plan is not None and is_of_pipelines(plan, section)):
             return {**report, **_pipelines(facts, plan, ds_config, world_size, model)}
-        if model is not None:
+        if model is not None and not by_batches:
             from ds_hetero.frameworks.transformers.checks.model_checks import check_model
 
             check_model(model)
@@ -92,7 +97,7 @@ def _decision(
     if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
         facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
     decision = decide(facts, world_size, measured=None, on_host=False, plan=plan)
-    if decision.plan.batch_split is not None:
+    if decision.plan.batch_split is not None and section.batch is None:
         expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
     if decision.zero_weights is not None:
         _expect_partition(ds_config, decision.zero_weights, model)

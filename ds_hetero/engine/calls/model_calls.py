@@ -20,7 +20,7 @@ from ds_hetero.runtime.data.loading.sample_loader import SampleLoader
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss import has_loss_of_batch, sequence_parallel_loss
+from ds_hetero.runtime.loss import has_loss_of_batch, scaled_loss, sequence_parallel_loss
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
@@ -34,7 +34,7 @@ class ModelCalls:
 
     Args:
         model: in training.
-        samples: the model, where its replicas take different batches and its loss is a mean over samples.
+        samples: the model, where its replicas take different batches.
     """
 
     def __init__(self, model: nn.Module, samples: WholeModel | None = None) -> None:
@@ -53,7 +53,8 @@ class ModelCalls:
         loss: Tensor = outputs.loss
         if num_items is None:
             return loss
-        return loss * labels_that_count(batch).ne(IGNORE_INDEX).sum() * dist.get_world_size() / num_items
+        factor = labels_that_count(batch).ne(IGNORE_INDEX).sum() * dist.get_world_size() / num_items
+        return loss * factor if self._samples is None else scaled_loss(loss, factor)
 
     def mean(self, values: Tensor, batch: Mapping[str, Any], where: Tensor | None, num_items: NumItems) -> Tensor:
         """The mean over the whole batch."""
@@ -113,7 +114,7 @@ def calls_of(registry: Registry, model: nn.Module) -> ModelCalls:
         return ModelCalls(model)
     if not isinstance(prepared.model, WholeModel):
         return _SplitCalls(prepared.model)
-    return ModelCalls(model, prepared.model if prepared.model.loss_convention is not None else None)
+    return ModelCalls(model, prepared.model if prepared.model.takes_unlike_batches else None)
 
 
 def labels_that_count(batch: Mapping[str, Any]) -> Tensor:

@@ -27,11 +27,12 @@ from accelerate.utils import (
     recursively_apply,
 )
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.calls.loader import WholeLoader
-from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.calls.loader_by_mode import LoaderByMode
+from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.sp_sizes import size_of_configuration
 from ds_hetero.errors import ConfigError
@@ -50,10 +51,12 @@ class _Sharding:
     Args:
         sp_size: ranks that share a batch.
         batches: where the replicas take different batches.
+        by_mode: loaders are of training and of evaluation, which shows when they are read.
     """
 
     sp_size: int
     batches: ReplicaBatches | None
+    by_mode: bool = False
 
 
 def install(registry: Registry) -> None:
@@ -74,14 +77,15 @@ def asks_for_engine(accelerator: Any) -> bool:
 
 
 @contextlib.contextmanager
-def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None) -> Iterator[None]:
+def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None, *, by_mode: bool = False) -> Iterator[None]:
     """Let loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
 
     Args:
         sp_size: ranks that share a batch.
         batches: of replicas that take different batches; see `ds_hetero.job.request.Request.batches_of`.
+        by_mode: see `_Sharding`.
     """
-    token = _sharding.set(_Sharding(sp_size, batches))
+    token = _sharding.set(_Sharding(sp_size, batches, by_mode))
     try:
         yield
     finally:
@@ -179,7 +183,7 @@ def skip_first_batches(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def skip(dataloader: Any, num_batches: int = 0) -> Any:
-        if isinstance(dataloader, ShardedLoader | WholeLoader):
+        if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode):
             return dataloader.skipping(num_batches, stock)
         return stock(dataloader, num_batches)
 
@@ -237,23 +241,37 @@ def _preparing(registry: Registry, stock: Any) -> Any:
             return stock(accelerator, *args)
         parallelism = accelerator.parallelism_config
         sp_size = parallelism.sp_size if parallelism is not None else 1
-        if sp_size == 1 and dist.get_world_size() > 1:
-            raise ConfigError(_why_not_split(accelerator.deepspeed_plugin.deepspeed_config, parallelism is not None))
         ds_config = accelerator.deepspeed_plugin.deepspeed_config
+        by_batches = says_batches(ds_config)
+        if by_batches:
+            _complete_batch_sizes(ds_config, args)
+        elif sp_size == 1 and dist.get_world_size() > 1:
+            raise ConfigError(_why_not_split(ds_config, parallelism is not None))
         batches = registry.request_of(ds_config).batches_of(dist.get_rank())
         with (
             registry.using(ds_config),
-            loaders_over_replicas(sp_size, batches),
+            loaders_over_replicas(sp_size, batches, by_mode=by_batches),
             _steps_of_replicas(args, sp_size),
         ):
             prepared = stock(accelerator, *args)
         if batches is not None:
             accelerator.gradient_accumulation_steps = batches.split.micro_steps
+        for loader in prepared if by_batches else ():
+            if isinstance(loader, LoaderByMode):
+                loader.bind(registry, next(obj for obj in args if isinstance(obj, nn.Module)), accelerator.device)
         if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
             accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
         return prepared
 
     return prepare
+
+
+def _complete_batch_sizes(ds_config: dict[str, Any], objects: tuple[Any, ...]) -> None:
+    """Write the batch size of the loaders into the configuration, where that leaves it to them."""
+    if ds_config.get("train_micro_batch_size_per_gpu") in (None, "auto"):
+        sizes = [obj.batch_size for obj in objects if isinstance(obj, DataLoader) and obj.batch_size is not None]
+        if sizes:
+            ds_config["train_micro_batch_size_per_gpu"] = min(sizes)
 
 
 def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
@@ -269,13 +287,13 @@ def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
     if sized_by is None:
         return (
             'the "heterogeneity" section splits sequences over ranks, but accelerate does not split them. Give it '
-            'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence.'
+            'ParallelismConfig(sp_backend="deepspeed", sp_size=N), with N the ranks that share a sequence; or give '
+            'every rank a batch of its own: "heterogeneity": {"batch": [6, 2]}.'
         )
     return (
-        f"{sized_by} is 1, which makes every rank a replica, and replicas of one rank do not train under accelerate "
-        "and the HF Trainer. Train them in a loop of your own (docs/loops.md, Give a fast rank more samples), or "
-        "let N > 1 ranks share a sequence: leave the size out, or give "
-        'ParallelismConfig(sp_backend="deepspeed", sp_size=N).'
+        f"{sized_by} is 1, which makes every rank a replica. Under accelerate and the HF Trainer such replicas take "
+        'batches by "heterogeneity": {"batch": [6, 2]}, the samples of every rank, or "by_speed". Or let N > 1 ranks '
+        'share a sequence: leave the size out, or give ParallelismConfig(sp_backend="deepspeed", sp_size=N).'
     )
 
 
@@ -299,9 +317,13 @@ def _sharding_over_replicas(stock: Any) -> Any:
         if sharding is None:
             return stock(dataloader, *args, **kwargs)
         batches = sharding.batches
+        if sharding.by_mode and batches is not None:
+            return LoaderByMode(stock(dataloader, *args, **kwargs), dataloader)
         num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
         if batches is not None:
-            dataloader = replica_samples(dataloader, batches.split, batches.replica_id)
+            dataloader = replica_samples(
+                dataloader, batches.split, batches.replica_id, is_of_rank=sharding.sp_size == 1
+            )
             num_replicas, replica = 1, 0  # nothing is left to shard
         kwargs.update(num_processes=num_replicas, process_index=replica)
         if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:

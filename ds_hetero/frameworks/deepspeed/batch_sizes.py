@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_hetero.engine.ds_config import says_batches
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.runtime.replica import Replica
@@ -34,7 +35,8 @@ def plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size:
     total, micro, steps = (config.get(name) for name in _NAMES)
     split, num_replicas = replica.batch_split, replica.num_replicas
     if split is not None:
-        expect_batch_of_replicas(ds_config, split, dist.get_world_size(), sp_size)
+        if not says_batches(ds_config):  # which were compared when they became a plan
+            expect_batch_of_replicas(ds_config, split, dist.get_world_size(), sp_size)
         num_replicas, total, micro, steps = 1, split.micro_steps, 1, split.micro_steps
     config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
     if micro is None and total is not None:

@@ -32,7 +32,7 @@ from ds_hetero.common.text import listed
 from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.ds_config import enabled
+from ds_hetero.engine.ds_config import enabled, says_batches
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import registered, tiled_loss
@@ -51,7 +51,7 @@ from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shard
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
-from ds_hetero.values.section import expect_section_name
+from ds_hetero.values.section import SECTION, expect_section_name
 
 
 def install(registry: Registry) -> None:
@@ -118,6 +118,7 @@ class EngineInstaller(Installer):
             **_size_of_mesh(given),
             **_size_of_mpu(given.get("mpu")),
             "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
+            **_size_of_batches(ds_config),
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
         built = self._build(prepared, sp_size_of(sizes))
@@ -196,6 +197,10 @@ def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _size_of_mesh(given: Mapping[str, Any]) -> dict[str, int | None]:
     mesh = given.get("mesh_param")
     return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
+
+
+def _size_of_batches(ds_config: Mapping[str, Any]) -> dict[str, int | None]:
+    return {f'"{SECTION}.batch", which splits no sequence,': 1} if says_batches(ds_config) else {}
 
 
 def _size_of_mpu(mpu: Any) -> dict[str, int | None]:

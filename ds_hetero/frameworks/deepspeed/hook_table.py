@@ -24,6 +24,7 @@ HOOKS = (
     HookRow("forward", recording(FORWARD), PipelinedEngine),
     HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
     HookRow("forward", run_passes, PipelinedEngine),
+    HookRow("forward", split.find_unit, SplitEngine),
     HookRow("forward", split.record_common_forward, SplitEngine),
     HookRow("forward", split.time_forward, SplitEngine),
     HookRow("forward", waiting("running a forward"), SplitEngine),

@@ -251,9 +251,8 @@ def _train_unlike(rank: int, batches: tuple[tuple[int, int], ...], stage: int, s
 
 def test_different_batches_whose_loss_is_not_known_are_refused_by_name() -> None:
     first, second = run_deepspeed(_refuse_unlike, 2)
-    undeclared, alike, changing, unknown, unscaled, ahead, normalized, added = first
+    alike, changing, unknown, unscaled, ahead, normalized, added = first
     assert first[:-1] == second[:-1]
-    assert "3 x 2 + 1 x 2 = 8 samples" in undeclared and '{"loss": "sample_mean"}' in undeclared
     assert "the schedule says no micro_batch_size" in alike
     assert '"replan": {"enabled": true}' in changing and "Regression runs whole" in changing
     assert "Take batches from handle.dataloader" in unknown
@@ -280,7 +279,7 @@ def _refuse_unlike(rank: int) -> list[str]:
         engine, *_ = deepspeed.initialize(model=module, optimizer=adam(module), config=config)
         return engine
 
-    for section in ({"schedule": _replicas(TWO)}, {"loss": "sample_mean"}, {**unlike, "replan": {"enabled": True}}):
+    for section in ({"loss": "sample_mean"}, {**unlike, "replan": {"enabled": True}}):
         with pytest.raises(ds_hetero.HeteroError) as caught:
             initialize(section)
         texts.append(str(caught.value))

@@ -67,6 +67,7 @@ ASKED = {
     "layout": {"layout": "zigzag"},
     "loss": {"loss": "local_sum"},
     "zero_partition": {"zero_partition": "memory"},
+    "batch": {"batch": [1]},
     "placement.mode": {"placement": "documents"},
     "verify": {"verify": "always"},
     "replan.enabled": {"replan": {"enabled": True}},

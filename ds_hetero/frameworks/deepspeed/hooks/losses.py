@@ -23,6 +23,7 @@ from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
+from ds_hetero.runtime.loss_units import expect_declared
 from ds_hetero.values.section import SECTION
 
 _ADDED_TERM = (
@@ -53,7 +54,7 @@ class LossScaling:
         Args:
             loss: scalar, of the batch that the model saw last.
             divisor: what the engine's backward will divide by.
-            micro_step: of the engine's, since its last optimizer step.
+            micro_step: of a model that runs whole, see `WholeModel.micro_step`.
 
         Caller: every rank of the world, once per micro-batch.
         Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
@@ -65,7 +66,7 @@ class LossScaling:
                 rank.
         """
         if isinstance(self._model, WholeModel):
-            loss = self._by_samples(self._model, loss, divisor, micro_step)
+            loss = self._by_unit(self._model, loss, divisor, micro_step)
         elif not is_scaled(loss):
             loss = self._by_convention(loss, divisor)
         elif has_unscaled_term(loss):
@@ -73,12 +74,20 @@ class LossScaling:
         self._model.note_scaled_loss()
         return loss
 
-    def _by_samples(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
-        """Weigh the mean over a micro-batch's samples as a part of the mean over those of the step."""
-        if model.loss_convention is None:
+    def _by_unit(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """Weigh the mean over a micro-batch's samples or labels as a part of the mean over those of the step."""
+        if not model.takes_unlike_batches:
             return loss
         batch = model.batch_at(micro_step)
-        return rescaled_loss(loss, "local_mean", batch.samples, model.replica, batch.samples_of_step, divisor)
+        if is_scaled(loss):
+            return loss
+        model.expect_own_loss(loss)
+        unit = model.loss_convention
+        assert unit is not None, "a forward of training comes before its backward"
+        if unit == "items":
+            raise expect_declared(type(model.model).__name__)
+        own, of_step = getattr(batch.counts, unit), getattr(batch.counts_of_step, unit)
+        return rescaled_loss(loss, "local_mean", own, model.replica, of_step, divisor)
 
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica

@@ -65,6 +65,13 @@ def time_forward(hooked: SplitEngine, forward: Callable[..., Any], *args: Any, *
         return forward(*args, **kwargs)
 
 
+def find_unit(hooked: SplitEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Before the first forward on unlike batches: find by what its loss is to be weighed."""
+    if isinstance(hooked.model, WholeModel) and hooked.model.needs_unit:
+        hooked.model.find_unit(args, kwargs)
+    return forward(*args, **kwargs)
+
+
 def time_backward(hooked: SplitEngine, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Time a backward."""
     with hooked.clock.running(), hooked.clock.backward():
@@ -90,9 +97,14 @@ def scale_loss(
     """Bring a loss of any convention to the scale that the engine's average needs."""
     accumulation_steps = hooked.engine.gradient_accumulation_steps()
     divisor = accumulation_steps if scale_wrt_gas else 1
+    whole = hooked.model if isinstance(hooked.model, WholeModel) else None
     with hooked.clock.phase(IDLE, "loss"):
-        loss = hooked.scaling.scale(loss, divisor, hooked.engine.micro_steps % accumulation_steps)
-    return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        micro_step = 0 if whole is None else whole.micro_step(hooked.engine.global_steps)
+        loss = hooked.scaling.scale(loss, divisor, micro_step)
+    result = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+    if whole is not None:
+        whole.end_batch()
+    return result
 
 
 def expect_scaled_loss(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

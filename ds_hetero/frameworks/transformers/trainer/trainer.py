@@ -16,6 +16,7 @@ from transformers import Trainer
 from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.transformers.trainer.calls import (
     calls_sharded,
@@ -27,6 +28,13 @@ from ds_hetero.frameworks.transformers.trainer.calls import (
 )
 from ds_hetero.frameworks.transformers.trainer.checks import expect_labels, expect_splittable, naming_trainer
 from ds_hetero.frameworks.transformers.trainer.saving import failing_together, marking_unfinished, saving_stages
+from ds_hetero.frameworks.transformers.trainer.unlike_batches import (
+    Filler,
+    UnlikeSteps,
+    complete_configuration,
+    expect_plain_samples,
+    takes_unlike_batches,
+)
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
@@ -82,6 +90,8 @@ def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
         if is_sharded(registry, trainer):
             registry.adapters.trainers.expect_known(trainer)
             expect_splittable(trainer)
+        elif takes_unlike_batches(registry, trainer):
+            expect_plain_samples(trainer)
         batches = _replica_batches(registry, trainer)
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)
@@ -127,8 +137,10 @@ def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
         if is_pipelined:
             _expect_loss_only(trainer)
             trainer.gather_function = _same_on_all_ranks
-        over_replicas = kwargs.get("is_training") or is_pipelined or takes_whole_batches(registry, trainer)
-        if not over_replicas or not is_sharded(registry, trainer):
+        is_unlike = takes_unlike_batches(registry, trainer)
+        is_whole = not is_unlike and takes_whole_batches(registry, trainer)
+        over_replicas = kwargs.get("is_training") or is_pipelined or is_whole
+        if not over_replicas or not (is_unlike or is_sharded(registry, trainer)):
             return stock(trainer, *args, **kwargs)
         loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
         with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
@@ -142,7 +154,7 @@ def _counting_batches_once(registry: Registry, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
-        if not is_sharded(registry, trainer):
+        if not (is_sharded(registry, trainer) or takes_unlike_batches(registry, trainer)):
             return stock(trainer, args, dataloader)
         samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
         if reader is not None:
@@ -176,6 +188,9 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        if (unlike := _unlike_steps(registry, trainer)) is not None:
+            _say_whether_scaled(trainer, scaled=True)
+            return unlike.take(epoch_iterator, num_batches, device)
         split = registry.find_split(trainer.model)
         if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
             return stock(trainer, epoch_iterator, num_batches, device)[0], None
@@ -211,6 +226,11 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
             outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
             _say_whether_scaled(trainer, scaled=True)
             return (outputs.loss, outputs) if return_outputs else outputs.loss
+        if trainer.model.training and (unlike := _unlike_steps(registry, trainer)) is not None:
+            whole = functools.partial(_loss_and_outputs, stock, trainer, model)
+            loss, outputs = unlike.loss(whole, inputs, num_items_in_batch)
+            _say_whether_scaled(trainer, scaled=True)
+            return (loss, outputs) if return_outputs else loss
         split = registry.find_split(trainer.model)
         if split is None or not split.takes_shards or wanted_results() is not None:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
@@ -230,6 +250,21 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     return compute_loss
 
 
+def _loss_and_outputs(stock: Any, trainer: Any, model: Any, inputs: Any, num_items: Any) -> Any:
+    """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
+    return stock(trainer, model, {**inputs}, True, num_items)
+
+
+def _unlike_steps(registry: Registry, trainer: Any) -> UnlikeSteps | None:
+    """Batches and losses of a training whose ranks take different ones; None for any other."""
+    prepared = registry.find(trainer.model)
+    if prepared is None or not isinstance(prepared.model, WholeModel) or not prepared.model.takes_unlike_batches:
+        return None
+    if not isinstance(prepared.steps, UnlikeSteps):
+        prepared.steps = UnlikeSteps(trainer, prepared.model)
+    return prepared.steps
+
+
 def _say_whether_scaled(trainer: Any, *, scaled: bool) -> None:
     """Say whether the loss is divided by the micro-batches of a step already, or is still to be.
 
@@ -246,7 +281,7 @@ def _counting_tokens_once(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
-        if stands_for_none(inputs):
+        if stands_for_none(inputs) or isinstance(inputs, Filler):
             inputs = {
                 name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
             }
@@ -257,8 +292,11 @@ def _counting_tokens_once(stock: Any) -> Any:
 
 def _replica_batches(registry: Registry, trainer: Any) -> ReplicaBatches | None:
     """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
-    if not is_sharded(registry, trainer) or registry.is_pipelined(trainer.model):
+    is_unlike = takes_unlike_batches(registry, trainer)
+    if not (is_unlike or is_sharded(registry, trainer)) or registry.is_pipelined(trainer.model):
         return None
+    if is_unlike:
+        complete_configuration(trainer)
     if (prepared := registry.find(trainer.model)) is not None:
         replica = prepared.model.replica
         return None if replica.batch_split is None else ReplicaBatches(replica.batch_split, replica.replica_id)

@@ -4,12 +4,13 @@
 
 An optimizer step takes the next `BatchSplit.samples` samples of the order in which one process reads them, and is
 `BatchSplit.micro_steps` micro-batches on every rank. A rank that takes fewer is given its last one again, whose loss
-counts nothing. The trainee is told of every micro-batch how many samples it has and how many the step has, by which its
-loss is weighed.
+counts nothing. The trainee is told how many samples and labels every micro-batch has, and the step, by which its loss
+is weighed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -26,6 +27,7 @@ from ds_hetero.runtime.data.loading.epochs import STATE_VERSION, Epochs, expect_
 from ds_hetero.runtime.data.loading.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.loss_units import Counts
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
@@ -38,13 +40,13 @@ class MicroBatchWeights:
 
     Args:
         index: among those of its optimizer step.
-        samples: of the micro-batch; 0 where it only fills the step up.
-        samples_of_step: of all micro-batches of all ranks.
+        counts: of the micro-batch; zeros where it only fills the step up.
+        counts_of_step: of all micro-batches of all ranks.
     """
 
     index: int
-    samples: int
-    samples_of_step: int
+    counts: Counts
+    counts_of_step: Counts
 
 
 class Trainee(Protocol):
@@ -77,6 +79,7 @@ class SampleLoader:
         device: where the tensors of a batch shall be.
         batches: see `ds_hetero.runtime.data.loading.loader.ShardedLoader`.
         names: by which the framework's loaders show their parts.
+        is_of_rank: see `replica_samples`.
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader; per optimizer step, one all_gather of 16 integers.
@@ -95,6 +98,8 @@ class SampleLoader:
         device: torch.device,
         batches: Literal["same", "own"] | None = None,
         names: LoaderNames = TORCH_LOADERS,
+        *,
+        is_of_rank: bool = False,
     ) -> None:
         replica = trainee.replica
         assert replica.batch_split is not None and replica.sp_size == 1, replica
@@ -104,7 +109,7 @@ class SampleLoader:
             reports = on_all_ranks(lambda: report)
         expect_unsharded(reports, isinstance(dataloader, DataLoader))
         if isinstance(dataloader, DataLoader):
-            dataloader = replica_samples(dataloader, replica.batch_split, replica.replica_id)
+            dataloader = replica_samples(dataloader, replica.batch_split, replica.replica_id, is_of_rank=is_of_rank)
         self.dataloader: Any = dataloader
         self._epochs = Epochs(dataloader, names)
         self._checksum_before_step: int | None = 0
@@ -129,6 +134,12 @@ class SampleLoader:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
         self._epoch = epoch
         self._names.set_epoch(self.dataloader, epoch)
+
+    def begin_at(self, progress: Progress) -> None:
+        """Begin the next epoch after these steps, whatever their samples were."""
+        self._start = self._progress = progress
+        if self._reader is not None:
+            self._reader.expected = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank is in the epoch, for `load_state_dict` on the same rank."""
@@ -216,7 +227,7 @@ class SampleLoader:
         """
         split, replica_id = self._split
         taken: list[Any] = []
-        sizes: list[int] = []
+        counts: list[Counts] = []
         checksum, error = 0, None
         try:
             self._trainee.expect_used()
@@ -226,28 +237,29 @@ class SampleLoader:
             sizes = [stop - start for start, stop in ranges][: len(taken)]
             for batch, size in zip(taken, sizes, strict=True):
                 _expect_samples(batch, size)
+            counts = [Counts.of(batch, size) for batch, size in zip(taken, sizes, strict=True)]
         except Exception as raised:
             error = raised
-        report = FetchReport(replica_id, len(taken), samples=checksum, labels=sum(sizes))
-        reports = exchange_reports(number, report, b"", error)
+        report = FetchReport(replica_id, len(taken), samples=checksum)
+        reports = exchange_reports(number, report, json.dumps(Counts.total(counts)).encode(), error)
         reports.expect_same_samples()
         if not any(of_rank.batches for of_rank in reports.by_rank):
             self._short_step.end_epoch()
             return []
         self._short_step.expect_end_after(reports, split)
         idle = [rank for rank, of_rank in enumerate(reports.by_rank) if not of_rank.batches]
-        samples_of_step = sum(of_rank.labels for of_rank in reports.by_rank)
+        counts_of_step = Counts.total(map(json.loads, reports.payloads))
         if idle and not self._has_read:
             raise BatchError(
-                f"the first step has {samples_of_step} samples, too few for ranks {idle} to get one: the ranks take "
-                f"{split} per optimizer step. Give the loader more samples, or drop_last=True."
+                f"the first step has {counts_of_step.sample_mean} samples, too few for ranks {idle} to get one: the "
+                f"ranks take {split} per optimizer step. Give the loader more samples, or drop_last=True."
             )
         self._has_read, self._latest = True, taken[-1] if taken else self._latest
         num_fillers = split.micro_steps - len(taken)
-        sizes, taken = [*sizes, *[0] * num_fillers], [*taken, *[self._latest] * num_fillers]
+        counts, taken = [*counts, *[Counts(0)] * num_fillers], [*taken, *[self._latest] * num_fillers]
         return [
-            (MicroBatchWeights(index=index, samples=size, samples_of_step=samples_of_step), batch)
-            for index, (size, batch) in enumerate(zip(sizes, taken, strict=True))
+            (MicroBatchWeights(index=index, counts=own, counts_of_step=counts_of_step), batch)
+            for index, (own, batch) in enumerate(zip(counts, taken, strict=True))
         ]
 
 
@@ -265,7 +277,7 @@ def _expect_samples(batch: Any, samples: int) -> None:
     if samples not in rows:
         raise BatchError(
             f"this rank's micro-batch has {samples} samples, but nothing in it has as many rows: they are {rows}. "
-            '"loss": "sample_mean" weighs a loss by the samples of its batch. Have the collate function put '
+            "ranks that take different batches are weighed by what is in theirs. Have the collate function put "
             "a tensor of one row per sample into the batch; a loader that makes its batches itself gives full ones."
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.loading.epochs import add_to_checksum, expect_same_checksum
@@ -62,6 +62,10 @@ class _Steps:
         drawn = self._drawn.pop(step, Drawn())
         self._add(drawn)
         return drawn
+
+    def oldest_checksum(self) -> int:
+        """Return the checksum of the oldest step that was drawn and not asked for, once; 0 where there is none."""
+        return self._drawn.pop(min(self._drawn)).checksum if self._drawn else 0
 
     def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
         """The samples of the steps that are not left out, ``size`` of them a step.
@@ -187,8 +191,16 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
         return samples - samples % self.batch_size if self.drop_last else samples
 
 
-def replica_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int) -> DataLoader[Any]:
+def replica_samples(
+    dataloader: DataLoader[Any], split: BatchSplit, replica: int, *, is_of_rank: bool = False
+) -> DataLoader[Any]:
     """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
+
+    Args:
+        dataloader: of all samples.
+        split: how each step's samples are shared.
+        replica: index of this replica.
+        is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.
 
     Raises:
         BatchError: the loader does not make batches itself, or reads a stream with several workers, whose batches do
@@ -206,7 +218,10 @@ def replica_samples(dataloader: DataLoader[Any], split: BatchSplit, replica: int
         return DataLoader(stream, split.micro_batch_sizes[replica], **kept)
     if dataloader.batch_sampler is None:
         raise BatchError("a DataLoader without a batch_size cannot be divided among replicas that differ; give it one.")
-    return DataLoader(dataset, batch_sampler=ReplicaSampler(dataloader.batch_sampler, split, replica), **kept)
+    sampler: Any = dataloader.batch_sampler
+    if is_of_rank and type(sampler) is BatchSampler:
+        sampler = BatchSampler(sampler.sampler, sum(split.micro_batch_sizes), sampler.drop_last)
+    return DataLoader(dataset, batch_sampler=ReplicaSampler(sampler, split, replica), **kept)
 
 
 def all_samples(dataloader: Any) -> DataLoader[Any]:
@@ -225,6 +240,14 @@ def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
         if isinstance(part, ReplicaSampler | ReplicaStream):
             return part
     return None
+
+
+def reader_inside(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
+    """`reader_of` a loader, or of what it wraps, as accelerate's skipping of batches does."""
+    part = getattr(dataloader, "batch_sampler", None)
+    while part is not None and not isinstance(part, ReplicaSampler):
+        part = getattr(part, "batch_sampler", None)
+    return part if isinstance(part, ReplicaSampler) else reader_of(dataloader)
 
 
 def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:

@@ -1,0 +1,180 @@
+"""``"batch"`` under the Trainer: ranks take different batches of whole samples, and the loss is that of the global one.
+
+To the Trainer, nothing but the training loader differs from equal batches: evaluation, learning rates and logs are its
+own. Its loss is brought to the scale of the engine's average where it is made, in ``Trainer.compute_loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hetero.engine.ds_config import says_batches
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel, in_evaluation
+from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.loading.sampling import reader_inside
+from ds_hetero.runtime.loss import scaled_loss
+from ds_hetero.runtime.loss_units import Counts, Probe, judge, labels_of, probe
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.values.section import SECTION
+
+
+class Filler(dict[str, Any]):
+    """A batch that fills an optimizer step up on a rank which has fewer: it counts nothing."""
+
+
+def takes_unlike_batches(registry: Registry, trainer: Any) -> bool:
+    """Whether a Trainer trains with this engine, and its section says the batch of every rank."""
+    return registry.adapters.processes.asks_for_engine(trainer.accelerator) and says_batches(
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    )
+
+
+def complete_configuration(trainer: Any) -> None:
+    """Write the Trainer's batch sizes into the configuration, where that leaves them out."""
+    ds_config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    arguments = trainer.args
+    for name, value in (
+        ("train_micro_batch_size_per_gpu", arguments.per_device_train_batch_size),
+        ("gradient_accumulation_steps", arguments.gradient_accumulation_steps),
+    ):
+        if ds_config.get(name) in (None, "auto") or name == "gradient_accumulation_steps":
+            ds_config[name] = value
+
+
+def expect_plain_samples(trainer: Any) -> None:
+    """Refuse what deals samples out to ranks itself, before the loop begins.
+
+    Raises:
+        ConfigError: with the argument or the trainer, and what to do.
+    """
+    if trainer.args.train_sampling_strategy == "batch_rebalance":
+        raise ConfigError(
+            f'train_sampling_strategy="batch_rebalance" deals samples out to ranks, and so does "{SECTION}.batch". '
+            'Use "random" or "group_by_length".'
+        )
+    if hasattr(trainer, "num_generations"):
+        raise ConfigError(
+            f"{type(trainer).__name__} compares completions of one prompt, which unequal batches would tear apart. "
+            f'Leave "{SECTION}.batch" out: equal batches, or sequence parallelism, train it.'
+        )
+
+
+class UnlikeSteps:
+    """Batches and losses of one training.
+
+    Args:
+        trainer: whose.
+        model: as it is prepared.
+    """
+
+    def __init__(self, trainer: Any, model: WholeModel) -> None:
+        self._trainer, self._model = trainer, model
+        self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
+
+    def take(self, batches: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+        """This rank's micro-batches of an optimizer step, filled up, and the labels of all ranks that count in it.
+
+        Caller: every rank of the world.
+        Collectives: one `on_all_ranks`.
+
+        Raises:
+            BatchError: on every rank: they draw different samples, or the first step is too short.
+        """
+        taken: list[Any] = []
+
+        def read() -> tuple[list[Counts], int]:
+            taken.extend(islice(batches, num_batches))
+            reader = reader_inside(self._trainer.callback_handler.train_dataloader)
+            return [Counts.of(one, rows_of(one)) for one in taken], 0 if reader is None else reader.oldest_checksum()
+
+        with waiting_for_peers("reading the next batch"):
+            of_ranks = on_all_ranks(read)
+        if not any(counts for counts, _ in of_ranks):
+            return [], None
+        if len({checksum for counts, checksum in of_ranks if counts}) > 1:
+            raise BatchError("the ranks do not draw the same samples. Seed shuffling alike on all ranks.")
+        total = Counts.total(count for counts, _ in of_ranks for count in counts)
+        idle = [rank for rank, (counts, _) in enumerate(of_ranks) if not counts]
+        if idle and not self._has_read:
+            raise BatchError(
+                f"the first step has {total.sample_mean} samples, too few for ranks {idle} to get one. Give the "
+                "Trainer more samples, or smaller batches."
+            )
+        self._has_read = True
+        own = of_ranks[dist.get_rank()][0]
+        self._latest = taken[-1] if taken else self._latest
+        fillers = [Filler(self._latest or {}) for _ in range(num_batches - len(taken))]
+        counts = [*own, *[Counts(0)] * len(fillers)]
+        self._model.give_step(
+            [MicroBatchWeights(index=i, counts=one, counts_of_step=total) for i, one in enumerate(counts)]
+        )
+        return [*taken, *fillers], self._num_items(taken or [self._latest], total, device)
+
+    def _num_items(self, batches: list[Any], total: Counts, device: torch.device) -> Tensor | None:
+        """What the Trainer divides a loss by, by its own rule; None where it does not."""
+        trainer, (labels, moved) = self._trainer, labels_of(batches[0])
+        takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if labels is None or not takes_items or self._model.loss_convention in Counts._fields:
+            return None
+        of_tokens = total.token_mean if moved or getattr(trainer, "_loss_shifts_labels", True) else total.label_mean
+        return torch.tensor(of_tokens if labels.dim() > 1 else total.sample_mean, device=device)
+
+    def loss(self, compute: Any, inputs: Any, num_items: Tensor | None) -> Any:
+        """Loss and outputs of a micro-batch; the loss is a part of that of the global batch, times the ranks.
+
+        Args:
+            compute: ``Trainer.compute_loss`` of a batch and a number of items.
+            inputs: the batch.
+            num_items: of the step.
+
+        Caller: every rank of the world.
+        """
+        model = self._model
+        if model.loss_convention is None:
+            self._find_unit(compute, inputs, num_items)
+        unit, weights = model.loss_convention, model.latest_batch
+        is_filler = not any(weights.counts)
+        if unit == "items":
+            loss, outputs = compute(inputs, num_items)
+            return scaled_loss(loss, 0.0 if is_filler else 1.0), outputs
+        assert unit is not None
+        loss, outputs = compute(inputs, None)
+        own, of_step = getattr(weights.counts, unit), getattr(weights.counts_of_step, unit)
+        return scaled_loss(loss, own * dist.get_world_size() / max(of_step, 1)), outputs
+
+    def _find_unit(self, compute: Any, inputs: Any, num_items: Tensor | None) -> None:
+        """Find by what losses are to be weighed: by the items that the Trainer counts, or by the units of a mean."""
+        name = type(self._model.model).__name__
+        for divisor in (num_items, None) if num_items is not None else (None,):
+            probes = self._probe(compute, inputs, divisor)
+            try:
+                self._model.loss_convention = judge(probes, name)
+                return
+            except ConfigError:
+                if divisor is None:
+                    raise
+
+    def _probe(self, compute: Any, inputs: Any, num_items: Tensor | None) -> list[Probe]:
+        def loss_of(batch: Any) -> Tensor:
+            loss: Tensor = compute(batch, num_items)[0]
+            return loss
+
+        with in_evaluation(self._model.model):
+            return on_all_ranks(lambda: probe(loss_of, inputs, rows_of(inputs), by_items=num_items is not None))
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a micro-batch, by its labels or its first tensor."""
+    labels, _ = labels_of(batch)
+    if labels is not None:
+        return labels.shape[0]
+    return next((part.shape[0] for part in batch.values() if isinstance(part, Tensor) and part.dim()), 1)

@@ -1,0 +1,205 @@
+"""Units of a loss that is a mean: the samples, labels or next tokens of a micro-batch, by which ranks are weighed.
+
+    unit = judge([probe(compute, batch)] of all ranks)      # "token_mean", from two rows and each of them alone
+
+Ranks that take different micro-batches are exact only if a loss weighs by what it is the mean over, which no framework
+says. So two rows of the first batch are computed together and one by one: the unit is the one by whose counts the two
+results make up the first. Rows are given unlike numbers of labels, so that no two units fit; a loss that is no mean
+over its rows (contrastive, a sum, with a term of routers) fits none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.values.section import SECTION
+
+_FITS, _FITS_HALF = 2e-5, 4e-3  # relative differences of a loss by the order and the type of its sums
+_KEPT = (2, 3)  # labels of the two rows
+_FEWEST = 6  # labels in a row from which they can be told apart
+
+
+class Counts(NamedTuple):
+    """Units of a micro-batch, or of all micro-batches of a step.
+
+    Args:
+        sample_mean: samples; of classes, those that count.
+        label_mean: labels that count, each of the output at its own place; 0 where there is not a row of them.
+        token_mean: labels that count, each of the output before its place.
+    """
+
+    sample_mean: int
+    label_mean: int = 0
+    token_mean: int = 0
+
+    @classmethod
+    def of(cls, batch: Any, rows: int) -> Counts:
+        """Count a micro-batch.
+
+        Args:
+            batch: mappings may hold ``labels`` or ``shift_labels``, of which -100 do not count.
+            rows: its samples.
+        """
+        labels, moved = labels_of(batch)
+        if labels is None:
+            return cls(rows)
+        if labels.dim() == 1:
+            return cls(int(labels.ne(IGNORE_INDEX).sum()))
+        tokens = labels if moved else labels[..., 1:]
+        return cls(rows, int(labels.ne(IGNORE_INDEX).sum()), int(tokens.ne(IGNORE_INDEX).sum()))
+
+    @classmethod
+    def total(cls, parts: Iterable[Sequence[int]]) -> Counts:
+        """The sum of several."""
+        return cls(*map(sum, zip(cls(0), *parts, strict=True)))
+
+
+def labels_of(batch: Any) -> tuple[Tensor | None, bool]:
+    """Whole numbers that a batch is trained on, ``[B]`` or ``[B, ...]``, and whether they were moved already."""
+    if isinstance(batch, Mapping):
+        for name, moved in (("shift_labels", True), ("labels", False)):
+            labels = batch.get(name)
+            if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
+                return labels, moved
+    return None, False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Losses of two rows of a rank's batch.
+
+    Args:
+        together: of both; nan where there was no loss.
+        alone: of the one, and of the other.
+        counts: of the rows.
+        by_items: the loss was divided by a number that was given, so that its parts add up.
+        tells: whether rows are unlike, so that something can be concluded.
+        tolerance: relative, of the loss's data type.
+    """
+
+    together: float
+    alone: tuple[float, float]
+    counts: tuple[Counts, Counts]
+    by_items: bool
+    tells: bool
+    tolerance: float
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there was one."""
+        return not math.isnan(self.together)
+
+    def fits(self, unit: str) -> bool:
+        """Whether the two losses make up the one of both rows, weighed by ``unit``; ``"items"``: added up."""
+        first, second = (1, 1) if unit == "items" else (getattr(counts, unit) for counts in self.counts)
+        if not first or not second:
+            return False
+        made_up = (self.alone[0] * first + self.alone[1] * second) / (1 if unit == "items" else first + second)
+        scale = max(abs(self.together), *map(abs, self.alone))
+        return abs(made_up - self.together) <= self.tolerance * scale
+
+
+def probe(compute: Callable[[Any], Tensor | None], batch: Any, rows: int, *, by_items: bool = False) -> Probe:
+    """Compute the loss of two rows of a batch, and of each alone: three forwards.
+
+    Args:
+        compute: the loss of such a batch, without gradients and without randomness; None where there is none.
+        batch: of this rank: tensors in mappings and sequences.
+        rows: of the batch.
+        by_items: see `Probe`.
+
+    Caller: every rank that shares parameters of the model; no collectives of its own.
+    """
+    chosen = [0, rows - 1]
+    both, is_unlike = _unlike_rows(_take(batch, chosen, rows))
+    parts = [_take(both, [row], 2) for row in (0, 1)]
+    losses = [compute(part) for part in (both, *parts)]
+    values = [float("nan") if loss is None else float(loss.detach()) for loss in losses]
+    is_half = any(loss is not None and loss.element_size() < 4 for loss in losses)
+    counts = Counts.of(parts[0], 1), Counts.of(parts[1], 1)
+    tolerance = _FITS_HALF if is_half or torch.is_autocast_enabled() else _FITS
+    return Probe(values[0], (values[1], values[2]), counts, by_items, is_unlike or rows > 1, tolerance)
+
+
+def judge(probes: Sequence[Probe], name: str) -> str:
+    """The unit of a loss, from the probes of all ranks.
+
+    Args:
+        probes: by rank.
+        name: of the model.
+
+    Raises:
+        ConfigError: the loss is no mean over any unit, or of more than one.
+    """
+    telling = [one for one in probes if one.tells] or list(probes)
+    units = ("items",) if telling[0].by_items else Counts._fields
+    fitting = [unit for unit in units if all(one.fits(unit) for one in telling)]
+    if len(fitting) == 1:
+        return fitting[0]
+    one = telling[0]
+    seen = f"two rows together {one.together:.6g}, alone {one.alone[0]:.6g} and {one.alone[1]:.6g}"
+    if not fitting:
+        raise ConfigError(
+            f"the ranks take different batches, but the loss of {name} is no mean over the samples or labels of a "
+            f"batch ({seen}): one process would compute another on the global batch. Contrastive losses, sums, and "
+            "losses with a term of routers are not: use equal batches for them. A mean that this engine cannot see, "
+            f"since rows are not the first axis of the batch, can be declared: {_DECLARE}."
+        )
+    raise ConfigError(
+        f"the ranks take different batches, but whether the loss of {name} is a mean over {' or '.join(fitting)} does "
+        f"not show in the first batch ({seen}). Say which: {_DECLARE}."
+    )
+
+
+_DECLARE = (
+    f'"{SECTION}": {{"loss": ...}} with "sample_mean" over samples, "label_mean" over labels that count, or '
+    '"token_mean" over next tokens'
+)
+
+
+def expect_declared(name: str) -> ConfigError:
+    """Error for a loss that is not the model's own, of a batch that has a row of labels for every sample."""
+    return ConfigError(
+        f"the ranks take different batches, and the loss given to backward is not the one that {name} returned, so "
+        f"what it is a mean over is not known. Say it: {_DECLARE}; or use the model's own loss."
+    )
+
+
+def _take(entry: Any, chosen: list[int], rows: int) -> Any:
+    """The chosen rows of every tensor and list that has ``rows`` of them."""
+    if isinstance(entry, Tensor):
+        return entry[chosen] if entry.dim() and entry.shape[0] == rows else entry
+    if isinstance(entry, Mapping):
+        return {name: _take(part, chosen, rows) for name, part in entry.items()}
+    if isinstance(entry, list | tuple):
+        if len(entry) == rows and not any(isinstance(part, Tensor) for part in entry):
+            return type(entry)(entry[row] for row in chosen)
+        return type(entry)(_take(part, chosen, rows) for part in entry)
+    return entry
+
+
+def _unlike_rows(batch: Any) -> tuple[Any, bool]:
+    """The same two rows with few labels: two in the first, one of them at its beginning, and three in the second.
+
+    Returns:
+        The rows; and whether that could be done.
+    """
+    labels, _ = labels_of(batch)
+    if labels is None or labels.dim() != 2 or int(labels.ne(IGNORE_INDEX).sum(dim=1).min()) < _FEWEST:
+        return batch, False
+    few = torch.full_like(labels, IGNORE_INDEX)
+    for row, kept in enumerate(_KEPT):
+        places = labels[row].ne(IGNORE_INDEX).nonzero()[-kept:, 0]
+        few[row, places] = labels[row, places]
+    few[0, few[0].ne(IGNORE_INDEX).nonzero()[0]] = IGNORE_INDEX
+    few[0, 0] = labels[0][labels[0].ne(IGNORE_INDEX)][0]
+    name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
+    return {**batch, name: few}, True

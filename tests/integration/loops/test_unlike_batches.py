@@ -1,0 +1,156 @@
+"""``"batch"``: ranks take different batches of samples; the Trainer, accelerate and own loops train as one process.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.integration.tiny import (
+    CLIP,
+    adam,
+    assert_same_parameters,
+    collate,
+    ds_config,
+    llama,
+    parameters,
+    samples,
+)
+from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
+from tests.support import run_deepspeed
+
+BATCH = [3, 1]
+
+
+def _config(stage: int, **section: Any) -> dict[str, Any]:
+    config = ds_config(stage, "ulysses")
+    config["heterogeneity"] = {"batch": BATCH, **section}
+    for name in ("train_micro_batch_size_per_gpu", "train_batch_size", "sequence_parallel_size"):
+        config.pop(name, None)
+    return config
+
+
+# --- the Trainer --------------------------------------------------------------------------------------
+
+
+def _trained(rank: int, stage: int | None, options: dict[str, Any]) -> Any:
+    """Logs, parameters, and what an evaluation says."""
+    import ds_hetero
+
+    batch = 4 if stage is None else 2
+    if stage is not None:
+        ds_hetero.register()
+    ds = None if stage is None else {**_config(stage), "train_micro_batch_size_per_gpu": "auto"}
+    trainer = make_trainer(ds, 0, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options)
+    trainer.train()
+    metrics = trainer.evaluate()
+    return logged(trainer), parameters(trainer.model, stage or 0), metrics["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulated"),
+    [(0, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
+def test_trainer_equals_one_process(stage: int, accumulated: int) -> None:
+    options = {"gradient_accumulation_steps": accumulated}
+    expected_logs, expected, expected_loss = one_process(_trained, None, {**options, "num_samples": 15})
+    for logs, trained, loss in ranks(_trained, 2, stage, {**options, "num_samples": 15}):
+        assert_same_logs(logs, expected_logs, norm=stage > 0)
+        assert_same_parameters(trained, expected)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+
+
+def test_trainer_resumes_amid_an_epoch(tmp_path: Any) -> None:
+    whole = one_process(_trained, None, {"num_samples": 15})[0]
+    first, second = ranks(_resumed, 2, str(tmp_path))
+    assert first[0] == second[0]
+    assert_same_logs(first[0][:-1], whole[-len(first[0]) - 1 : -2])
+
+
+def _resumed(rank: int, folder: str) -> Any:
+    """Logs of the steps after a checkpoint in the second epoch."""
+    import ds_hetero
+
+    ds_hetero.register()
+    options = {"num_samples": 15, "per_device_train_batch_size": 2, "output_dir": folder, "save_steps": 5}
+    make_trainer(_config(2), 0, **options, save_strategy="steps").train()
+    trainer = make_trainer(_config(2), 0, **options)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-5")
+    return (logged(trainer)[5:],)
+
+
+# --- own loops and accelerate -------------------------------------------------------------------------
+
+
+def _steps(count: int = 11) -> list[dict[str, torch.Tensor]]:
+    rows = samples(count)
+    return [collate(rows[i : i + sum(BATCH)]) for i in range(0, count, sum(BATCH))]
+
+
+def _of_one_process() -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    model, losses, norms = llama(), [], []
+    optimizer = adam(model)
+    for batch in _steps():
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, parameters(model)
+
+
+@pytest.mark.parametrize("loop", ["deepspeed", "accelerate", pytest.param("handle", marks=pytest.mark.slow)])
+def test_loop_equals_one_process(loop: str) -> None:
+    losses, norms, expected = _of_one_process()
+    of_ranks = run_deepspeed(_loop, 2, loop, env={"ACCELERATE_USE_CPU": "false"})
+    for step, loss in enumerate(losses):
+        weighed = [ranks[0][step] for ranks in of_ranks]
+        total = sum(tokens for _, tokens in weighed)
+        np.testing.assert_allclose(sum(value * tokens for value, tokens in weighed) / total, loss, rtol=1e-5)
+    for _, ours, trained, evaluated in of_ranks:
+        np.testing.assert_allclose(ours, norms, rtol=1e-5)
+        assert_same_parameters(trained, expected)
+        assert evaluated == (4 if loop == "accelerate" else 11)
+
+
+def _loop(rank: int, loop: str) -> Any:
+    """By step the rank's loss and labels; norms; parameters; samples of an evaluation."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    loader: Any = DataLoader(samples(11), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    if loop == "accelerate":
+        from accelerate import Accelerator
+        from accelerate.utils import DeepSpeedPlugin
+
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_config(1)))
+        engine, _, loader, small = accelerator.prepare(
+            model, adam(model), loader, DataLoader(samples(8), batch_size=2, collate_fn=collate)
+        )
+        backward, step = accelerator.backward, None
+    else:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=_config(3))
+        loader = small = handle.dataloader(loader)
+        backward, step = engine.backward, engine.step
+    losses, norms = [], []
+    for batch in loader:
+        outputs = engine(**batch)
+        backward(handle.loss(outputs, batch) if loop == "handle" else outputs.loss)
+        if step is not None:
+            step()
+        losses.append((float(outputs.loss.detach()), int((batch["labels"][:, 1:] != -100).sum())))
+        norms.append(float(engine.get_global_grad_norm()))
+    trained = parameters(model, 1 if loop == "accelerate" else 3)
+    model.eval()
+    return losses, norms, trained, sum(len(batch["labels"]) for batch in small)

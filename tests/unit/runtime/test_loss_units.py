@@ -1,0 +1,78 @@
+"""The unit of a loss is found by two rows, and a loss that is no mean over them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.loss_units import Counts, judge, probe
+
+
+def _logits(batch: dict[str, Tensor]) -> Tensor:
+    table = torch.randn(50, 50, generator=torch.Generator().manual_seed(3))
+    return table[batch["ids"]]
+
+
+def _of_labels(batch: Any) -> Tensor:
+    return cross_entropy(_logits(batch).flatten(0, 1), batch["labels"].flatten())
+
+
+def _of_tokens(batch: Any) -> Tensor:
+    return cross_entropy(_logits(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def _of_rows(batch: Any) -> Tensor:
+    each = cross_entropy(_logits(batch).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    each = each.view_as(batch["labels"])
+    return (each.sum(1) / batch["labels"].ne(-100).sum(1)).mean()
+
+
+def _batch(rows: int = 4, length: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(rows))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "unit"), [(_of_labels, "label_mean"), (_of_tokens, "token_mean"), (_of_rows, "sample_mean")]
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_unit_of_a_mean_is_found(loss: Callable[[Any], Tensor], unit: str, rows: int) -> None:
+    assert judge([probe(loss, _batch(rows), rows), probe(loss, _batch(2), 2)], "Model") == unit
+
+
+def test_a_sum_over_given_items_is_found() -> None:
+    def by_items(batch: Any) -> Tensor:
+        return _of_tokens(batch) * batch["labels"][:, 1:].ne(-100).sum() / 70
+
+    assert judge([probe(by_items, _batch(), 4, by_items=True)], "Model") == "items"
+    with pytest.raises(ConfigError):
+        judge([probe(_of_tokens, _batch(), 4, by_items=True)], "Model")
+
+
+def test_a_loss_between_rows_and_a_sum_are_refused() -> None:
+    def contrastive(batch: Any) -> Tensor:
+        features = _logits(batch).mean(1)
+        return cross_entropy(features @ features.T, torch.arange(len(features)))
+
+    for loss in (contrastive, lambda batch: _logits(batch).square().sum()):
+        with pytest.raises(ConfigError, match="no mean over the samples or labels"):
+            judge([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
+
+
+def test_a_loss_that_says_nothing_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="does not show in the first batch"):
+        judge([probe(lambda batch: torch.ones(()), _batch(), 4)], "Model")
+
+
+def test_counts_follow_the_labels_that_count() -> None:
+    labels = torch.tensor([[1, 2, -100], [-100, 5, 6]])
+    assert Counts.of({"labels": labels}, 2) == (2, 4, 3)
+    assert Counts.of({"shift_labels": labels}, 2) == (2, 4, 4)
+    assert Counts.of({"labels": torch.tensor([1, -100, 3])}, 3) == (2, 0, 0)
+    assert Counts.of((torch.zeros(3), torch.zeros(3)), 3) == (3, 0, 0)
