@@ -14,7 +14,7 @@ from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss_units import Counts, expect_declared, judge, labels_of, probe
+from ds_hetero.runtime.loss_units import UnitCounts, expect_declared, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
@@ -83,12 +83,12 @@ class WholeModel:
             ConfigError: ``convention`` is of a batch that is split, or replicas take the same batches; on every rank.
         """
         name, split = type(self.model).__name__, self.replica.batch_split
-        if convention not in (None, "replica_mean", *Counts._fields):
+        if convention not in (None, "replica_mean", *UnitCounts._fields):
             raise ConfigError(
                 f'"{SECTION}.loss" is "{convention}", which counts the tokens of a batch, but '
                 f"{name} is not split: its loss is that of the batch already. Leave the key out."
             )
-        if split is None and convention in Counts._fields:
+        if split is None and convention in UnitCounts._fields:
             raise ConfigError(
                 f'"{SECTION}.loss": "{convention}" weighs the losses of replicas that take different batches, but the '
                 "schedule says no micro_batch_size and micro_batches. Leave the key out."
@@ -114,7 +114,7 @@ class WholeModel:
         Collectives: those of four forwards, and one `on_all_ranks`.
 
         Raises:
-            ConfigError: see `judge`; on every rank.
+            ConfigError: see `unit_of_probes`; on every rank.
         """
         labels, _ = labels_of(kwargs)
         rows = next(_first_axes((args, kwargs)), 1) if labels is None else labels.shape[0]
@@ -126,7 +126,7 @@ class WholeModel:
         with in_evaluation(self.model):
             probes = on_all_ranks(lambda: probe(compute, {**kwargs, _ARGUMENTS: args}, rows))
         self.loss_convention = (
-            judge(probes, type(self.model).__name__) if all(one.has_loss for one in probes) else "sample_mean"
+            unit_of_probes(probes, type(self.model).__name__) if all(one.has_loss for one in probes) else "sample_mean"
         )
 
     def expect_own_loss(self, loss: Tensor) -> None:

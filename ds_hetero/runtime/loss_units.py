@@ -1,6 +1,6 @@
 """Units of a loss that is a mean: the samples, labels or next tokens of a micro-batch, by which ranks are weighed.
 
-    unit = judge([probe(compute, batch)] of all ranks)      # "token_mean", from two rows and each of them alone
+    unit = unit_of_probes([probe(compute, batch)] of all ranks)      # "token_mean", from two rows and each of them alone
 
 Ranks that take different micro-batches are exact only if a loss weighs by what it is the mean over, which no framework
 says. So two rows of the first batch are computed together and one by one: the unit is the one by whose counts the two
@@ -27,7 +27,7 @@ _KEPT = (2, 3)  # labels of the two rows
 _FEWEST = 6  # labels in a row from which they can be told apart
 
 
-class Counts(NamedTuple):
+class UnitCounts(NamedTuple):
     """Units of a micro-batch, or of all micro-batches of a step.
 
     Args:
@@ -41,7 +41,7 @@ class Counts(NamedTuple):
     token_mean: int = 0
 
     @classmethod
-    def of(cls, batch: Any, rows: int) -> Counts:
+    def of(cls, batch: Any, rows: int) -> UnitCounts:
         """Count a micro-batch.
 
         Args:
@@ -57,7 +57,7 @@ class Counts(NamedTuple):
         return cls(rows, int(labels.ne(IGNORE_INDEX).sum()), int(tokens.ne(IGNORE_INDEX).sum()))
 
     @classmethod
-    def total(cls, parts: Iterable[Sequence[int]]) -> Counts:
+    def total(cls, parts: Iterable[Sequence[int]]) -> UnitCounts:
         """The sum of several."""
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
@@ -87,7 +87,7 @@ class Probe:
 
     together: float
     alone: tuple[float, float]
-    counts: tuple[Counts, Counts]
+    counts: tuple[UnitCounts, UnitCounts]
     by_items: bool
     tells: bool
     tolerance: float
@@ -124,12 +124,12 @@ def probe(compute: Callable[[Any], Tensor | None], batch: Any, rows: int, *, by_
     losses = [compute(part) for part in (both, *parts)]
     values = [float("nan") if loss is None else float(loss.detach()) for loss in losses]
     is_half = any(loss is not None and loss.element_size() < 4 for loss in losses)
-    counts = Counts.of(parts[0], 1), Counts.of(parts[1], 1)
+    counts = UnitCounts.of(parts[0], 1), UnitCounts.of(parts[1], 1)
     tolerance = _FITS_HALF if is_half or torch.is_autocast_enabled() else _FITS
     return Probe(values[0], (values[1], values[2]), counts, by_items, is_unlike or rows > 1, tolerance)
 
 
-def judge(probes: Sequence[Probe], name: str) -> str:
+def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
     """The unit of a loss, from the probes of all ranks.
 
     Args:
@@ -140,7 +140,7 @@ def judge(probes: Sequence[Probe], name: str) -> str:
         ConfigError: the loss is no mean over any unit, or of more than one.
     """
     telling = [one for one in probes if one.tells] or list(probes)
-    units = ("items",) if telling[0].by_items else Counts._fields
+    units = ("items",) if telling[0].by_items else UnitCounts._fields
     fitting = [unit for unit in units if all(one.fits(unit) for one in telling)]
     if len(fitting) == 1:
         return fitting[0]

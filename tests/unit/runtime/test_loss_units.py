@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.loss_units import Counts, judge, probe
+from ds_hetero.runtime.loss_units import UnitCounts, probe, unit_of_probes
 
 
 def _logits(batch: dict[str, Tensor]) -> Tensor:
@@ -43,16 +43,16 @@ def _batch(rows: int = 4, length: int = 12) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_unit_of_a_mean_is_found(loss: Callable[[Any], Tensor], unit: str, rows: int) -> None:
-    assert judge([probe(loss, _batch(rows), rows), probe(loss, _batch(2), 2)], "Model") == unit
+    assert unit_of_probes([probe(loss, _batch(rows), rows), probe(loss, _batch(2), 2)], "Model") == unit
 
 
 def test_a_sum_over_given_items_is_found() -> None:
     def by_items(batch: Any) -> Tensor:
         return _of_tokens(batch) * batch["labels"][:, 1:].ne(-100).sum() / 70
 
-    assert judge([probe(by_items, _batch(), 4, by_items=True)], "Model") == "items"
+    assert unit_of_probes([probe(by_items, _batch(), 4, by_items=True)], "Model") == "items"
     with pytest.raises(ConfigError):
-        judge([probe(_of_tokens, _batch(), 4, by_items=True)], "Model")
+        unit_of_probes([probe(_of_tokens, _batch(), 4, by_items=True)], "Model")
 
 
 def test_a_loss_between_rows_and_a_sum_are_refused() -> None:
@@ -62,17 +62,17 @@ def test_a_loss_between_rows_and_a_sum_are_refused() -> None:
 
     for loss in (contrastive, lambda batch: _logits(batch).square().sum()):
         with pytest.raises(ConfigError, match="no mean over the samples or labels"):
-            judge([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
+            unit_of_probes([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
 
 
 def test_a_loss_that_says_nothing_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="does not show in the first batch"):
-        judge([probe(lambda batch: torch.ones(()), _batch(), 4)], "Model")
+        unit_of_probes([probe(lambda batch: torch.ones(()), _batch(), 4)], "Model")
 
 
 def test_counts_follow_the_labels_that_count() -> None:
     labels = torch.tensor([[1, 2, -100], [-100, 5, 6]])
-    assert Counts.of({"labels": labels}, 2) == (2, 4, 3)
-    assert Counts.of({"shift_labels": labels}, 2) == (2, 4, 4)
-    assert Counts.of({"labels": torch.tensor([1, -100, 3])}, 3) == (2, 0, 0)
-    assert Counts.of((torch.zeros(3), torch.zeros(3)), 3) == (3, 0, 0)
+    assert UnitCounts.of({"labels": labels}, 2) == (2, 4, 3)
+    assert UnitCounts.of({"shift_labels": labels}, 2) == (2, 4, 4)
+    assert UnitCounts.of({"labels": torch.tensor([1, -100, 3])}, 3) == (2, 0, 0)
+    assert UnitCounts.of((torch.zeros(3), torch.zeros(3)), 3) == (3, 0, 0)

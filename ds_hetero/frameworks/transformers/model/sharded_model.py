@@ -38,7 +38,7 @@ from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import PACKING
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss_units import Counts
+from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
@@ -324,7 +324,7 @@ class ShardedModel:
         Raises:
             ConfigError: it is that of modules which are not split; on every rank.
         """
-        if convention in Counts._fields:
+        if convention in UnitCounts._fields:
             raise ConfigError(
                 f'"{SECTION}.loss": "{convention}" is for modules that are not split; the loss of '
                 f"{type(self.model).__name__} is a mean over tokens. Leave the key out."

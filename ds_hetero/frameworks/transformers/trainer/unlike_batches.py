@@ -22,7 +22,7 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.loading.sampling import reader_inside
 from ds_hetero.runtime.loss import scaled_loss
-from ds_hetero.runtime.loss_units import Counts, Probe, judge, labels_of, probe
+from ds_hetero.runtime.loss_units import Probe, UnitCounts, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.section import SECTION
 
@@ -91,10 +91,12 @@ class UnlikeSteps:
         """
         taken: list[Any] = []
 
-        def read() -> tuple[list[Counts], int]:
+        def read() -> tuple[list[UnitCounts], int]:
             taken.extend(islice(batches, num_batches))
             reader = reader_inside(self._trainer.callback_handler.train_dataloader)
-            return [Counts.of(one, rows_of(one)) for one in taken], 0 if reader is None else reader.oldest_checksum()
+            return [
+                UnitCounts.of(one, num_rows(one)) for one in taken
+            ], 0 if reader is None else reader.oldest_checksum()
 
         with waiting_for_peers("reading the next batch"):
             of_ranks = on_all_ranks(read)
@@ -102,7 +104,7 @@ class UnlikeSteps:
             return [], None
         if len({checksum for counts, checksum in of_ranks if counts}) > 1:
             raise BatchError("the ranks do not draw the same samples. Seed shuffling alike on all ranks.")
-        total = Counts.total(count for counts, _ in of_ranks for count in counts)
+        total = UnitCounts.total(count for counts, _ in of_ranks for count in counts)
         idle = [rank for rank, (counts, _) in enumerate(of_ranks) if not counts]
         if idle and not self._has_read:
             raise BatchError(
@@ -113,17 +115,17 @@ class UnlikeSteps:
         own = of_ranks[dist.get_rank()][0]
         self._latest = taken[-1] if taken else self._latest
         fillers = [Filler(self._latest or {}) for _ in range(num_batches - len(taken))]
-        counts = [*own, *[Counts(0)] * len(fillers)]
+        counts = [*own, *[UnitCounts(0)] * len(fillers)]
         self._model.give_step(
             [MicroBatchWeights(index=i, counts=one, counts_of_step=total) for i, one in enumerate(counts)]
         )
         return [*taken, *fillers], self._num_items(taken or [self._latest], total, device)
 
-    def _num_items(self, batches: list[Any], total: Counts, device: torch.device) -> Tensor | None:
+    def _num_items(self, batches: list[Any], total: UnitCounts, device: torch.device) -> Tensor | None:
         """What the Trainer divides a loss by, by its own rule; None where it does not."""
         trainer, (labels, moved) = self._trainer, labels_of(batches[0])
         takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        if labels is None or not takes_items or self._model.loss_convention in Counts._fields:
+        if labels is None or not takes_items or self._model.loss_convention in UnitCounts._fields:
             return None
         of_tokens = total.token_mean if moved or getattr(trainer, "_loss_shifts_labels", True) else total.label_mean
         return torch.tensor(of_tokens if labels.dim() > 1 else total.sample_mean, device=device)
@@ -157,7 +159,7 @@ class UnlikeSteps:
         for divisor in (num_items, None) if num_items is not None else (None,):
             probes = self._probe(compute, inputs, divisor)
             try:
-                self._model.loss_convention = judge(probes, name)
+                self._model.loss_convention = unit_of_probes(probes, name)
                 return
             except ConfigError:
                 if divisor is None:
@@ -169,10 +171,10 @@ class UnlikeSteps:
             return loss
 
         with in_evaluation(self._model.model):
-            return on_all_ranks(lambda: probe(loss_of, inputs, rows_of(inputs), by_items=num_items is not None))
+            return on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
 
 
-def rows_of(batch: Any) -> int:
+def num_rows(batch: Any) -> int:
     """Samples of a micro-batch, by its labels or its first tensor."""
     labels, _ = labels_of(batch)
     if labels is not None:

@@ -27,7 +27,7 @@ from ds_hetero.runtime.data.loading.epochs import STATE_VERSION, Epochs, expect_
 from ds_hetero.runtime.data.loading.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
-from ds_hetero.runtime.loss_units import Counts
+from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
@@ -45,8 +45,8 @@ class MicroBatchWeights:
     """
 
     index: int
-    counts: Counts
-    counts_of_step: Counts
+    counts: UnitCounts
+    counts_of_step: UnitCounts
 
 
 class Trainee(Protocol):
@@ -227,7 +227,7 @@ class SampleLoader:
         """
         split, replica_id = self._split
         taken: list[Any] = []
-        counts: list[Counts] = []
+        counts: list[UnitCounts] = []
         checksum, error = 0, None
         try:
             self._trainee.expect_used()
@@ -237,18 +237,18 @@ class SampleLoader:
             sizes = [stop - start for start, stop in ranges][: len(taken)]
             for batch, size in zip(taken, sizes, strict=True):
                 _expect_samples(batch, size)
-            counts = [Counts.of(batch, size) for batch, size in zip(taken, sizes, strict=True)]
+            counts = [UnitCounts.of(batch, size) for batch, size in zip(taken, sizes, strict=True)]
         except Exception as raised:
             error = raised
         report = FetchReport(replica_id, len(taken), samples=checksum)
-        reports = exchange_reports(number, report, json.dumps(Counts.total(counts)).encode(), error)
+        reports = exchange_reports(number, report, json.dumps(UnitCounts.total(counts)).encode(), error)
         reports.expect_same_samples()
         if not any(of_rank.batches for of_rank in reports.by_rank):
             self._short_step.end_epoch()
             return []
         self._short_step.expect_end_after(reports, split)
         idle = [rank for rank, of_rank in enumerate(reports.by_rank) if not of_rank.batches]
-        counts_of_step = Counts.total(map(json.loads, reports.payloads))
+        counts_of_step = UnitCounts.total(map(json.loads, reports.payloads))
         if idle and not self._has_read:
             raise BatchError(
                 f"the first step has {counts_of_step.sample_mean} samples, too few for ranks {idle} to get one: the "
@@ -256,7 +256,7 @@ class SampleLoader:
             )
         self._has_read, self._latest = True, taken[-1] if taken else self._latest
         num_fillers = split.micro_steps - len(taken)
-        counts, taken = [*counts, *[Counts(0)] * num_fillers], [*taken, *[self._latest] * num_fillers]
+        counts, taken = [*counts, *[UnitCounts(0)] * num_fillers], [*taken, *[self._latest] * num_fillers]
         return [
             (MicroBatchWeights(index=index, counts=own, counts_of_step=counts_of_step), batch)
             for index, (own, batch) in enumerate(zip(counts, taken, strict=True))
