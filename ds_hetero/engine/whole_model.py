@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss_units import UnitCounts, expect_declared, labels_of, probe, unit_of_probes
+from ds_hetero.runtime.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
@@ -107,7 +106,7 @@ class WholeModel:
         unknown = self.takes_unlike_batches and self.loss_convention is None
         return unknown and self.model.training and torch.is_grad_enabled()
 
-    def find_unit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def find_unit(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         """Find `loss_convention` with the arguments of a forward; a model without a loss has means over samples.
 
         Caller: every rank of the world.
@@ -119,7 +118,7 @@ class WholeModel:
         labels, _ = labels_of(kwargs)
         rows = next(_first_axes((args, kwargs)), 1) if labels is None else labels.shape[0]
 
-        def compute(batch: Any) -> Tensor | None:
+        def compute(batch: Batch) -> Tensor | None:
             given = dict(batch)
             return loss_in(self.model(*given.pop(_ARGUMENTS), **given))
 
@@ -264,11 +263,11 @@ class WholeModel:
         """Go on under another schedule of the same rank."""
         self.replica = replica
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> WholeModel:
         """Hooks of a copied model go on working; the replica is the same."""
         return self
 
-    def _before(self, model: nn.Module, args: Any) -> None:
+    def _before(self, model: nn.Module, args: object) -> None:
         """Look at a forward of training; the module is run as it is."""
         if not self.takes_unlike_batches or not model.training or not torch.is_grad_enabled():
             return
@@ -277,14 +276,14 @@ class WholeModel:
             _expect_no_statistics(model)
             self._is_checked = True
 
-    def _after(self, model: nn.Module, args: Any, outputs: Any) -> None:
+    def _after(self, model: nn.Module, args: object, outputs: object) -> None:
         """Keep the loss of a forward of training until it has been compared with that of the script."""
         if self.takes_unlike_batches and not self._is_compared and model.training and torch.is_grad_enabled():
             loss = loss_in(outputs)
             self._loss_of_model = None if loss is None else float(loss.detach())
 
 
-def loss_in(outputs: Any) -> Tensor | None:
+def loss_in(outputs: object) -> Tensor | None:
     """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
@@ -303,7 +302,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _first_axes(entry: Any) -> Iterator[int]:
+def _first_axes(entry: Batch) -> Iterator[int]:
     """Lengths of the first axes of the tensors in arguments."""
     if isinstance(entry, Tensor):
         if entry.dim():

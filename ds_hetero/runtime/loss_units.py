@@ -1,6 +1,6 @@
 """Units of a loss that is a mean: the samples, labels or next tokens of a micro-batch, by which ranks are weighed.
 
-    unit = unit_of_probes([probe(compute, batch)] of all ranks)      # "token_mean", from two rows and each of them alone
+    unit = unit_of_probes([probe(compute, batch)] of all ranks)      # "token_mean", from two rows and each alone
 
 Ranks that take different micro-batches are exact only if a loss weighs by what it is the mean over, which no framework
 says. So two rows of the first batch are computed together and one by one: the unit is the one by whose counts the two
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from ds_hetero.values.section import SECTION
 _FITS, _FITS_HALF = 2e-5, 4e-3  # relative differences of a loss by the order and the type of its sums
 _KEPT = (2, 3)  # labels of the two rows
 _FEWEST = 6  # labels in a row from which they can be told apart
+
+
+Batch: TypeAlias = Any
+"""Tensors in mappings and sequences, as a loader gives them."""
 
 
 class UnitCounts(NamedTuple):
@@ -41,7 +45,7 @@ class UnitCounts(NamedTuple):
     token_mean: int = 0
 
     @classmethod
-    def of(cls, batch: Any, rows: int) -> UnitCounts:
+    def of(cls, batch: Batch, rows: int) -> UnitCounts:
         """Count a micro-batch.
 
         Args:
@@ -62,7 +66,7 @@ class UnitCounts(NamedTuple):
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
 
-def labels_of(batch: Any) -> tuple[Tensor | None, bool]:
+def labels_of(batch: Batch) -> tuple[Tensor | None, bool]:
     """Whole numbers that a batch is trained on, ``[B]`` or ``[B, ...]``, and whether they were moved already."""
     if isinstance(batch, Mapping):
         for name, moved in (("shift_labels", True), ("labels", False)):
@@ -107,7 +111,7 @@ class Probe:
         return abs(made_up - self.together) <= self.tolerance * scale
 
 
-def probe(compute: Callable[[Any], Tensor | None], batch: Any, rows: int, *, by_items: bool = False) -> Probe:
+def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *, by_items: bool = False) -> Probe:
     """Compute the loss of two rows of a batch, and of each alone: three forwards.
 
     Args:
@@ -173,7 +177,7 @@ def expect_declared(name: str) -> ConfigError:
     )
 
 
-def _take(entry: Any, chosen: list[int], rows: int) -> Any:
+def _take(entry: Batch, chosen: list[int], rows: int) -> Batch:
     """The chosen rows of every tensor and list that has ``rows`` of them."""
     if isinstance(entry, Tensor):
         return entry[chosen] if entry.dim() and entry.shape[0] == rows else entry
@@ -186,7 +190,7 @@ def _take(entry: Any, chosen: list[int], rows: int) -> Any:
     return entry
 
 
-def _unlike_rows(batch: Any) -> tuple[Any, bool]:
+def _unlike_rows(batch: Batch) -> tuple[Batch, bool]:
     """The same two rows with few labels: two in the first, one of them at its beginning, and three in the second.
 
     Returns:

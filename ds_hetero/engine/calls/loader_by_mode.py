@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.runtime.data.loading.fetch import Progress
 from ds_hetero.runtime.data.loading.sample_loader import SampleLoader
+from ds_hetero.runtime.loss_units import Batch
 
 if TYPE_CHECKING:
     from ds_hetero.engine.registry import Registry
@@ -26,8 +27,8 @@ class LoaderByMode:
         dataloader: of all samples, as it was given to accelerate, with the batch size of a rank.
     """
 
-    def __init__(self, equal: Any, dataloader: DataLoader[Any]) -> None:
-        self.dataloader: Any = equal
+    def __init__(self, equal: Batch, dataloader: DataLoader[Batch]) -> None:
+        self.dataloader: Batch = equal
         self._given, self._skipped = dataloader, 0
         self._model: WholeModel | None = None
         self._samples: SampleLoader | None = None
@@ -44,7 +45,7 @@ class LoaderByMode:
     def _trains(self) -> SampleLoader | None:
         return self._samples if self._model is not None and self._model.training else None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         samples, skipped = self._trains, self._skipped
         self._skipped = 0
         if samples is None:
@@ -58,7 +59,7 @@ class LoaderByMode:
     def __len__(self) -> int:
         return len(self.dataloader if self._trains is None else self._trains)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Batch:
         if name == "dataloader":  # looked up by copy before there is any attribute
             raise AttributeError(name)
         return getattr(self.dataloader, name)
@@ -70,7 +71,7 @@ class LoaderByMode:
         if self._samples is not None:
             self._samples.set_epoch(epoch)
 
-    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> LoaderByMode:
+    def skipping(self, num_batches: int, skip: Callable[[Batch, int], Batch]) -> LoaderByMode:
         """A loader whose next epoch of training begins after ``num_batches`` micro-batches."""
         later = LoaderByMode(skip(self.dataloader, num_batches), self._given)
         later._model, later._samples, later._skipped = self._model, self._samples, num_batches

@@ -39,6 +39,7 @@ from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
+from ds_hetero.runtime.loss_units import Batch
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
@@ -250,12 +251,14 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
     return compute_loss
 
 
-def _loss_and_outputs(stock: Any, trainer: Any, model: Any, inputs: Any, num_items: Any) -> Any:
+def _loss_and_outputs(
+    stock: Any, trainer: Trainer, model: torch.nn.Module, inputs: Batch, num_items: torch.Tensor | None
+) -> Any:
     """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
     return stock(trainer, model, {**inputs}, True, num_items)
 
 
-def _unlike_steps(registry: Registry, trainer: Any) -> UnlikeSteps | None:
+def _unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:
     """Batches and losses of a training whose ranks take different ones; None for any other."""
     prepared = registry.find(trainer.model)
     if prepared is None or not isinstance(prepared.model, WholeModel) or not prepared.model.takes_unlike_batches:

@@ -6,13 +6,13 @@ own. Its loss is brought to the scale of the engine's average where it is made, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import Trainer
 
 from ds_hetero.engine.ds_config import says_batches
 from ds_hetero.engine.registry import Registry
@@ -22,23 +22,25 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.loading.sampling import reader_inside
 from ds_hetero.runtime.loss import scaled_loss
-from ds_hetero.runtime.loss_units import Probe, UnitCounts, labels_of, probe, unit_of_probes
+from ds_hetero.runtime.loss_units import Batch, Probe, UnitCounts, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.section import SECTION
 
+Compute = Callable[[Batch, Tensor | None], tuple[Tensor, object]]
 
-class Filler(dict[str, Any]):
+
+class Filler(dict[str, object]):
     """A batch that fills an optimizer step up on a rank which has fewer: it counts nothing."""
 
 
-def takes_unlike_batches(registry: Registry, trainer: Any) -> bool:
+def takes_unlike_batches(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer trains with this engine, and its section says the batch of every rank."""
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and says_batches(
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     )
 
 
-def complete_configuration(trainer: Any) -> None:
+def complete_configuration(trainer: Trainer) -> None:
     """Write the Trainer's batch sizes into the configuration, where that leaves them out."""
     ds_config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     arguments = trainer.args
@@ -50,7 +52,7 @@ def complete_configuration(trainer: Any) -> None:
             ds_config[name] = value
 
 
-def expect_plain_samples(trainer: Any) -> None:
+def expect_plain_samples(trainer: Trainer) -> None:
     """Refuse what deals samples out to ranks itself, before the loop begins.
 
     Raises:
@@ -76,11 +78,13 @@ class UnlikeSteps:
         model: as it is prepared.
     """
 
-    def __init__(self, trainer: Any, model: WholeModel) -> None:
+    def __init__(self, trainer: Trainer, model: WholeModel) -> None:
         self._trainer, self._model = trainer, model
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
 
-    def take(self, batches: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+    def take(
+        self, batches: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor | None]:
         """This rank's micro-batches of an optimizer step, filled up, and the labels of all ranks that count in it.
 
         Caller: every rank of the world.
@@ -89,7 +93,7 @@ class UnlikeSteps:
         Raises:
             BatchError: on every rank: they draw different samples, or the first step is too short.
         """
-        taken: list[Any] = []
+        taken: list[Batch] = []
 
         def read() -> tuple[list[UnitCounts], int]:
             taken.extend(islice(batches, num_batches))
@@ -121,7 +125,7 @@ class UnlikeSteps:
         )
         return [*taken, *fillers], self._num_items(taken or [self._latest], total, device)
 
-    def _num_items(self, batches: list[Any], total: UnitCounts, device: torch.device) -> Tensor | None:
+    def _num_items(self, batches: Sequence[Batch], total: UnitCounts, device: torch.device) -> Tensor | None:
         """What the Trainer divides a loss by, by its own rule; None where it does not."""
         trainer, (labels, moved) = self._trainer, labels_of(batches[0])
         takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -130,7 +134,7 @@ class UnlikeSteps:
         of_tokens = total.token_mean if moved or getattr(trainer, "_loss_shifts_labels", True) else total.label_mean
         return torch.tensor(of_tokens if labels.dim() > 1 else total.sample_mean, device=device)
 
-    def loss(self, compute: Any, inputs: Any, num_items: Tensor | None) -> Any:
+    def loss(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> tuple[Tensor, object]:
         """Loss and outputs of a micro-batch; the loss is a part of that of the global batch, times the ranks.
 
         Args:
@@ -153,7 +157,7 @@ class UnlikeSteps:
         own, of_step = getattr(weights.counts, unit), getattr(weights.counts_of_step, unit)
         return scaled_loss(loss, own * dist.get_world_size() / max(of_step, 1)), outputs
 
-    def _find_unit(self, compute: Any, inputs: Any, num_items: Tensor | None) -> None:
+    def _find_unit(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> None:
         """Find by what losses are to be weighed: by the items that the Trainer counts, or by the units of a mean."""
         name = type(self._model.model).__name__
         for divisor in (num_items, None) if num_items is not None else (None,):
@@ -165,16 +169,15 @@ class UnlikeSteps:
                 if divisor is None:
                     raise
 
-    def _probe(self, compute: Any, inputs: Any, num_items: Tensor | None) -> list[Probe]:
-        def loss_of(batch: Any) -> Tensor:
-            loss: Tensor = compute(batch, num_items)[0]
-            return loss
+    def _probe(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> list[Probe]:
+        def loss_of(batch: Batch) -> Tensor:
+            return compute(batch, num_items)[0]
 
         with in_evaluation(self._model.model):
             return on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
 
 
-def num_rows(batch: Any) -> int:
+def num_rows(batch: Batch) -> int:
     """Samples of a micro-batch, by its labels or its first tensor."""
     labels, _ = labels_of(batch)
     if labels is not None:
