@@ -126,7 +126,7 @@ class UnlikeSteps:
         return [*taken, *fillers], self._num_items(taken or [self._latest], total, device)
 
     def _num_items(self, batches: Sequence[Batch], total: UnitCounts, device: torch.device) -> Tensor | None:
-        """What the Trainer divides a loss by, by its own rule; None where it does not."""
+        """Divisor of the Trainer for a loss, by its own rule; None where it does not."""
         trainer, (labels, moved) = self._trainer, labels_of(batches[0])
         takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if labels is None or not takes_items or self._model.loss_convention in UnitCounts._fields:
