@@ -53,7 +53,7 @@ from ds_hetero.cluster.file_values import (
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.common.limits import MAX_RANKS
 from ds_hetero.common.paths import config_dir, is_file, is_pipe
-from ds_hetero.common.reading import check_content, read_file, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, check_content, read_file, shortened
 from ds_hetero.common.text import did_you_mean, listed
 from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
@@ -80,7 +80,7 @@ def _efficiency_bounds(name: str) -> Bounds:
 _EFFICIENCY_KEYS = {field.name: _efficiency_bounds(field.name) for field in fields(Efficiency)}
 
 
-def load_cluster(source: str | Path | Mapping[str, Any]) -> Cluster:
+def load_cluster(source: str | Path | JsonObject) -> Cluster:
     """A cluster from a file, from the name of one in ds_configs/clusters, or from the same written inline.
 
     Raises:
@@ -109,7 +109,7 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (config_dir() / "clusters").glob("*.yaml")))
 
 
-def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
+def cluster_from_dict(data: JsonObject) -> Cluster:
     """A cluster from the content of a cluster file.
 
     Raises:
@@ -149,7 +149,7 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
     return Cluster(nodes=tuple(nodes), network=network, links=_overrides(data.get("links") or [], nodes))
 
 
-def _devices(data: Mapping[str, Any]) -> dict[str, DeviceSpec]:
+def _devices(data: JsonObject) -> dict[str, DeviceSpec]:
     if not isinstance(data, Mapping):
         raise ClusterError(f"devices must map names to their numbers, got {shortened(data)}.")
     catalogue = {name: entry.device for name, entry in CATALOGUE.items()}
@@ -158,7 +158,7 @@ def _devices(data: Mapping[str, Any]) -> dict[str, DeviceSpec]:
         known = catalogue.get(name)
         required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
         expect_keys(where, entry, required=required, allowed={*DEVICE_KEYS, "efficiency", "source"})
-        values: dict[str, Any] = {
+        values: JsonDict = {
             field: number(f"{where}.{key}", entry[key], bounds) * unit
             for key, (field, unit, bounds) in DEVICE_KEYS.items()
             if key in entry
@@ -227,7 +227,7 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int
 
 
 def _devices_of_node(
-    where: str, data: Mapping[str, Any], catalogue: Mapping[str, DeviceSpec], room: int
+    where: str, data: JsonObject, catalogue: Mapping[str, DeviceSpec], room: int
 ) -> tuple[DeviceSpec, ...]:
     """The devices of one node, of which there may be ``room``."""
     if ("device" in data) == ("devices" in data) or ("devices" in data and "count" in data):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry, pcie_bytes_per_s
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
@@ -22,7 +22,7 @@ from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.file_values import number
 from ds_hetero.cluster.names import Named, card_named
 from ds_hetero.common.limits import MAX_RANKS
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, shortened
 from ds_hetero.common.units import GB, TERA
 from ds_hetero.errors import ClusterError
 
@@ -51,7 +51,7 @@ class Notation(NamedTuple):
         remarks: what was decided where the line left a choice, as sentences.
     """
 
-    content: dict[str, Any]
+    content: JsonDict
     remarks: tuple[str, ...]
 
 
@@ -90,7 +90,7 @@ def read_notation(gpus: str, network: str | None = None) -> Notation:
     if num_ranks > MAX_RANKS:
         raise ClusterError(f"--gpus names {num_ranks:,} devices, more than {MAX_RANKS:,}.")
     entries = [_entry("node" if len(nodes) == 1 else f"node{i}", node) for i, node in enumerate(nodes)]
-    content: dict[str, Any] = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
+    content: JsonDict = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
     if network is not None:
         rate = network_gb_per_s("--network", network)
         content["network"] = {"bandwidth_gb_per_s": rate, "latency_us": NETWORK_LATENCY_US}
@@ -185,14 +185,14 @@ def _slot(text: str) -> tuple[int, int]:
     return int(match["generation"]), lanes
 
 
-def _entry(name: str, node: Sequence[_Cards]) -> dict[str, Any]:
+def _entry(name: str, node: Sequence[_Cards]) -> JsonDict:
     devices = [cards.named.name for cards in node for _ in range(_ranks(cards))]
     links = {CATALOGUE[device].link_name for device in devices}
     if len(links) == 1 and not any(cards.slot for cards in node):
         rate = min(CATALOGUE[device].link_bytes_per_s for device in devices)
     else:
         rate = min(_pcie(cards) for cards in node)
-    entry: dict[str, Any] = {"name": name}
+    entry: JsonDict = {"name": name}
     if len(set(devices)) == 1:
         entry |= {"device": devices[0], "count": len(devices)}
     else:

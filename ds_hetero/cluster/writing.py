@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.file_values import DEVICE_KEYS
 from ds_hetero.cluster.topology import Cluster, Link
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.common.units import GB, MICRO
 from ds_hetero.errors import ClusterError
 
@@ -26,7 +24,7 @@ def check_cluster_file(option: str, file: Path) -> None:
         raise ClusterError(f"{option} must end in .yaml or .json, got {shortened(str(file))}.")
 
 
-def write_cluster(content: Mapping[str, Any], file: Path) -> None:
+def write_cluster(content: JsonObject, file: Path) -> None:
     """Write the content of a cluster file as JSON or YAML, as the file's ending says."""
     if file.suffix == ".json":
         text = json.dumps(content, indent=1)
@@ -37,11 +35,11 @@ def write_cluster(content: Mapping[str, Any], file: Path) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+def cluster_to_dict(cluster: Cluster) -> JsonDict:
     """The content of a cluster file, with every device written out, so that no catalogue is needed to read it."""
-    out: dict[str, Any] = {"nodes": []}
+    out: JsonDict = {"nodes": []}
     for node in cluster.nodes:
-        entry: dict[str, Any] = {"name": node.name, "devices": [device.name for device in node.devices]}
+        entry: JsonDict = {"name": node.name, "devices": [device.name for device in node.devices]}
         entry["link"] = _link_to_dict(node.link)
         if node.switch_bytes_per_s is not None:
             entry["link"]["total_gb_per_s"] = node.switch_bytes_per_s / GB
@@ -67,7 +65,7 @@ def _link_to_dict(link: Link) -> dict[str, float]:
     return out
 
 
-def _device_to_dict(device: DeviceSpec) -> dict[str, Any]:
+def _device_to_dict(device: DeviceSpec) -> JsonDict:
     values = {key: (getattr(device, field), unit) for key, (field, unit, _) in DEVICE_KEYS.items()}
     numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
     efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}

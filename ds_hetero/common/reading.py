@@ -20,6 +20,12 @@ from typing import Any
 
 from ds_hetero.errors import HeteroError
 
+JsonObject = Mapping[str, Any]
+"""An object of a JSON or YAML file."""
+
+JsonDict = dict[str, Any]
+"""One that is made, to be written."""
+
 MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_VALUES = 2_000_000

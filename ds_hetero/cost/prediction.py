@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import JsonDict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Prediction:
     busy_s: tuple[float, ...]
     parts_s: dict[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         return asdict(self)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.objective import SECONDS_PER_HOUR
 
 MILLION = 1e6
@@ -47,7 +47,7 @@ class Price:
             "if those are not rented"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {
             "per_million_tokens": self.per_million_tokens,

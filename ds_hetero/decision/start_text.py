@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ds_hetero.cluster import Cluster
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost import Workload
@@ -223,7 +223,7 @@ def _stage_text(stage: Stage) -> str:
     return f"{ranks} layer{f's {start}-{stop - 1}' if stop - start > 1 else f' {start}'}"
 
 
-def _memory_text(predicted: Mapping[str, Any]) -> str:
+def _memory_text(predicted: JsonObject) -> str:
     by_rank = {int(rank): need for rank, need in predicted.get("memory_bytes", {}).items()}
     most = max(by_rank, key=lambda rank: by_rank[rank])
     return f"at most {bytes_text(by_rank[most])} GiB on a rank (rank {most})"

@@ -6,7 +6,7 @@ others there, in `Registry.adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,19 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.engine.forward_mode import Wanted
-from ds_hetero.engine.process.patching import Patches
+from ds_hetero.engine.process.patching import Function, Patches
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.data.shard_info import ShardInfo
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule
-
-Batch = Mapping[str, Any]
-"""Entries by name: tensors, and whatever else a model takes."""
 
 
 class ResultsOfTokens(Protocol):
@@ -171,7 +169,7 @@ class StagedModel(Protocol):
         """As the user gave it, with the parts of other stages taken out."""
 
     @property
-    def configuration(self) -> dict[str, Any]:
+    def configuration(self) -> Entries:
         """The content of config.json of the whole model."""
 
     def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
@@ -260,13 +258,13 @@ class ProcessAdapter(Protocol):
     def gathering_over_replicas(self, accelerator: Any) -> AbstractContextManager[None]:
         """Let an Accelerator gather one value of each replica inside."""
 
-    def gathered_from_replicas(self, stock: Any) -> Any:
+    def gathered_from_replicas(self, stock: Function) -> Function:
         """``gather`` or ``gather_object`` of accelerate, which takes a replica's first rank inside of that."""
 
     def one_process_per_replica(self) -> AbstractContextManager[None]:
         """Let accelerate see replicas as its processes inside."""
 
-    def skip_first_batches(self, stock: Any) -> Any:
+    def skip_first_batches(self, stock: Function) -> Function:
         """Accelerate's function of that name, which skips steps of our loaders."""
 
 
@@ -277,10 +275,10 @@ class TrainerAdapter(Protocol):
     def shorter_outputs(self) -> tuple[str, ...]:
         """See `ds_hetero.engine.forward_mode.Wanted`."""
 
-    def needs_whole_sequences(self, trainer: Any) -> bool:
+    def needs_whole_sequences(self, trainer: object) -> bool:
         """Whether a trainer computes its loss from whole sequences."""
 
-    def expect_known(self, trainer: Any) -> None:
+    def expect_known(self, trainer: object) -> None:
         """Refuse a trainer that is not known to train on shards as on one process."""
 
     def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.engine.rows import NameRow, is_in, row_of
+from ds_hetero.runtime.data.shards import Batch
 
 OF_RESULTS = ("logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states", "return_dict")
 """Arguments that say what is returned, or by what the loss is divided, and not what is computed of tokens."""
@@ -42,7 +43,7 @@ def _ignored(why: str, *, in_pipelines: bool = False) -> Argument:
     return Argument(kind="ignored", why=why, in_pipelines=in_pipelines)
 
 
-def _refused(why: str, *off: Any, in_calls: str = "") -> Argument:
+def _refused(why: str, *off: object, in_calls: str = "") -> Argument:
     return Argument(kind="refused", why=why, off=(*_OFF, *off), in_calls=in_calls)
 
 
@@ -127,7 +128,7 @@ ARGUMENTS: Mapping[str, Argument] = {
 
 
 def refusals(
-    arguments: Mapping[str, Any], *, has_towers: bool = False, in_call: bool = False, in_pipelines: bool = False
+    arguments: Batch, *, has_towers: bool = False, in_call: bool = False, in_pipelines: bool = False
 ) -> list[str]:
     """Arguments with which a model would not compute what one process computes, each with its value and the reason.
 
@@ -144,7 +145,7 @@ def refusals(
     ]
 
 
-def _reason(row: Argument | None, value: Any, has_towers: bool, in_call: bool, in_pipelines: bool) -> str:
+def _reason(row: Argument | None, value: object, has_towers: bool, in_call: bool, in_pipelines: bool) -> str:
     """Why a value is refused; empty where it is not."""
     if is_in(value, _OFF if row is None else row.off):
         return ""
@@ -157,6 +158,6 @@ def _reason(row: Argument | None, value: Any, has_towers: bool, in_call: bool, i
     return _NOT_IN_PIPELINES if in_pipelines and not row.in_pipelines else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     shape = getattr(value, "shape", None)
     return shortened(value) if shape is None else f"{type(value).__name__} of shape {list(shape)}"

@@ -13,22 +13,25 @@ from ds_hetero.cost.workload import Buffers
 from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.values.section import SECTION, HeterogeneitySection, expect_section_name, read_section
 
+DsConfig = Mapping[str, Any]
+"""Content of ds_config.json."""
+
 _FP32 = ("fp32", "float32")
 
 
-def enabled(ds_config: Mapping[str, Any] | None) -> bool:
+def enabled(ds_config: DsConfig | None) -> bool:
     """Whether a DeepSpeed configuration asks for this engine. Looks no further: checking is for all ranks together."""
     if ds_config is None or SECTION not in ds_config:
         return False
     return not isinstance(_value(ds_config, SECTION), Mapping) or _value(ds_config, SECTION, "enabled") is not False
 
 
-def says_batches(ds_config: Mapping[str, Any] | None) -> bool:
+def says_batches(ds_config: DsConfig | None) -> bool:
     """Whether a DeepSpeed configuration asks for this engine, with the batch of every rank."""
     return enabled(ds_config) and _value(ds_config, SECTION, "batch") is not None
 
 
-def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
+def section_of(ds_config: DsConfig) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 
     Raises:
@@ -38,7 +41,7 @@ def section_of(ds_config: Mapping[str, Any]) -> HeterogeneitySection | None:
     return read_section(ds_config[SECTION]) if SECTION in ds_config else None
 
 
-def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
+def read_training_facts(ds_config: DsConfig) -> TrainingFacts:
     """Read everything that this engine needs to know of a DeepSpeed configuration."""
     bf16, former_bf16, fp16 = (_value(ds_config, name, "enabled") is True for name in ("bf16", "bfloat16", "fp16"))
     return TrainingFacts(
@@ -56,7 +59,7 @@ def read_training_facts(ds_config: Mapping[str, Any]) -> TrainingFacts:
     )
 
 
-def _buffers(ds_config: Mapping[str, Any]) -> Buffers:
+def _buffers(ds_config: DsConfig) -> Buffers:
     """Sizes in elements, also where they are written as 5e8; DeepSpeed's default for anything else, such as "auto"."""
     keys = {
         "reduce_bucket": "reduce_bucket_size",
@@ -76,12 +79,12 @@ def _value(ds_config: Any, *path: str) -> Any:
     return value
 
 
-def _number(ds_config: Mapping[str, Any], *path: str) -> int | None:
+def _number(ds_config: DsConfig, *path: str) -> int | None:
     """The whole number at a path; None for anything else, such as "auto"."""
     value = _value(ds_config, *path)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _offloads(ds_config: Mapping[str, Any], key: str) -> bool:
+def _offloads(ds_config: DsConfig, key: str) -> bool:
     device = _value(ds_config, "zero_optimization", key, "device")
     return device not in (None, "none")

@@ -100,7 +100,7 @@ def change_mode(**fields: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _in_mode(**fields: Any) -> Iterator[None]:
+def _in_mode(**fields: object) -> Iterator[None]:
     undo = change_mode(**fields)
     try:
         yield

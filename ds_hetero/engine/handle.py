@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from ds_hetero.engine.forward_mode import Wanted, sharding
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.job.monitoring.replanning import ScheduleChange
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import count_items
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import Plan
@@ -146,7 +146,7 @@ class Handle:
         calls = self._choose("dataloader")
         return calls.dataloader(dataloader, calls.device if device is None else torch.device(device), batches)
 
-    def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: Tensor | float | None = None) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch, num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
 
         Without ``num_items`` it is ``outputs.loss`` of ``engine(**batch)``.
@@ -171,7 +171,7 @@ class Handle:
     def mean(
         self,
         values: Tensor,
-        batch: Mapping[str, Any],
+        batch: Batch,
         where: Tensor | None = None,
         num_items: Tensor | float | None = None,
     ) -> Tensor:
@@ -223,7 +223,7 @@ class Handle:
         wanted = Wanted(own_outputs=False, logits=logits, hidden_state=hidden_state)
         return call_sharded(self.registry, model, batch, wanted)
 
-    def count_items(self, batches: Iterable[Mapping[str, Any]]) -> Tensor:
+    def count_items(self, batches: Iterable[Batch]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
         labels = [labels_that_count(batch) for batch in batches]
         return count_items(sum(part.ne(IGNORE_INDEX).sum() for part in labels), labels[0].device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 Kind = Literal["exact", "untried", "harmless", "refused", "ignored"]
 
@@ -30,7 +30,7 @@ class NameRow:
 
     kind: Kind
     why: str = ""
-    off: tuple[Any, ...] = (None, False)
+    off: tuple[object, ...] = (None, False)
 
 
 def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:
@@ -41,7 +41,7 @@ def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:
     return table[max(patterns, key=len)] if patterns else None
 
 
-def is_in(value: Any, values: tuple[Any, ...]) -> bool:
+def is_in(value: object, values: tuple[object, ...]) -> bool:
     """Whether ``values`` hold a value of the same type and content."""
     normal = value.lower() if isinstance(value, str) else value
     return any(type(normal) is type(other) and normal == other for other in values)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
-from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches
+from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts, says_batches
 from ds_hetero.values.section import SECTION
 
 
-def size_of_configuration(ds_config: Mapping[str, Any] | None) -> int | None:
+def size_of_configuration(ds_config: DsConfig | None) -> int | None:
     """Ranks that share a batch: ``sequence_parallel_size``, the ranks of an inline schedule, or all of the job.
 
     Where replicas take different batches, or are cut into stages, they are one worker on all ranks.

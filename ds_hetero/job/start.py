@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.decide_pipelines import idle_keys
 from ds_hetero.decision.facts import JobFacts
@@ -212,7 +212,7 @@ def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> Non
     )
 
 
-def _view(facts: JobFacts) -> dict[str, Any]:
+def _view(facts: JobFacts) -> JsonDict:
     """Facts that must not differ between ranks, beside the section."""
     return {
         "model": facts.model.name,
@@ -223,7 +223,7 @@ def _view(facts: JobFacts) -> dict[str, Any]:
     }
 
 
-def _expect_equal(views: Sequence[Mapping[str, Any]]) -> None:
+def _expect_equal(views: Sequence[JsonObject]) -> None:
     for name in dict.fromkeys(name for view in views for name in view):
         values = [view.get(name, _MISSING) for view in views]
         if any(value != values[0] for value in values):

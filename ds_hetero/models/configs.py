@@ -12,14 +12,14 @@ from typing import Any
 
 from ds_hetero.common.limits import MAX_HEADS, MAX_LAYERS, is_whole, whole_rule
 from ds_hetero.common.paths import config_dir, is_file, is_folder
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import JsonObject, read_file, shortened
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
 from ds_hetero.models.recurrent_layers import RecurrentLayers, recurrent_layers_of
 from ds_hetero.models.shapes import ModelSpec
 
 
-def load_model(source: str | Path | Mapping[str, Any]) -> ModelSpec:
+def load_model(source: str | Path | JsonObject) -> ModelSpec:
     """A model from a config.json, a folder with one, the name of a preset, or the same inline.
 
     Raises:
@@ -129,7 +129,7 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
     )
 
 
-def _refuse_unlike_layers(config: Mapping[str, Any], name: str) -> None:
+def _refuse_unlike_layers(config: JsonObject, name: str) -> None:
     """Sizes of some layers beside those of the model, as of Gemma 4; these are read nowhere else."""
     unlike = "layers of unlike sizes have no cost model yet."
     by_layer = config.get("per_layer_config") or {}
@@ -164,7 +164,7 @@ _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 _UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
 
 
-def _head_sizes(config: Mapping[str, Any], heads: str, hidden: str, name: str) -> tuple[int, int, int]:
+def _head_sizes(config: JsonObject, heads: str, hidden: str, name: str) -> tuple[int, int, int]:
     """Query heads, key/value heads and the width of a head; ``heads`` and ``hidden`` are the config's keys."""
     num_heads, hidden_size, kv_key = _whole(config, heads, name), _whole(config, hidden, name), "num_key_value_heads"
     num_kv_heads = _whole(config, kv_key, name) if config.get(kv_key) is not None else num_heads
@@ -179,9 +179,7 @@ def _head_sizes(config: Mapping[str, Any], heads: str, hidden: str, name: str) -
     return num_heads, num_kv_heads, head_dim
 
 
-def _mlp_keys(
-    config: Mapping[str, Any], experts_key: str | None, recurrent: RecurrentLayers | None
-) -> tuple[str, str | None]:
+def _mlp_keys(config: JsonObject, experts_key: str | None, recurrent: RecurrentLayers | None) -> tuple[str, str | None]:
     """The keys of the width of an MLP or an expert, and of an MLP beside the experts; None where there is none."""
     shared = next((key for key in _SHARED if config.get(key)), None) if recurrent else None
     if experts_key is None:  # what stands beside no experts is the only MLP
@@ -189,7 +187,7 @@ def _mlp_keys(
     return ("moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"), shared
 
 
-def _is_dense(config: Mapping[str, Any], num_layers: int) -> bool:
+def _is_dense(config: JsonObject, num_layers: int) -> bool:
     """Whether every layer's MLP is a plain one although the configuration has experts."""
     plain = config.get("mlp_only_layers")
     return isinstance(plain, (list, tuple)) and all(layer in plain for layer in range(num_layers))
@@ -198,7 +196,7 @@ def _is_dense(config: Mapping[str, Any], num_layers: int) -> bool:
 _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
-def _refuse_other_attention(config: Mapping[str, Any], name: str, recurrent: RecurrentLayers | None) -> None:
+def _refuse_other_attention(config: JsonObject, name: str, recurrent: RecurrentLayers | None) -> None:
     """Layers that a split of heads and tokens cannot describe.
 
     Args:
@@ -230,21 +228,21 @@ def _refuse_other_attention(config: Mapping[str, Any], name: str, recurrent: Rec
         )
 
 
-def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
+def _whole(config: JsonObject, key: str, name: str) -> int:
     value, most = config[key], _LARGEST.get(key, 2**24)
     if not is_whole(value, 1, most):
         raise ModelError(f"{name}: {key} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
     return int(value)
 
 
-def _text(config: Mapping[str, Any], key: str, name: str) -> str:
+def _text(config: JsonObject, key: str, name: str) -> str:
     value = config.get(key)
     if not (value is None or isinstance(value, str)):
         raise ModelError(f"{name}: {key} must be text, got {shortened(value)}.")
     return value or ""
 
 
-def _flag(config: Mapping[str, Any], key: str, default: bool, name: str) -> bool:
+def _flag(config: JsonObject, key: str, default: bool, name: str) -> bool:
     value = config.get(key)
     if not (value is None or isinstance(value, bool)):
         raise ModelError(f"{name}: {key} must be true or false, got {shortened(value)}.")

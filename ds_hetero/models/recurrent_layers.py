@@ -7,12 +7,11 @@ Dimension key: N heads of the scan, K heads of its keys, D width of a key, P wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds_hetero.common.limits import MAX_HEADS, is_whole, whole_rule
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.common.text import listed
 from ds_hetero.errors import ModelError
 
@@ -96,7 +95,7 @@ class RecurrentLayers:
             return 4 * inside * self.key_dim + systems + 2 * inside * self.head_dim + 3 * state
         return 2 * inside * (self.key_dim + self.head_dim) + 2 * state
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> JsonDict:
         """Keys of a config.json from which `recurrent_layers_of` makes the same; the order of layers is lost."""
         both = self.num_layers + self.num_attention_layers - self.num_model_layers
         kinds = ["hybrid"] * both + ["linear_attention"] * (self.num_layers - both)
@@ -121,7 +120,7 @@ class RecurrentLayers:
         }
 
 
-def recurrent_layers_of(config: Mapping[str, Any], num_layers: int, name: str) -> RecurrentLayers | None:
+def recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> RecurrentLayers | None:
     """The recurrent layers of a model, from its configuration; None where it names none that are known.
 
     Args:
@@ -164,7 +163,7 @@ def recurrent_layers_of(config: Mapping[str, Any], num_layers: int, name: str) -
     )
 
 
-def _kinds(config: Mapping[str, Any], num_layers: int, name: str) -> list[str]:
+def _kinds(config: JsonObject, num_layers: int, name: str) -> list[str]:
     """The kind of every layer."""
     given = config.get("layer_types") or config.get("layers_block_type")
     if given is not None:
@@ -188,7 +187,7 @@ def _kinds(config: Mapping[str, Any], num_layers: int, name: str) -> list[str]:
     return ["full_attention" if i in places else "mamba" for i in range(num_layers)]
 
 
-def _mamba_head_dim(config: Mapping[str, Any], heads: int, name: str) -> int:
+def _mamba_head_dim(config: JsonObject, heads: int, name: str) -> int:
     if is_whole(config.get("mamba_d_head"), 1, 2**16):  # else "auto", or left out
         return _whole(config, "mamba_d_head", name)
     if config.get("mamba_d_ssm"):
@@ -200,7 +199,7 @@ def _mamba_head_dim(config: Mapping[str, Any], heads: int, name: str) -> int:
     return inner // heads
 
 
-def _whole(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+def _whole(config: JsonObject, key: str, name: str, default: int | None = None) -> int:
     value: Any = config.get(key)
     if value is None and default is not None:
         return default

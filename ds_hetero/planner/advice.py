@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import distinct
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
@@ -43,7 +43,7 @@ class FewerRanks:
     left_out: tuple[int, ...]
     planned: PlannedSchedule
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {
             "ranks": list(self.left_out),
@@ -64,7 +64,7 @@ class OtherStage:
     stage: int
     iteration_s: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {"stage": self.stage, "iteration_s": self.iteration_s}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.price import Price, price_of
@@ -33,7 +34,7 @@ class Rejected:
     prediction: Prediction | None
     reason: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {"name": self.name, "block_s": self.prediction and self.prediction.block_s, "reason": self.reason}
 
@@ -56,7 +57,7 @@ class Rival:
     reason: str | None = None
     plan: Plan | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {"name": self.name, "step_s": self.step_s, "value": self.value, "reason": self.reason}
 
@@ -80,7 +81,7 @@ class Planned(ABC):
     idle_ranks: tuple[int, ...]
 
     @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
 
     @property
@@ -129,7 +130,7 @@ class PlannedSchedule(Planned):
         """Share of the speed at perfect balance with free communication that the schedule reaches."""
         return self.prediction.bound_s / self.prediction.block_s
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {
             "schedule": self.schedule.to_dict(),
@@ -172,7 +173,7 @@ class PlannedPipelines(Planned):
     rivals: dict[str, Rival]
     reasons: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {
             "plan": self.plan.to_dict(),

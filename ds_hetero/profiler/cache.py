@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import read_file
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file
 from ds_hetero.common.text import bytes_text
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
@@ -61,7 +61,7 @@ def measure_cached(
     window_s: float = WINDOW_S,
     show_progress: bool = True,
     folder: Path | None = None,
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[JsonDict, bool]:
     """Measure the live ranks, or return the result from the last time that these very ranks were measured.
 
     Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew. Where there is no
@@ -95,7 +95,7 @@ def measure_cached(
         return content, True
 
 
-def describe_age(content: Mapping[str, Any], is_new: bool) -> str:
+def describe_age(content: JsonObject, is_new: bool) -> str:
     """Say on rank 0 when ``content`` was measured, whether that can be trusted, and how to measure anew.
 
     Args:
@@ -158,12 +158,12 @@ def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | Non
     return folder / f"{fingerprint(ranks)}.json"
 
 
-def read_profile(path: Path, ranks: Sequence[RankFacts]) -> dict[str, Any] | None:
+def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
     """Read a cached profile of ``ranks``; None where there is none that can be used."""
     try:
         if not path.exists():
             return None
-        content: dict[str, Any] = read_file(path, "profile", ClusterError, max_bytes=MAX_BYTES)
+        content: JsonDict = read_file(path, "profile", ClusterError, max_bytes=MAX_BYTES)
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
             raise ValueError("it is of other ranks")
@@ -209,7 +209,7 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
         raise ValueError("its efficiencies are not what its own timings give")
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     """Write a profile completely or not at all: another job may read at any moment."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

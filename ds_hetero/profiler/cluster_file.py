@@ -17,6 +17,7 @@ from typing import Any
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.device import Efficiency
 from ds_hetero.cluster.file_values import LINK_RATIO, OVERHEAD_S, POSITIVE, Bounds
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.fit import (
@@ -36,7 +37,7 @@ SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ 
 SHARED_PORT = 0.8  # a NIC or switch is shared if all pairs together get less than this share of what each got alone
 
 Nodes = Mapping[str, Sequence[int]]
-Samples = Sequence[Mapping[str, Any]]
+Samples = Sequence[JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +67,7 @@ class RankFacts:
     softcap: float | None = None
 
 
-def cluster_content(
-    ranks: Sequence[RankFacts], samples: Samples, circumstances: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def cluster_content(ranks: Sequence[RankFacts], samples: Samples, circumstances: JsonObject | None = None) -> JsonDict:
     """The content of a cluster file for ranks and their samples.
 
     Args:
@@ -80,13 +79,13 @@ def cluster_content(
     names, devices, errors = _devices(ranks, samples)
     entries = []
     for node, members in nodes.items():
-        entry: dict[str, Any] = {"name": node, "devices": [names[rank] for rank in members]}
+        entry: JsonDict = {"name": node, "devices": [names[rank] for rank in members]}
         entry["link"], link_errors = _inside(node, members, samples)
         errors |= link_errors
         if nic := _shared_nic(members, samples):
             entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB}
         entries.append(entry)
-    content: dict[str, Any] = {
+    content: JsonDict = {
         "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, "
         f"{', '.join(dict.fromkeys(rank.attention for rank in ranks))} of torch {ranks[0].torch}",
         "nodes": entries,
@@ -103,11 +102,11 @@ def cluster_content(
         "fit_errors": {term: asdict(error) for term, error in errors.items()},
         "samples": list(samples),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(content))  # lists for tuples, as they will be read back
+    plain: JsonDict = json.loads(json.dumps(content))  # lists for tuples, as they will be read back
     return plain
 
 
-def calibrate(content: Mapping[str, Any]) -> dict[str, Any]:
+def calibrate(content: JsonObject) -> JsonDict:
     """The same file with devices and links fitted anew from the raw timings in its profile, and the errors by term.
 
     For profiles that an earlier release has written; what people have changed in the file by hand is lost.
@@ -133,10 +132,10 @@ def fingerprint(ranks: Sequence[RankFacts]) -> str:
 
 def _devices(
     ranks: Sequence[RankFacts], samples: Samples
-) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, FitError]]:
+) -> tuple[list[str], dict[str, JsonDict], dict[str, FitError]]:
     """Kind of every rank, the kinds as entries of the file, and the errors of their fits."""
     names = [""] * len(ranks)
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, JsonDict] = {}
     errors: dict[str, FitError] = {}
     for kind in _kinds(ranks, samples):
         name = _unused(ranks[kind[0]].device, entries)
@@ -183,7 +182,7 @@ def _with_peaks_reached(
     return *peaks, replace(efficiency, **shares, memory=min(1.0, efficiency.memory))
 
 
-def _best_rate(sample: Mapping[str, Any]) -> float:
+def _best_rate(sample: JsonObject) -> float:
     """The best rate that was measured on a device that no catalogue knows."""
     return max([float(sample["peak_flops_per_s"]), *(float(layer[1] / layer[3]) for layer in sample["layers"])])
 
@@ -207,7 +206,7 @@ def _middle(kind: Any, samples: Sequence[Sequence[float]]) -> Any:
     return kind(*(v[0] if len(set(v)) == 1 else median(v) for v in zip(*samples, strict=True)))
 
 
-def _unused(name: str, taken: Mapping[str, Any]) -> str:
+def _unused(name: str, taken: JsonObject) -> str:
     return name if name not in taken else next(f"{name}#{i}" for i in range(2, 10_000) if f"{name}#{i}" not in taken)
 
 
@@ -228,7 +227,7 @@ def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[s
     return entry, {f"inside {node}": alone.error, f"all-to-all inside {node}": exchange.error}
 
 
-def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[dict[str, Any]], dict[str, FitError]]:
+def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[JsonDict], dict[str, FitError]]:
     """The usual link between nodes, links that differ from it by a fifth, and the errors of the fits."""
     node_of = {rank: node for node, members in nodes.items() for rank in members}
     fits: dict[tuple[str, str], TransferFit] = {}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.profiler.cache import measure_cached
 from ds_hetero.profiler.device_probes import head_dim_on
 from ds_hetero.profiler.measure import WINDOW_S, measure
@@ -16,7 +17,7 @@ from ds_hetero.runtime.devices import default_device, default_dtype
 
 def profile_ranks(
     dtype: torch.dtype | None = None, *, window_s: float = WINDOW_S, show_progress: bool = True
-) -> dict[str, Any]:
+) -> JsonDict:
     """Measure the live ranks with the runtime's best kernel; see `ds_hetero.profiler.measure.measure`."""
     return measure(attention=kernel_probe(dtype), dtype=dtype, window_s=window_s, show_progress=show_progress)
 
@@ -26,7 +27,7 @@ def profile_cached(
     kernel: str | None = None,
     head_dim: int | None = None,
     softcap: float | None = None,
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[JsonDict, bool]:
     """Measure the live ranks once as they will train; see `ds_hetero.profiler.cache.measure_cached`.
 
     Args:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ds_hetero.common.reading import JsonObject
 
 MAX_OTHERS = 0.25  # of a host's cores, kept busy by other processes
 MAX_SPREAD = 0.25  # by which the slowest of the equal timings may exceed the fastest
@@ -96,7 +98,7 @@ def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> 
     return Quietness(max(shares, default=None), spread)
 
 
-def busy_reason(profile: Mapping[str, Any]) -> str | None:
+def busy_reason(profile: JsonObject) -> str | None:
     """Why a profile is one of busy machines, for people; None if they were quiet.
 
     Args:

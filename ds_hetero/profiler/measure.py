@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import RankFacts, cluster_content, nodes_of
 from ds_hetero.profiler.device_probes import (
@@ -49,7 +50,7 @@ def measure(
     attention: AttentionProbe | None = None,
     window_s: float = WINDOW_S,
     show_progress: bool = True,
-) -> dict[str, Any]:
+) -> JsonDict:
     """Measure devices and links of all ranks.
 
     Args:
@@ -82,7 +83,7 @@ def measure(
         circumstances = {"measured_at": measured_at.isoformat(timespec="seconds"), "machine": asdict(quietness)}
         advance("fitting", 1.0)
 
-        def fit() -> dict[str, Any]:
+        def fit() -> JsonDict:
             if own_rank() > 0:
                 return {}
             with _naming("fitting"):
@@ -93,7 +94,7 @@ def measure(
 
 def _time_devices(
     num_ranks: int, timer: Timer, dtype: torch.dtype, attention: AttentionProbe, advance: Advance
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """Time the devices of all ranks, part by part, all ranks at once; return the samples by rank.
 
     After every part the same product is timed, as ``repeats``: what differs there is not the device.
@@ -112,7 +113,7 @@ def _time_devices(
         "layers": lambda: counted("layers", layer_probes(timer, dtype)),
         "attention": lambda: counted("attention", attention_probes(timer, dtype, attention)),
     }
-    samples: list[dict[str, Any]] = [{"repeats": []} for _ in range(num_ranks)]
+    samples: list[JsonDict] = [{"repeats": []} for _ in range(num_ranks)]
     for name, part in parts.items():
 
         def time_part(name: str = name, part: Callable[[], Any] = part) -> Any:
@@ -136,11 +137,11 @@ def _naming(part: str) -> Iterator[None]:
         ) from error
 
 
-def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) -> dict[str, Any]:
+def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) -> JsonDict:
     """Time this rank's links; return its samples by round. All ranks go through the same rounds."""
     nodes: Mapping[str, list[int]] = nodes_of(ranks)
     rank, members = dist.get_rank(), list(nodes.values())
-    samples: dict[str, Any] = {}
+    samples: JsonDict = {}
     for name, pairs in (rounds_inside(members) | rounds_between(members)).items():
         advance(f"links {name}", 0.02)
         samples[name] = pair_round(pairs, rank, device, at_once=name.endswith("at once"))

@@ -19,7 +19,7 @@ from typing import Any
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cluster.writing import cluster_to_dict
 from ds_hetero.common.limits import MAX_SEQ_LEN, is_whole
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import JsonDict, read_file, shortened
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
@@ -54,7 +54,7 @@ class PlanScenario:
     clusters: tuple[Cluster, ...]
     lengths: tuple[int, ...] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Return the content of "scenario"."""
         workload = {name: getattr(self.workload, name) for name in _WORKLOAD}
         return {
@@ -124,7 +124,7 @@ class DescribedPlan:
         only = self.scenario.clusters[0]
         return only if len(self.scenario.clusters) == 1 else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Return the content of a plan file, which a job reads too."""
         is_single = self.num_replicas == 1 and self.plan.batch_split is None
         if is_single:
@@ -221,9 +221,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 
-def _config_of(model: ModelSpec) -> dict[str, Any]:
+def _config_of(model: ModelSpec) -> JsonDict:
     """Return the keys of a config.json that make this model again."""
-    config: dict[str, Any] = {
+    config: JsonDict = {
         "model_type": "llama" if model.gated_mlp else "gpt_neox",
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, Link
 from ds_hetero.common.limits import MAX_SEQ_LEN
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.errors import HeteroError
@@ -103,7 +104,7 @@ def points_of(described: DescribedPlan) -> Iterator[GridPoint]:
                 yield GridPoint(seq_len, factor, number, model_there)
 
 
-def grid_of(described: DescribedPlan) -> dict[str, Any] | None:
+def grid_of(described: DescribedPlan) -> JsonDict | None:
     """Return the grid as data for the page; None for plans of several replicas or of pipelines.
 
     "this" is the plan as it is, and without a card the plan that is best without it today; "anew" is the plan that is
@@ -158,7 +159,7 @@ def _best(cost: CostModel) -> Schedule | None:
         return None
 
 
-def _answer(cost: CostModel, schedule: Schedule, schedules: list[Schedule]) -> dict[str, Any]:
+def _answer(cost: CostModel, schedule: Schedule, schedules: list[Schedule]) -> JsonDict:
     try:
         prediction = cost.predict(schedule)
     except HeteroError as error:

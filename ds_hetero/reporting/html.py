@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ds_hetero.common.reading import JsonDict, JsonObject
 
 ECHARTS = "echarts-6.1.0.min.js"
 """The chart library: Apache ECharts 6.1.0, only the parts that the page uses; ``assets/echarts/README.md`` says how."""
@@ -80,7 +82,7 @@ def preformatted(text: str) -> Markup:
     return Markup(f"<pre>{html.escape(text)}</pre>")
 
 
-def definitions(values: Mapping[str, Any]) -> Markup:
+def definitions(values: JsonObject) -> Markup:
     """Names with their values, the most important ones of the page."""
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in values.items())
     return Markup(f'<dl class="cards">{items}</dl>')
@@ -97,8 +99,8 @@ class Page:
     def __init__(self, title: str, lead: str = "") -> None:
         self._title, self._lead = title, lead
         self._sections: list[tuple[str, str, str]] = []
-        self._charts: list[dict[str, Any]] = []
-        self._grid: Mapping[str, Any] | None = None
+        self._charts: list[JsonDict] = []
+        self._grid: JsonObject | None = None
 
     def section(self, title: str, *parts: Any) -> None:
         """Add a section; parts that are no `Markup` are paragraphs."""
@@ -106,7 +108,7 @@ class Page:
         body = "".join(part if isinstance(part, Markup) else paragraph(part) for part in parts)
         self._sections.append((f"section-{number}", title, body))
 
-    def chart(self, kind: str, label: str, data: Mapping[str, Any], height: int = 260) -> Markup:
+    def chart(self, kind: str, label: str, data: JsonObject, height: int = 260) -> Markup:
         """Add a chart and return its place.
 
         Args:
@@ -122,7 +124,7 @@ class Page:
             f'style="height:{height}px"></div><figcaption>{html.escape(label)}</figcaption></figure>'
         )
 
-    def sliders(self, grid: Mapping[str, Any]) -> Markup:
+    def sliders(self, grid: JsonObject) -> Markup:
         """Sliders over a grid of `ds_hetero.reporting.grid`, and the place of what they show."""
         self._grid = grid
         rows = (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.errors import PlanError
@@ -130,7 +131,7 @@ def _add_summary(
     step_s = slowest.iteration_s
     tokens = sum(cost.workload.seq_len * cost.workload.micro_batch * cost.workload.micro_batches for cost in costs)
     too_much = next((prediction.reason for prediction in predictions if prediction.reason), None)
-    cards: dict[str, Any] = {
+    cards: JsonDict = {
         "Predicted step": time_text(step_s),
         "Tokens per second": f"{tokens / step_s:,.0f}",
         "Of the speed at perfect balance": f"{slowest.bound_s / slowest.block_s:.1%}",

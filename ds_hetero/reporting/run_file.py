@@ -18,7 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.reporting.described_plan import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
@@ -108,7 +108,7 @@ class RunFile:
     steps: int
     ranks: tuple[MeasuredRank, ...]
     observations: tuple[Mapping[str, float], ...] = ()
-    changes: tuple[Mapping[str, Any], ...] = ()
+    changes: tuple[JsonObject, ...] = ()
     traced_step: int | None = None
     trace: tuple[tuple[TracedRange, ...], ...] = ()
 
@@ -117,7 +117,7 @@ class RunFile:
         """Mean seconds of a step on the slowest rank."""
         return max(rank.step_s for rank in self.ranks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Return the content of the file."""
         return {
             "format": FORMAT,
@@ -197,7 +197,7 @@ def read_run(path: str | Path) -> RunFile:
         raise PlanError(f"run file {shortened(str(path))} is damaged: {error}.") from None
 
 
-def _read(data: Mapping[str, Any]) -> RunFile:
+def _read(data: JsonObject) -> RunFile:
     plan = read_plan(data["plan"])
     if data["digest"] != plan_digest(plan):
         raise PlanError(
@@ -223,7 +223,7 @@ def _read(data: Mapping[str, Any]) -> RunFile:
     )
 
 
-def _read_rank(data: Mapping[str, Any]) -> MeasuredRank:
+def _read_rank(data: JsonObject) -> MeasuredRank:
     names = [field.name for field in fields(MeasuredRank) if field.name != "device"]
     data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of before do not have these
     return MeasuredRank(device=_text(data["device"], "device"), **{name: _number(data[name], name) for name in names})

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import CostModel
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.run_file import RunFile, TracedRange
@@ -49,27 +50,27 @@ class _Process:
     name: str
     order: int
 
-    def metadata(self, threads: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def metadata(self, threads: Sequence[str]) -> Iterator[JsonDict]:
         """Events that name the process and its threads."""
         yield _meta(self.pid, 0, "process_name", {"name": self.name})
         yield _meta(self.pid, 0, "process_sort_index", {"sort_index": self.order})
         for tid, thread in enumerate(threads):
             yield _meta(self.pid, tid, "thread_name", {"name": thread})
 
-    def span(self, tid: int, name: str, start_s: float, stop_s: float, **args: Any) -> dict[str, Any]:
+    def span(self, tid: int, name: str, start_s: float, stop_s: float, **args: Any) -> JsonDict:
         """One complete event."""
         event = {"ph": "X", "cat": "ds_hetero", "name": name, "pid": self.pid, "tid": tid}
         return {**event, "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6, **({"args": args} if args else {})}
 
 
-def trace_of(described: DescribedPlan, run: RunFile | None = None) -> dict[str, Any]:
+def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
     """Return the trace of one optimizer step.
 
     Args:
         described: the plan with what it was made for.
         run: what a job measured that ran it; its ranks stand below the predicted ones.
     """
-    events: list[dict[str, Any]] = []
+    events: list[JsonDict] = []
     if described.num_replicas:
         for replica in range(described.num_replicas):
             first = described.plan.schedules[replica].ranks[0]
@@ -82,7 +83,7 @@ def trace_of(described: DescribedPlan, run: RunFile | None = None) -> dict[str, 
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> Iterator[dict[str, Any]]:
+def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> Iterator[JsonDict]:
     prediction, work = cost.predict(schedule), cost.workload
     blocks = predicted_block(cost, schedule, prediction)
     share, _ = phase_shares(cost, schedule)
@@ -121,7 +122,7 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
             yield process.span(COMPUTE, PREFIX + "step", now_s, prediction.iteration_s)
 
 
-def _predicted_pipelines(described: DescribedPlan) -> Iterator[dict[str, Any]]:
+def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
     """Bars of 1F1B. A published model has a formula for the end and no bars: these are stretched to end there."""
     costs, finished = judged(described)
     for number, pipeline in enumerate(described.plan.pipelines):
@@ -140,7 +141,7 @@ def _predicted_pipelines(described: DescribedPlan) -> Iterator[dict[str, Any]]:
                     yield process.span(COMPUTE, PREFIX + "step", end_s, finished.step_s)
 
 
-def _measured(run: RunFile) -> Iterator[dict[str, Any]]:
+def _measured(run: RunFile) -> Iterator[JsonDict]:
     for rank, ranges in enumerate(run.trace):
         device = run.ranks[rank].device
         process = _Process(len(run.ranks) + rank, f"measured: rank {rank} ({device})", 2 * rank + 1)
@@ -170,5 +171,5 @@ def _rank_name(cost: CostModel, first_rank: int, rank: int) -> str:
     return f"predicted: rank {first_rank + rank} ({cost.cluster.devices[rank].name})"
 
 
-def _meta(pid: int, tid: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+def _meta(pid: int, tid: int, name: str, args: JsonDict) -> JsonDict:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.names import catalogue_name
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
 from ds_hetero.profiler.link_probes import pair_round
@@ -16,7 +16,7 @@ from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.watch import Session
 
 
-def check_bandwidth(session: Session, described: Mapping[str, Any]) -> Iterator[Line]:
+def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
     """One line per part, with what this rank measured.
 
     Args:

@@ -7,12 +7,12 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.units import GIB
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.environment import expect_same_environment, own_environment
@@ -24,7 +24,7 @@ _HEAD_DIM = 128
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe_rank(with_host_name: bool) -> dict[str, Any]:
+def describe_rank(with_host_name: bool) -> JsonDict:
     """This rank, as JSON; with ``error`` alone where it has a device that cannot be used.
 
     Args:
@@ -36,9 +36,9 @@ def describe_rank(with_host_name: bool) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _describe(device: torch.device, with_host_name: bool) -> dict[str, Any]:
+def _describe(device: torch.device, with_host_name: bool) -> JsonDict:
     host = socket.gethostname()
-    described: dict[str, Any] = {
+    described: JsonDict = {
         "host": hashlib.sha256(f"{host}{_boot_id()}".encode()).hexdigest(),
         "type": device.type,
         **(_describe_gpu(device) if device.type == "cuda" else _describe_cpu()),
@@ -50,7 +50,7 @@ def _describe(device: torch.device, with_host_name: bool) -> dict[str, Any]:
     return {**described, "host_name": host} if with_host_name else described
 
 
-def _describe_gpu(device: torch.device) -> dict[str, Any]:
+def _describe_gpu(device: torch.device) -> JsonDict:
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
@@ -62,7 +62,7 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _describe_cpu() -> dict[str, Any]:
+def _describe_cpu() -> JsonDict:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"device": f"CPU ({platform.machine()})", "memory_gib": round(memory_bytes / GIB, 1)}
 
@@ -90,7 +90,7 @@ def _native_types(device: torch.device) -> list[str]:
     return ["float32", "float16", *(["bfloat16"] if has_native_bf16(device) else [])]
 
 
-def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_ranks(ranks: Sequence[JsonObject]) -> None:
     """Refuse ranks that cannot train together.
 
     Args:
@@ -111,7 +111,7 @@ def check_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
     expect_same_environment([described["environment"] for described in ranks])
 
 
-def nodes_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], ...]:
+def nodes_of_ranks(ranks: Sequence[JsonObject]) -> tuple[tuple[int, ...], ...]:
     """Ranks by node, in the order of their first ranks."""
     nodes: dict[str, list[int]] = ranks_by_value((rank, described["host"]) for rank, described in enumerate(ranks))
     return tuple(map(tuple, nodes.values()))

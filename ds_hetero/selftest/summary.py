@@ -6,14 +6,14 @@ import io
 import json
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.selftest.lines import Line
 
 _WIDTH = 120
@@ -32,7 +32,7 @@ class Report:
         seconds: that the run took.
     """
 
-    ranks: list[Mapping[str, Any]] = field(default_factory=list)
+    ranks: list[JsonObject] = field(default_factory=list)
     nodes: tuple[tuple[int, ...], ...] = ()
     lines: list[Line] = field(default_factory=list)
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class Report:
         """Whether nothing has failed."""
         return not any(line.status == "fail" for line in self.lines)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """As JSON."""
         ranks = [{key: value for key, value in rank.items() if key not in _PRIVATE} for rank in self.ranks]
         return {
@@ -95,12 +95,12 @@ class Report:
         return table
 
 
-def _device(described: Mapping[str, Any]) -> str:
+def _device(described: JsonObject) -> str:
     capability = f", sm {described['capability']}" if "capability" in described else ""
     return f"{described['device']}{capability}"
 
 
-def _software(described: Mapping[str, Any]) -> str:
+def _software(described: JsonObject) -> str:
     names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
     return ", ".join(f"{text} {described[key]}" for key, text in names.items() if described.get(key))
 

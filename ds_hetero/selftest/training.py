@@ -6,13 +6,13 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ds_hetero
 from ds_hetero.common.extras import TRAINING, require
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import HeteroError
 from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.schedules import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
@@ -74,7 +74,7 @@ def _train_on_ranks(model: nn.Module, batch: Mapping[str, Tensor], stage: int, s
     from ds_hetero.frameworks.deepspeed.small_job import train_one_step
 
     schedules = list(uneven_schedules(session.size).values())
-    config: dict[str, Any] = {
+    config: JsonDict = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": _CLIP,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ds_hetero.common.limits import MAX_HEADS, MAX_RANKS, is_weight, is_whole, whole_rule
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Piece, Split, refine, share
 
@@ -188,7 +188,7 @@ class Schedule:
         groups = tuple(replace(g, ranks=tuple(ranks.index(r) for r in g.ranks)) for g in self.groups)
         return replace(self, groups=groups)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The schedule file format, version 1; see docs/schedules.md."""
         return {
             "version": VERSION,
@@ -209,7 +209,7 @@ class Schedule:
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+    def from_dict(cls, data: JsonObject) -> Schedule:
         """Read the schedule file format.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ds_hetero.common.limits import MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, is_weight
-from ds_hetero.common.reading import check_content, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, check_content, shortened
 from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
@@ -73,8 +73,8 @@ class HeterogeneitySection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = True
-    cluster: str | dict[str, Any] = "measure"
-    schedule: str | dict[str, Any] = "plan"
+    cluster: str | JsonDict = "measure"
+    schedule: str | JsonDict = "plan"
     batch: Literal["by_speed"] | list[Annotated[int, Field(ge=1, le=MAX_BATCH)]] | None = None
     parallel: Literal["sequence", "full"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
@@ -157,7 +157,7 @@ _OBJECTS: dict[str, type[BaseModel]] = {"placement": PlacementSection, "replan":
 _NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
 
 
-def expect_section_name(ds_config: Mapping[str, Any]) -> None:
+def expect_section_name(ds_config: JsonObject) -> None:
     """Refuse a configuration with a key that is nearly the section's name, which DeepSpeed would ignore.
 
     Raises:
@@ -198,7 +198,7 @@ def read_section(raw: Any) -> HeterogeneitySection | None:
     return section if section.enabled else None
 
 
-def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
+def _explain(error: ValidationError, raw: JsonObject) -> Iterator[str]:
     """One line per wrong key, each naming the key, the value and what is accepted."""
     seen = set()
     for problem in error.errors():
@@ -218,7 +218,7 @@ def _explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{SECTION}.{path}": {_value(raw, path)}{rule}. {accepted(path)}'
 
 
-def _path(location: tuple[int | str, ...], raw: Mapping[str, Any]) -> str:
+def _path(location: tuple[int | str, ...], raw: JsonObject) -> str:
     """Of the key that a problem is with; inside an object only where the user wrote one."""
     is_inside = location[:1] and location[0] in _OBJECTS and isinstance(raw.get(str(location[0])), Mapping)
     return ".".join(str(part) for part in location[: 2 if is_inside else 1])
@@ -233,7 +233,7 @@ def accepted(path: str) -> str:
     return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
 
 
-def _value(raw: Mapping[str, Any], path: str) -> str:
+def _value(raw: JsonObject, path: str) -> str:
     value: Any = raw
     for part in path.split("."):
         value = value[part]

@@ -18,7 +18,7 @@ from ds_hetero.cluster.notation import device_remarks, read_notation
 from ds_hetero.cluster.prices import read_prices, with_prices
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.paths import is_file, is_pipe
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import JsonDict, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
@@ -159,7 +159,7 @@ def scenario_options(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def with_scenario(**arguments: Any) -> Any:
-            def taken(*names: str) -> dict[str, Any]:
+            def taken(*names: str) -> JsonDict:
                 return {name: arguments.pop(name) for name in names if name in arguments}
 
             scenario = Scenario(

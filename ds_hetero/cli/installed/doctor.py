@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ import click
 from ds_hetero.cli.inputs.options import AS_JSON, FILE, TOKENS
 from ds_hetero.cli.outputs.printing import print_table
 from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, require
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.errors import ModelError
 from ds_hetero.models import load_model
 from ds_hetero.values.schedule import Schedule
@@ -120,7 +121,7 @@ def model_facts(
     return replace(facts, name=spec.name, spec=spec, no_spec_reason="")
 
 
-def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> dict[str, Any]:
+def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> JsonDict:
     """Everything that is printed, as plain data; ``healthy`` says whether training would start.
 
     Args:
@@ -138,13 +139,13 @@ def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.M
     return {"healthy": healthy, "packages": packages, "devices": _kernels_by_device(), "section": section}
 
 
-def _package(package: Package) -> dict[str, Any]:
+def _package(package: Package) -> JsonDict:
     problem = None if package.is_tested else "not installed" if package.release is None else f"needs {package.tested}"
     optional = package.name in OPTIONAL
     return {"name": package.name, "version": package.release, "optional": optional, "problem": problem}
 
 
-def _kernels_by_device() -> list[dict[str, Any]]:
+def _kernels_by_device() -> list[JsonDict]:
     """Every device with the kernels that work on it, by dtype; a reason for those that do not."""
     import torch
 
@@ -162,7 +163,7 @@ def _kernels_by_device() -> list[dict[str, Any]]:
     return rows
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def _show(report: JsonObject) -> None:
     packages = ((row["name"], row["version"] or "-", row["problem"] or "works") for row in report["packages"])
     print_table(("package", "version", "verdict"), packages, "Packages")
     kernels = (

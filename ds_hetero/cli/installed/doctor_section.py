@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from ds_hetero.cli.installed.doctor import NO_MODEL
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.limits import MAX_RANKS, is_whole, whole_rule
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened
 from ds_hetero.decision.batches import as_whole, plan_of_batches
 from ds_hetero.decision.decide import decide
 from ds_hetero.decision.decide_pipelines import (
@@ -46,7 +45,7 @@ from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION
 
 
-def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> dict[str, Any]:
+def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> JsonDict:
     """Say what a configuration's section comes to: schedules or pipelines and their prediction, or what is wrong.
 
     Args:
@@ -55,7 +54,7 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         world_size: processes of the job.
         model: without weights, where one was given that transformers can build.
     """
-    report: dict[str, Any] = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
+    report: JsonDict = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
         if not is_whole(world_size, 1, MAX_RANKS):
             raise ConfigError(f"--world-size must be {whole_rule(world_size, 1, MAX_RANKS)}, got {world_size}.")
@@ -87,8 +86,8 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
 
 
 def _decision(
-    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
-) -> dict[str, Any]:
+    facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
+) -> JsonDict:
     """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
     section = facts.section
     _check_before_deciding(facts, plan, ds_config, world_size, model)
@@ -101,7 +100,7 @@ def _decision(
         expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
     if decision.zero_weights is not None:
         _expect_partition(ds_config, decision.zero_weights, model)
-    report: dict[str, Any] = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
+    report: JsonDict = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
     if decision.forecasts:
         report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
         report["decided"] = forecast_text(decision.forecasts)
@@ -111,7 +110,7 @@ def _decision(
 
 
 def _check_before_deciding(
-    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
+    facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> None:
     """Checks of a job's start that do not depend on measurements or searches.
 
@@ -132,7 +131,7 @@ def _check_before_deciding(
             clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
 
 
-def _expect_partition(ds_config: Mapping[str, Any], weights: Sequence[float], model: nn.Module | None) -> None:
+def _expect_partition(ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None) -> None:
     """Refuse unequal ZeRO partitions that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
 
     Raises:
@@ -165,8 +164,8 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
 
 
 def _pipelines(
-    facts: JobFacts, plan: Plan | None, ds_config: Mapping[str, Any], world_size: int, model: nn.Module | None
-) -> dict[str, Any]:
+    facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
+) -> JsonDict:
     """Return the plan and its prediction, or when they will be decided.
 
     Args:
@@ -204,7 +203,7 @@ def _check_model(model: nn.Module | None, plan: Plan | None) -> dict[str, str]:
     return impossible_inners(model)
 
 
-def _searched(facts: PipelineFacts, world_size: int) -> dict[str, Any]:
+def _searched(facts: PipelineFacts, world_size: int) -> JsonDict:
     job = facts.job
     seq_len = job.section.seq_len or job.model.max_seq_len
     missing = [text for text, value in (("--model", job.model.spec), ("--seq-len", seq_len)) if value is None]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonObject, shortened
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
@@ -59,7 +58,7 @@ def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else shortened(str(error))
 
 
-def write_plan(out: Path, plan: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
+def write_plan(out: Path, plan: JsonObject, scenario: JsonObject) -> None:
     """Write a plan with what it was made for: as its file, or where ``out`` ends in .html as the page of ``report``."""
     if out.suffix == ".html":
         from ds_hetero.reporting.described_plan import DescribedPlan, read_scenario
@@ -71,7 +70,7 @@ def write_plan(out: Path, plan: Mapping[str, Any], scenario: Mapping[str, Any]) 
     write_out(out, json.dumps({**plan, SCENARIO: scenario}, indent=1) + "\n")
 
 
-def print_json(data: Mapping[str, Any]) -> None:
+def print_json(data: JsonObject) -> None:
     """One JSON object on stdout."""
     print(json.dumps(data, allow_nan=False))
 

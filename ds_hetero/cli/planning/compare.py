@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ds_hetero.cli.inputs.options import AS_JSON, GLOBAL_BATCH, PARALLEL, batch_of_pipelines
 from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
 from ds_hetero.cli.outputs.printing import print_json, print_table, term_shares
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.errors import PlanError
@@ -47,7 +48,7 @@ def compare(scenario: Scenario, exact: bool, parallel: str, global_batch: int | 
 
 def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
     cost = scenario.cost
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, JsonDict] = {}
     for name in STRATEGIES:
         try:
             schedule = strategy(name, cost)
@@ -78,7 +79,7 @@ def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
         )
 
 
-def _exact(scenario: Scenario) -> dict[str, Any]:
+def _exact(scenario: Scenario) -> JsonDict:
     """The optimum in coarse units, and the best of the search in the same units."""
     num_ranks = scenario.cluster.num_ranks
     if num_ranks >= len(TOKEN_UNITS):
@@ -109,7 +110,7 @@ def _exact(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _strategy_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _strategy_rows(rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
     uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
     best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
     for name, row in rows.items():
@@ -122,7 +123,7 @@ def _strategy_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
             yield name, time_text(prediction.block_s), rate, gain, *term_shares(prediction)
 
 
-def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
     """Why a strategy has no schedule or does not fit, or what its schedule waits for."""
     for name, row in rows.items():
         if row["predicted"] is None:
@@ -153,7 +154,7 @@ def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
     print_table(columns, (_planner_row(row, planned) for row in rows), "Pipelines under one cost model")
 
 
-def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iterator[dict[str, Any]]:
+def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iterator[JsonDict]:
     """Published planners, with the recomputation that is best for each."""
     from ds_hetero.planner.pipelines.planning import MICRO_BATCH_SIZES
     from ds_hetero.planner.pipelines.rivals import best_published
@@ -165,7 +166,7 @@ def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iter
         yield {**rival.to_dict(), "search_s": time.perf_counter() - started}
 
 
-def _planner_row(row: Mapping[str, Any], planned: PlannedPipelines) -> tuple[str, ...]:
+def _planner_row(row: JsonObject, planned: PlannedPipelines) -> tuple[str, ...]:
     search_time = time_text(row["search_s"]) if "search_s" in row else ""
     if row["step_s"] is None:
         return row["name"], "-", "-", str(row.get("reason")), search_time

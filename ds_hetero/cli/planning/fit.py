@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import click
 
@@ -13,6 +12,7 @@ from ds_hetero.cli.inputs.options import AS_JSON
 from ds_hetero.cli.inputs.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cli.outputs.printing import print_json, print_table, rank_ranges
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
@@ -64,7 +64,7 @@ class _Outlook:
         prediction = self.changed.fitted.prediction
         return prediction.tokens_per_s * prediction.iteration_s / self.changed.iteration_s
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         return {
             "what_if": self.name,
@@ -164,7 +164,7 @@ def _outlook(
 
 def _report(
     fitted: Fitted, every: Sequence[Stack], longest: int, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
-) -> dict[str, Any]:
+) -> JsonDict:
     return {
         "fits": fitted.fits,
         "ranks": [stack.to_dict() for stack in every],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ds_hetero.cli.outputs.printing import (
     rank_ranges,
     write_plan,
 )
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.planner import plan as plan_schedule
 from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
@@ -50,9 +51,9 @@ class _Answer(NamedTuple):
         show: prints it for people.
     """
 
-    plan: Mapping[str, Any]
-    scenario: Mapping[str, Any]
-    data: Mapping[str, Any]
+    plan: JsonObject
+    scenario: JsonObject
+    data: JsonObject
     show: Callable[[], None]
 
 
@@ -122,7 +123,7 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int) -> _Answe
 
 
 def _answer(
-    scenario: Scenario, planned: Planned, plan_file: Mapping[str, Any], show: Callable[[], None], **advice: Any
+    scenario: Scenario, planned: Planned, plan_file: JsonObject, show: Callable[[], None], **advice: Any
 ) -> _Answer:
     price, described = planned.price(scenario.cluster.devices), scenario.to_dict()
     data = {**planned.to_dict(), "price": price and price.to_dict(), **advice, SCENARIO: described}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,7 @@ from ds_hetero.cli.outputs.printing import (
     rank_ranges,
     write_out,
 )
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
 from ds_hetero.common.units import GB
 from ds_hetero.errors import PlanError
@@ -65,7 +66,7 @@ def show(
         print_written(out)
 
 
-def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
+def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
     from ds_hetero.cli.outputs.schedule_picture import draw_schedule, page
 
     check_out(out, endings=(*PICTURES, ".html"))
@@ -80,7 +81,7 @@ def _schedule(scenario: Scenario, source: str, out: Path) -> dict[str, Any]:
     return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
 
 
-def _pipelines(scenario: Scenario, path: Path, out: Path) -> dict[str, Any]:
+def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
     from ds_hetero.cli.outputs.pipelines_picture import draw_pipelines
 
     check_out(out, endings=PICTURES)

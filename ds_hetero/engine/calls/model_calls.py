@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.data.loading.sample_loader import SampleLoader
 from ds_hetero.runtime.data.shard_info import shard_info
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.loss import has_loss_of_batch, scaled_loss, sequence_parallel_loss
 from ds_hetero.runtime.pipeline.batches import SameBatches
@@ -48,7 +48,7 @@ class ModelCalls:
             return WholeLoader(dataloader, device)
         return SampleLoader(dataloader, self._samples, device, batches, KNOWN_LOADERS)
 
-    def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: NumItems) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
         """The loss of the whole batch."""
         loss: Tensor = outputs.loss
         if num_items is None:
@@ -56,7 +56,7 @@ class ModelCalls:
         factor = labels_that_count(batch).ne(IGNORE_INDEX).sum() * dist.get_world_size() / num_items
         return loss * factor if self._samples is None else scaled_loss(loss, factor)
 
-    def mean(self, values: Tensor, batch: Mapping[str, Any], where: Tensor | None, num_items: NumItems) -> Tensor:
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         """The mean over the whole batch."""
         return token_mean(values, batch, where, None, num_items)
 
@@ -71,7 +71,7 @@ class _SplitCalls(ModelCalls):
     def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
         return ModelLoader(dataloader, self._model, device, batches)
 
-    def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: NumItems) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
         model, replica, divisor = self._model, self._model.replica, 1
         if has_loss_of_batch(outputs) and num_items is None:
             return super().loss(outputs, batch, None)
@@ -88,7 +88,7 @@ class _SplitCalls(ModelCalls):
         with model.clock.phase(IDLE, "loss"):
             return sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
 
-    def mean(self, values: Tensor, batch: Mapping[str, Any], where: Tensor | None, num_items: NumItems) -> Tensor:
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         return token_mean(values, batch, where, self._model.replica, num_items)
 
 
@@ -98,10 +98,10 @@ class _StageCalls(ModelCalls):
     def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
         return SameBatches(dataloader, device)
 
-    def loss(self, outputs: Any, batch: Mapping[str, Any], num_items: NumItems) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
         return super().loss(outputs, batch, None)
 
-    def mean(self, values: Tensor, batch: Mapping[str, Any], where: Tensor | None, num_items: NumItems) -> Tensor:
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         raise ConfigError("handle.mean has no tokens to take a mean over: pipelines compute their loss themselves.")
 
 
@@ -117,13 +117,13 @@ def calls_of(registry: Registry, model: nn.Module) -> ModelCalls:
     return ModelCalls(model, prepared.model if prepared.model.takes_unlike_batches else None)
 
 
-def labels_that_count(batch: Mapping[str, Any]) -> Tensor:
+def labels_that_count(batch: Batch) -> Tensor:
     """Labels of the loss: those that a loader moved to their predecessors, or that the model will move."""
     labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
     return labels
 
 
-def _items_of_step(batch: Mapping[str, Any]) -> int:
+def _items_of_step(batch: Batch) -> int:
     info = shard_info(batch["position_ids"])
     if info is None or info.num_items is None:
         raise BatchError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,9 +11,10 @@ from ds_hetero.engine.forward_mode import Wanted, sharded_calls
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.data.shards import Batch
 
 
-def call_sharded(registry: Registry, model: Any, batch: Mapping[str, Any], wanted: Wanted) -> ResultsOfTokens | Any:
+def call_sharded(registry: Registry, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens | Any:
     """Call a model with a whole batch; see `Handle.sharded_call`.
 
     Args:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import expect_same_scalar, sequence_parallel_loss
 from ds_hetero.runtime.replica import Replica
 
 
 def token_mean(
     values: Tensor,
-    batch: Mapping[str, Any],
+    batch: Batch,
     where: Tensor | None,
     replica: Replica | None,
     num_items: Tensor | float | None,
@@ -53,7 +50,7 @@ def token_mean(
     return sequence_parallel_loss(total, counted.sum(), replica, num_items)
 
 
-def _counted(values: Tensor, batch: Mapping[str, Any], where: Tensor | None) -> Tensor | None:
+def _counted(values: Tensor, batch: Batch, where: Tensor | None) -> Tensor | None:
     """[B, s], the tokens to take the mean over; None for a scalar, which belongs to no token."""
     if not values.dim():
         return None

@@ -11,6 +11,9 @@ from packaging.specifiers import SpecifierSet
 
 from ds_hetero.errors import VersionError
 
+Function = Callable[..., Any]
+"""A function of a framework that has no types."""
+
 
 class Patches:
     """Replacements made so far; `undo` restores what was there, latest first."""
@@ -18,7 +21,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         """Set ``owner.name`` to ``make(what it was)``.
 
         On a class, what it was is the plain function or class method found there, not a bound one, and callers that
@@ -28,7 +31,7 @@ class Patches:
         setattr(owner, name, make(original))
         self._undo.append(lambda: setattr(owner, name, original))
 
-    def add(self, owner: Any, name: str, value: Any) -> None:
+    def add(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, which ``owner`` itself does not have; `undo` deletes it."""
         assert name not in vars(owner), (owner, name)
         setattr(owner, name, value)

@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -42,7 +41,7 @@ def install(patches: Patches) -> None:
 
     def named(stock: Callable[..., Store]) -> Callable[..., Store]:
         @functools.wraps(stock)
-        def create(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Store:
+        def create(hostname: str, port: int, rank: int, world_size: int, *args: object, **kwargs: object) -> Store:
             global _has_named_store
             store = stock(hostname, port, rank, world_size, *args, **kwargs)
             if not is_kept_by_launcher(hostname, port):

@@ -17,6 +17,7 @@ from typing import Any
 import accelerate.accelerator
 import accelerate.data_loader
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
@@ -33,6 +34,7 @@ from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.calls.loader import WholeLoader
 from ds_hetero.engine.calls.loader_by_mode import LoaderByMode
 from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.sp_sizes import size_of_configuration
 from ds_hetero.errors import ConfigError
@@ -70,7 +72,7 @@ def install(registry: Registry) -> None:
         replace(module, "skip_first_batches", skip_first_batches)
 
 
-def asks_for_engine(accelerator: Any) -> bool:
+def asks_for_engine(accelerator: Accelerator) -> bool:
     """Whether an Accelerator was made with DeepSpeed and a configuration that asks for this engine."""
     plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
     return plugin is not None and enabled(plugin.deepspeed_config)
@@ -93,7 +95,7 @@ def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None, *, by_mo
 
 
 @contextlib.contextmanager
-def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
+def gathering_over_replicas(accelerator: Accelerator) -> Iterator[None]:
     """Let an Accelerator gather and reduce one value of each replica inside, whose ranks hold the same."""
     token = _replica_size.set(accelerator.parallelism_config.sp_size)
     gather = gathered_from_replicas(accelerator.gather)
@@ -107,7 +109,7 @@ def gathering_over_replicas(accelerator: Any) -> Iterator[None]:
         _replica_size.reset(token)
 
 
-def gathered_from_replicas(stock: Any) -> Any:
+def gathered_from_replicas(stock: Function) -> Function:
     """``gather`` or ``gather_object`` of accelerate; inside `gathering_over_replicas` it takes a replica's first rank.
 
     Args:
@@ -115,7 +117,7 @@ def gathered_from_replicas(stock: Any) -> Any:
     """
 
     @functools.wraps(stock)
-    def gather(values: Any) -> Any:
+    def gather(values: Any) -> object:
         replica_size = _replica_size.get()
         if replica_size == 1:
             return stock(values)
@@ -140,15 +142,15 @@ _REDUCTIONS: dict[str, Any] = {
 }  # none: as accelerate
 
 
-def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.0) -> object:
     return recursively_apply(lambda value: _REDUCTIONS[reduction](gather(value[None]), dim=0), values)
 
 
-def _counting_all(stock: Any) -> Any:
+def _counting_all(stock: Function) -> Function:
     """A function of the process group, whatever `one_process_per_replica` has made of it."""
 
     @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with _counting(dist.get_world_size()):
             return stock(*args, **kwargs)
 
@@ -178,11 +180,11 @@ def _counting(num_processes: int) -> Iterator[None]:
         _set_state(num_processes=before)
 
 
-def skip_first_batches(stock: Any) -> Any:
+def skip_first_batches(stock: Function) -> Function:
     """Of a sharded loader, steps are skipped and not the wrapped loader's batches."""
 
     @functools.wraps(stock)
-    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+    def skip(dataloader: Any, num_batches: int = 0) -> object:
         if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode):
             return dataloader.skipping(num_batches, stock)
         return stock(dataloader, num_batches)
@@ -190,11 +192,11 @@ def skip_first_batches(stock: Any) -> Any:
     return skip
 
 
-def _counting_processes(stock: Any) -> Any:
+def _counting_processes(stock: Function) -> Function:
     """Where there is no GPU, accelerate takes every rank of a DeepSpeed job for the only process; count them."""
 
     @functools.wraps(stock)
-    def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    def init(accelerator: Accelerator, *args: object, **kwargs: object) -> None:
         stock(accelerator, *args, **_with_parallelism(kwargs))
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -232,11 +234,11 @@ def size_of_accelerate() -> int | None:
     return None if parallelism is None or parallelism.sp_size == 1 else int(parallelism.sp_size)
 
 
-def _preparing(registry: Registry, stock: Any) -> Any:
+def _preparing(registry: Registry, stock: Function) -> Function:
     """The configuration is known here, before the model is registered and the loaders are wrapped."""
 
     @functools.wraps(stock)
-    def prepare(accelerator: Any, *args: Any) -> Any:
+    def prepare(accelerator: Accelerator, *args: object) -> object:
         if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
             return stock(accelerator, *args)
         parallelism = accelerator.parallelism_config
@@ -310,9 +312,9 @@ def _steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]
             scheduler.total_num_steps //= sp_size
 
 
-def _sharding_over_replicas(stock: Any) -> Any:
+def _sharding_over_replicas(stock: Function) -> Function:
     @functools.wraps(stock)
-    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_data_loader(dataloader: Any, *args: object, **kwargs: object) -> object:
         sharding = _sharding.get()
         if sharding is None:
             return stock(dataloader, *args, **kwargs)
@@ -344,15 +346,15 @@ def _do_nothing() -> None:
     pass
 
 
-def _as_it_is(values: Any, *args: Any, **kwargs: Any) -> Any:
+def _as_it_is(values: Any, *args: object, **kwargs: object) -> object:
     return values
 
 
-def _stepping_by_replicas(stock: Any) -> Any:
+def _stepping_by_replicas(stock: Function) -> Function:
     """A step of the optimizer uses one batch per worker, so that many steps of the schedule."""
 
     @functools.wraps(stock)
-    def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def step(scheduler: Any, *args: object, **kwargs: object) -> None:
         state = AcceleratorState()
         if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
             stock(scheduler, *args, **kwargs)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 
-from ds_hetero.engine.ds_config import says_batches
+from ds_hetero.engine.ds_config import DsConfig, says_batches
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Engine, State
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import BatchSplit
 
 _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size: int | None) -> dict[str, Any]:
+def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | None) -> State:
     """Make the configuration of an engine without sequence parallelism whose batches are those of the replicas.
 
     Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions. Replicas
@@ -49,9 +46,7 @@ def plain_configuration(ds_config: Mapping[str, Any], replica: Replica, sp_size:
     return config
 
 
-def expect_batch_of_replicas(
-    ds_config: Mapping[str, Any], split: BatchSplit, world_size: int, sp_size: int | None
-) -> None:
+def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size: int, sp_size: int | None) -> None:
     """Check that the global batch of the configuration is that of the replicas; what is left out follows from them.
 
     Args:

@@ -32,7 +32,8 @@ from ds_hetero.common.text import listed
 from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.ds_config import enabled, says_batches
+from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import registered, tiled_loss
@@ -46,6 +47,7 @@ from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards
 from ds_hetero.job.start import World
@@ -70,12 +72,12 @@ def install(registry: Registry) -> None:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 
-def _initializing(registry: Registry, ulysses: Ulysses, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Function:
     """With a section the model is converted and the engine built without sequence parallelism."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
+    def initialize(*args: object, **kwargs: object) -> object:
         given = dict(signature.bind(*args, **kwargs).arguments)
         ds_config = _agreed_configuration(given)
         pending = ulysses.take_pending()
@@ -163,16 +165,16 @@ def _noting_destroyed(prepared: PreparedModel) -> Callable[[], None]:
     return note_destroyed
 
 
-def _configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _configuration(given: Arguments) -> DsConfig | None:
     """The configuration as a mapping, by the rules of `deepspeed.initialize`; None where that will complain."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if config is None or isinstance(config, Mapping):
         return config
-    loaded: Mapping[str, Any] = deepspeed.load_ds_config(config)
+    loaded: DsConfig = deepspeed.load_ds_config(config)
     return loaded
 
 
-def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _agreed_configuration(given: Arguments) -> DsConfig | None:
     """`_configuration`, which all ranks have compared.
 
     Raises:
@@ -194,7 +196,7 @@ def _agreed_configuration(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return ds_config
 
 
-def _size_of_mesh(given: Mapping[str, Any]) -> dict[str, int | None]:
+def _size_of_mesh(given: Arguments) -> dict[str, int | None]:
     mesh = given.get("mesh_param")
     return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
 
@@ -211,13 +213,13 @@ def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
     return {"the mpu given to deepspeed.initialize": size}
 
 
-def _expect_supported(model: Any, ds_config: Mapping[str, Any]) -> None:
+def _expect_supported(model: object, ds_config: DsConfig) -> None:
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
     expect_supported_keys(ds_config)
 
 
-def _init_distributed(given: Mapping[str, Any]) -> None:
+def _init_distributed(given: Arguments) -> None:
     """As `deepspeed.initialize` would a moment later; ranks choose their device before they first speak."""
     accelerator = deepspeed.get_accelerator()
     if "LOCAL_RANK" in os.environ:
@@ -247,14 +249,14 @@ def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry:
     registry.patches.on_undo(restore)
 
 
-def _timed(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(stock: Function) -> Function:
     """Let the clock of the running engine see how long a collective keeps this rank."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(stock)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(*args: object, **kwargs: object) -> object:
         with running_clock().phase(IDLE, stock.__name__):
             return stock(*args, **kwargs)
 
-    wrapped: Callable[..., Any] = timed
+    wrapped: Function = timed
     return wrapped

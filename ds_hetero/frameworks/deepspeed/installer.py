@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from typing import Any
 
+from ds_hetero.engine.ds_config import DsConfig
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
+from ds_hetero.frameworks.deepspeed.protocols import Arguments
 
 
 class Installer:
@@ -20,12 +22,10 @@ class Installer:
         ds_config: the configuration among them.
     """
 
-    def __init__(
-        self, registry: Registry, stock: Callable[..., Any], given: Mapping[str, Any], ds_config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, registry: Registry, stock: Function, given: Arguments, ds_config: DsConfig) -> None:
         self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
 
-    def _call_stock(self, config: Mapping[str, Any], **changed: Any) -> tuple[Any, ...]:
+    def _call_stock(self, config: DsConfig, **changed: Any) -> tuple[Any, ...]:
         """Let stock build the engine.
 
         Args:

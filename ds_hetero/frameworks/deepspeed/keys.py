@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import nearest
+from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.rows import NameRow, is_in, row_of
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.protocols import Content
 from ds_hetero.values.section import SECTION
 
-_OFF: tuple[Any, ...] = (None, False, "none", "auto", {}, [])
-_ON: tuple[Any, ...] = (None, True, "auto")
+_OFF: tuple[object, ...] = (None, False, "none", "auto", {}, [])
+_ON: tuple[object, ...] = (None, True, "auto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +33,9 @@ class Key(NameRow):
         off_with_pipelines: values with which it is not.
     """
 
-    off: tuple[Any, ...] = _OFF
+    off: tuple[object, ...] = _OFF
     with_pipelines: str = ""
-    off_with_pipelines: tuple[Any, ...] = _OFF
+    off_with_pipelines: tuple[object, ...] = _OFF
 
 
 def _exact(why: str = "", with_pipelines: str = "") -> Key:
@@ -49,7 +50,7 @@ def _ignored(why: str) -> Key:
     return Key(kind="ignored", why=why)
 
 
-def _refused(why: str, *off: Any) -> Key:
+def _refused(why: str, *off: object) -> Key:
     return Key(kind="refused", why=why, off=(*_OFF, *off))
 
 
@@ -294,7 +295,7 @@ def key_of(path: str) -> Key | None:
     return row_of(KEYS, path)
 
 
-def expect_supported_keys(ds_config: Mapping[str, Any], *, pipelines: bool = False) -> None:
+def expect_supported_keys(ds_config: DsConfig, *, pipelines: bool = False) -> None:
     """Refuse keys of DeepSpeed's with which training would not be that of one process.
 
     Args:
@@ -314,7 +315,7 @@ def expect_supported_keys(ds_config: Mapping[str, Any], *, pipelines: bool = Fal
         raise ConfigError(f"what ds_config.json asks for does not work together with {what}:\n" + "\n".join(lines))
 
 
-def unknown_keys(ds_config: Mapping[str, Any]) -> list[str]:
+def unknown_keys(ds_config: DsConfig) -> list[str]:
     """Keys without a row, each with the one that it may be a misspelling of, in words."""
     leaves = [(path, value) for path, value in _paths(ds_config) if not isinstance(value, Mapping) or not value]
     return [_described(path) for path, _ in leaves if key_of(path) is None and not _is_parent(path)]
@@ -331,14 +332,14 @@ def _is_parent(path: str) -> bool:
     return any(name.startswith(f"{path}.") for name in KEYS)
 
 
-def _known(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Key]]:
+def _known(ds_config: DsConfig) -> Iterator[tuple[str, object, Key]]:
     for path, value in _paths(ds_config):
         key = key_of(path)
         if key is not None:
             yield path, value, key
 
 
-def _paths(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _paths(value: Content, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Every key with its value, sections before what is in them; not those of our own section."""
     for name, inner in value.items():
         path = f"{prefix}{name}"
@@ -349,7 +350,7 @@ def _paths(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _paths(inner, f"{path}.")
 
 
-def _reason(path: str, value: Any, key: Key, pipelines: bool) -> str:
+def _reason(path: str, value: object, key: Key, pipelines: bool) -> str:
     """Why a value is refused; empty where it is not."""
     if key.kind == "refused" and not is_in(value, key.off):
         return key.why

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.job.monitoring.monitor import EventWriter
+
+Content = Mapping[str, Any]
+"""Content of a file of a checkpoint, or of a part of it."""
+
+State = dict[str, Any]
+"""State of an optimizer or of a rank, as a checkpoint has it; a configuration that is made."""
+
+Arguments = Mapping[str, Any]
+"""Arguments of `deepspeed.initialize`, by name."""
 
 
 class BatchSizes(Protocol):
@@ -93,4 +103,47 @@ class Engine(Protocol):
         self, checkpoints_path: str, tag: Any, mp_rank: int, dp_rank: int, bf16_mode: bool
     ) -> str: ...
 
-    def _get_zero_param_shapes(self) -> list[Mapping[str, Any]]: ...
+    def _get_zero_param_shapes(self) -> list[Content]: ...
+
+
+class ZeroShard(Protocol):
+    """``ds_tensor`` of a parameter of ZeRO-3: this rank's shard, a tensor with these attributes."""
+
+    data: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    ds_numel: int
+    final_location: object
+    status: object
+
+    def detach(self) -> Tensor:
+        """The tensor."""
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in another type."""
+
+
+class ZeroParameter(Protocol):
+    """A parameter of ZeRO-3."""
+
+    data: Tensor
+    grad: Tensor
+    requires_grad: bool
+    ds_id: int
+    ds_numel: int
+    ds_numel_aligned: int
+    ds_process_group: ProcessGroup
+    ds_shape: torch.Size
+    ds_status: object
+    ds_tensor: ZeroShard
+    all_gather_coalesced: Any
+
+    def all_gather(self) -> object:
+        """Make it whole."""
+
+    def partition(self) -> None:
+        """Keep this rank's shard alone."""
+
+    def ds_summary(self) -> object:
+        """Describe it, for errors."""

@@ -14,6 +14,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.handle import Handle
 
 
@@ -37,7 +38,7 @@ def train_one_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Mapping[str, Tensor],
-    ds_config: Mapping[str, Any],
+    ds_config: DsConfig,
 ) -> StepOutcome:
     """Train on one batch, which all ranks are given whole.
 

@@ -8,11 +8,10 @@ head alone would be of another scale than those of all other layers, by how many
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ModelError
 
@@ -22,11 +21,11 @@ def install(registry: Registry) -> None:
     registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
 
 
-def _refusing_shards(registry: Registry, stock: Any) -> Any:
-    function: Callable[..., Any] = stock.__func__
+def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
+    function: Function = stock.__func__
 
     @functools.wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
             raise ModelError(
                 "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "

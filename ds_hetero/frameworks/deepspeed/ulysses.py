@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.calls.loader import ModelLoader, WholeLoader
-from ds_hetero.engine.ds_config import enabled, read_training_facts
+from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts
 from ds_hetero.engine.forward_mode import wanted_results
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
@@ -121,7 +122,7 @@ class Ulysses:
         signature = inspect.signature(stock)
 
         @functools.wraps(stock)
-        def register_with_transformers(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def register_with_transformers(cls: type, *args: Any, **kwargs: Any) -> object:
             given = signature.bind(cls, *args, **kwargs).arguments
             ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
             if ds_config is None:
@@ -142,7 +143,7 @@ class Ulysses:
 
         return classmethod(register_with_transformers)
 
-    def _register_stock(self, stock: Any, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
+    def _register_stock(self, stock: Function, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
         self._pending = PendingRegistration(self._registry.adapters.models.keep_attention_function(core))
         try:
             return stock(cls, *args, **kwargs)
@@ -152,7 +153,7 @@ class Ulysses:
             self._pending.error = error  # heads that do not divide are no fault if there is a section
             return stock_mpu
 
-    def adapter(self, stock: Any) -> Any:
+    def adapter(self, stock: Function) -> Function:
         """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
 
         With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
@@ -181,6 +182,6 @@ class Ulysses:
         return init
 
 
-def size_in_configuration(ds_config: Mapping[str, Any]) -> dict[str, int | None]:
+def size_in_configuration(ds_config: DsConfig) -> dict[str, int | None]:
     """The sequence-parallel size of a DeepSpeed configuration, by the name that errors give it."""
     return {"sequence_parallel_size of ds_config": read_training_facts(ds_config).sp_size}

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ds_hetero.runtime.data.shards import Entries
+
 
 class ModelConfig(Protocol):
     """A `transformers.PretrainedConfig`; numbers that only some models have are read with ``getattr``."""
@@ -18,7 +20,7 @@ class ModelConfig(Protocol):
     def get_text_config(self) -> ModelConfig:
         """The part of a multimodal configuration that describes the decoder of text; else the configuration itself."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Entries:
         """The content of config.json."""
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -50,7 +52,7 @@ class PretrainedModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run by a call of the model; its parameters say which arguments it takes."""
 
     def get_decoder(self) -> nn.Module:

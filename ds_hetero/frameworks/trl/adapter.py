@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_hetero.engine.adapters import FindSplit, ProcessAdapter
 from ds_hetero.engine.forward_mode import sharding, wanted_results
-from ds_hetero.engine.process.patching import Patches
+from ds_hetero.engine.process.patching import Function, Patches
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.trl.names import SHORTER_OUTPUTS
 from ds_hetero.frameworks.trl.trainers import expect_known, generating_class, needs_whole_sequences
@@ -68,12 +68,14 @@ class TrlTrainers:
         replace(kind, "prediction_step", lambda stock: _as_one_process(processes, stock))
 
 
-def _generating_alike(find_split: FindSplit, stock: Any) -> Any:
+def _generating_alike(find_split: FindSplit, stock: Function) -> Function:
     """The model that generates takes whole batches, and returns what the replica's first rank generates."""
 
     @functools.wraps(stock)
     @contextlib.contextmanager
-    def unwrap_model_for_generation(model: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+    def unwrap_model_for_generation(
+        model: object, accelerator: Any, *args: object, **kwargs: object
+    ) -> Iterator[nn.Module]:
         split = find_split(accelerator.unwrap_model(model))
         if split is None:
             with stock(model, accelerator, *args, **kwargs) as unwrapped:
@@ -82,7 +84,7 @@ def _generating_alike(find_split: FindSplit, stock: Any) -> Any:
         with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
             generate = unwrapped.generate
 
-            def first_of_replica(*args: Any, **kwargs: Any) -> torch.Tensor:
+            def first_of_replica(*args: object, **kwargs: object) -> torch.Tensor:
                 def draw() -> tuple[torch.Tensor, torch.Tensor]:
                     return generate(*args, **kwargs).cpu(), torch.get_rng_state()
 
@@ -161,11 +163,11 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
     arguments.generation_batch_size = size
 
 
-def _seeding_by_replica(processes: ProcessAdapter, stock: Any) -> Any:
+def _seeding_by_replica(processes: ProcessAdapter, stock: Function) -> Function:
     """A seed for each process is one for each replica."""
 
     @functools.wraps(stock)
-    def set_seed(seed: int, device_specific: bool = False, **kwargs: Any) -> None:
+    def set_seed(seed: int, device_specific: bool = False, **kwargs: object) -> None:
         with (
             processes.one_process_per_replica()
             if processes.size_of_accelerate() is not None
@@ -176,11 +178,11 @@ def _seeding_by_replica(processes: ProcessAdapter, stock: Any) -> Any:
     return set_seed
 
 
-def _as_one_process(processes: ProcessAdapter, stock: Any) -> Any:
+def _as_one_process(processes: ProcessAdapter, stock: Function) -> Function:
     """Replace ``prediction_step``, which generates and divides losses."""
 
     @functools.wraps(stock)
-    def prediction_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(trainer: Any, *args: object, **kwargs: object) -> object:
         with processes.one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
             return stock(trainer, *args, **kwargs)
 

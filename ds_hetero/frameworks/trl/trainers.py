@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds_hetero.engine.process.patching import expect_package
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.trl.names import OF_COMPLETIONS, PACKAGE, PRIVATE_NAMES, WORKS, WORKS_BY_TOKENS
@@ -24,17 +22,17 @@ _OF_COMPLETIONS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 _KNOWN = _OF_TOKENS | _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
 
 
-def needs_whole_sequences(trainer: Any) -> bool:
+def needs_whole_sequences(trainer: object) -> bool:
     """Whether a trainer is TRL's, or derived from one, and computes its loss from whole sequences."""
     return _class_name(trainer) in _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
 
 
-def generating_class(trainer: Any) -> type | None:
+def generating_class(trainer: object) -> type | None:
     """TRL's class that a trainer is of or derived from, if it generates what it trains on and is known."""
     return _class_of(trainer) if _class_name(trainer) in _OF_COMPLETIONS else None
 
 
-def expect_known(trainer: Any) -> None:
+def expect_known(trainer: object) -> None:
     """Refuse a trainer of TRL that is not known to train on shards as on one process.
 
     Raises:
@@ -64,7 +62,7 @@ def expect_known(trainer: Any) -> None:
         )
 
 
-def _class_name(trainer: Any) -> str | None:
+def _class_name(trainer: object) -> str | None:
     """The name of `_class_of`, with its package if that is experimental; None if of none."""
     kind = _class_of(trainer)
     if kind is None:
@@ -74,6 +72,6 @@ def _class_name(trainer: Any) -> str | None:
     return ".".join([*prefix, kind.__name__])
 
 
-def _class_of(trainer: Any) -> type | None:
+def _class_of(trainer: object) -> type | None:
     """The most derived class of TRL that a trainer is of."""
     return next((kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)

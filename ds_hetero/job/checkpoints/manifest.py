@@ -12,10 +12,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ds_hetero.common.limits import is_whole
-from ds_hetero.common.reading import read_file
+from ds_hetero.common.reading import JsonObject, read_file
 from ds_hetero.errors import CheckpointError
 
 MANIFEST = "ds_hetero_manifest.json"
@@ -50,7 +49,7 @@ class Manifest:
     step: int
     save_id: str
     parts: Mapping[str, SavedFile] = field(default_factory=dict)
-    plan: Mapping[str, Any] | None = None
+    plan: JsonObject | None = None
 
     def to_json(self) -> str:
         """The content of the manifest's file."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ds_hetero.common.limits import MAX_STEPS
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.job.monitoring.times import JobTimes, MeasuredPipeline
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers
 from ds_hetero.values.plans import Plan
@@ -35,7 +36,7 @@ class LayerChange:
         shares = " | ".join("+".join(map(str, own)) for own in self.layers)
         return f"layers move, predicted to save {self.gain:.1%} of the passes: {shares}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """For ``run.json``."""
         return {"step": self.step, "layers": [list(own) for own in self.layers], "gain": self.gain}
 

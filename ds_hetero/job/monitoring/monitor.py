@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Protocol
 
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.start_text import announce
 from ds_hetero.job.monitoring.document_costs import CostRenewal
@@ -200,7 +201,7 @@ class StepMonitor:
         """The plan from re-planning; None while it runs what it began with."""
         return None if self._plan.fingerprint == self._start.plan.fingerprint else self._plan
 
-    def resume(self, plan: Mapping[str, Any]) -> None:
+    def resume(self, plan: JsonObject) -> None:
         """Go on with the plan that re-planning had come to when a checkpoint was saved, if it fits this job.
 
         Args:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError, PlanError
@@ -34,7 +34,7 @@ class PlanChange(Protocol):
     def applied_to(self, plan: Plan) -> Plan:
         """The changed plan."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """For ``run.json``."""
 
 
@@ -83,7 +83,7 @@ class ScheduleChange:
             f"{self.schedule.to_json()}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """For ``run.json``."""
         return {"step": self.step, "replica": self.replica, "schedule": self.schedule.to_dict(), "gain": self.gain}
 
@@ -188,7 +188,7 @@ class Replanning:
         self._s_per_token_before = _s_per_token(seen)
         return True
 
-    def resume(self, content: Mapping[str, Any]) -> bool:
+    def resume(self, content: JsonObject) -> bool:
         """Go on with a changed plan of an earlier run, if it is one for these ranks and this model.
 
         Args:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import BatchError, PlanError
 from ds_hetero.planner.candidates import Baselines
@@ -47,7 +47,7 @@ class LengthsCandidate:
     ideal_s: float
     reason: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON, without the schedule."""
         fields = ("name", "block_s", "stream_s", "ideal_s", "reason")
         return {field: getattr(self, field) for field in fields}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.planner.documents.costs.from_model import kv_bytes, unit_costs
@@ -59,7 +59,7 @@ class DocumentsReport:
             tokens[lane.zone(self.costs.node)] += sum(stop - start for start, stop in lane.spans)
         return tokens
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         schedule, loads = self.placement.schedule, self.loads
         index = {document: j for j, document in enumerate(self.documents)}

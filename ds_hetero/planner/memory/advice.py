@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.memory.best import Fitted
 from ds_hetero.planner.memory.changes import CHANGES, Change, Changed, apply
@@ -58,7 +58,7 @@ class Advice:
         fitted = self.after.fitted
         return float((np.array(fitted.prediction.memory_bytes) - fitted.cost.capacity_bytes_D).max())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         return {
             "changes": [change.name for change in self.changes],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.model import CostModel
 from ds_hetero.values.schedule import Schedule
 
@@ -49,7 +49,7 @@ class Stack:
         """Bytes of the card that stay free; negative if it does not fit."""
         return self.card - self.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
         return {**asdict(self), "total": self.total, "free": self.free}
 

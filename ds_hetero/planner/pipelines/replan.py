@@ -14,9 +14,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
@@ -61,7 +62,7 @@ class Replanned:
     search_s: float
     moved_bytes: dict[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
         return {
             "plan": self.plan.to_dict(),

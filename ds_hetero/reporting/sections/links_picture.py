@@ -7,6 +7,7 @@ from math import ceil, sqrt
 from typing import Any
 
 from ds_hetero.cluster import Cluster, Link
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.units import GB, MICRO
 from ds_hetero.reporting.html import Markup, html_table
 from ds_hetero.values.schedule import Schedule
@@ -15,7 +16,7 @@ MAX_DRAWN_RANKS = 32  # with more, a machine is drawn as one
 MAX_DRAWN_LINKS = 60
 
 
-def links_picture(cluster: Cluster, schedule: Schedule) -> dict[str, Any]:
+def links_picture(cluster: Cluster, schedule: Schedule) -> JsonDict:
     """Return machines with their ranks, coloured by group, links between machines, and the ring.
 
     A node is a rank, or on clusters of more than `MAX_DRAWN_RANKS` ranks a machine; its place inside its machine's box
@@ -26,7 +27,7 @@ def links_picture(cluster: Cluster, schedule: Schedule) -> dict[str, Any]:
     for rank in schedule.ranks:
         by_machine.setdefault(int(cluster.node_of_rank[rank]), []).append(rank)
     draws_ranks = cluster.num_ranks <= MAX_DRAWN_RANKS
-    nodes: list[dict[str, Any]] = []
+    nodes: list[JsonDict] = []
     names: list[str] = []
     for number, (machine, ranks) in enumerate(by_machine.items()):
         counts = Counter(cluster.devices[rank].name for rank in ranks)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_hetero.cluster import Cluster
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.objective import Objective
@@ -87,7 +88,7 @@ def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = No
     plan, work, step_s = described.plan, described.scenario.workload, finished.step_s
     samples = sum((p.micro_batch_size or 0) * (p.micro_batches or 0) for p in plan.pipelines)
     saved = replace(work, activation_checkpointing=bool(plan.activation_checkpointing))
-    cards: dict[str, Any] = {
+    cards: JsonDict = {
         "Predicted step": time_text(step_s),
         "Tokens per second": f"{samples * work.seq_len / step_s:,.0f}",
         "Samples per step": samples,

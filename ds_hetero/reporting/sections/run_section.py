@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any
 
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import time_text
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
@@ -51,7 +50,7 @@ def measured_text(predicted_s: float, run: RunFile) -> str:
     return f"{time_text(run.step_s)} (prediction {predicted_s / run.step_s - 1:+.1%})"
 
 
-def _change_text(change: Mapping[str, Any]) -> str:
+def _change_text(change: JsonObject) -> str:
     if "layers" in change:
         return "layers " + " | ".join("+".join(map(str, own)) for own in change["layers"])
     return f"replica {change['replica']}"

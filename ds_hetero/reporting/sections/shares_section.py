@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost import CostModel, Prediction
@@ -65,7 +65,7 @@ def _memory_chart(
     def gib(values: Sequence[float]) -> list[float]:
         return [round(values[row.rank] / GIB, 3) for row in rows]
 
-    series: list[dict[str, Any]] = [
+    series: list[JsonDict] = [
         {"name": "the card", "values": gib(cost.capacity_bytes_D.tolist()), "behind": True, "colour": "wait"},
         *({"name": name, "values": gib(part), "stack": "need"} for name, part in parts.items()),
     ]

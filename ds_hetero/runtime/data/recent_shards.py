@@ -9,14 +9,13 @@ position ids, which are of no sequence.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hetero.runtime.data.shard_info import is_part, shard_info
-from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION
+from ds_hetero.runtime.data.shards import PLACEHOLDER_POSITION, Batch
 
 _KEPT = 64  # a loop draws the micro-batches of an optimizer step before it runs them
 _PRIME = 1_000_003
@@ -25,7 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _recent: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_KEPT)
 
 
-def note_shard(shard: Mapping[str, Any]) -> None:
+def note_shard(shard: Batch) -> None:
     """Remember a shard that a loader gives out, if other ranks hold parts of its sequences.
 
     Args:

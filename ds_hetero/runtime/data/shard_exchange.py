@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
-from ds_hetero.runtime.data.shards import PlacedBatch, cut
+from ds_hetero.runtime.data.shards import Batch, Entries, PlacedBatch, cut
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placer, Rows
 
@@ -43,7 +42,7 @@ def manifest(placed: PlacedBatch) -> bytes:
 
 def exchange_shards(
     placed: PlacedBatch | None, manifests: Sequence[bytes], replica: Replica, placer: Placer
-) -> list[dict[str, Any]]:
+) -> list[Entries]:
     """Trade this rank's whole batch for this rank's shard of every batch.
 
     Args:
@@ -99,14 +98,14 @@ class _AnnouncedShard:
 
     info: ShardInfo
     entries: Sequence[_Entry]
-    objects: Mapping[str, Any]
+    objects: Batch
 
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
 
-    def unpack(self, data: Tensor) -> dict[str, Any]:
-        shard: dict[str, Any] = {}
+    def unpack(self, data: Tensor) -> Entries:
+        shard: Entries = {}
         parts = torch.split(data, [entry.num_bytes for entry in self.entries])
         for entry, part in zip(self.entries, parts, strict=True):
             shard[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be

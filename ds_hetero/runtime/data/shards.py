@@ -36,6 +36,12 @@ from ds_hetero.values.schedule import Schedule
 IGNORE_INDEX = -100  # label of a token that is not trained on, as in torch and transformers
 
 # Entries that tell flash attention where packed documents begin; they hold for one length.
+Batch = Mapping[str, Any]
+"""Entries of a batch, or arguments of a model, by name."""
+
+Entries = dict[str, Any]
+"""The same, to be changed."""
+
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 _CHECKED_ELEMENTS = 1 << 20
@@ -68,13 +74,13 @@ class WholeBatch:
     length: int
     sequences: dict[str, Tensor]
     constants: dict[str, Tensor]
-    objects: dict[str, Any]
+    objects: Entries
     rows: tuple[Rows, ...] = ()
     documents_from: str | None = None
     position_runs: PositionRuns = ()
     keeps_inputs: bool = False
 
-    def shard(self, intervals: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    def shard(self, intervals: Sequence[tuple[int, int]]) -> Entries:
         """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
         sequences = {name: cut(tensor, intervals) for name, tensor in self.sequences.items()}
         return {**sequences, **{name: tensor.cpu() for name, tensor in self.constants.items()}, **self.objects}
@@ -103,7 +109,7 @@ class PlacedBatch(NamedTuple):
         """Those of the batch and of the placement."""
         return {**self.batch.fingerprints(), "placement": f"#{self.placement.fingerprint & 0xFFFFFFFF:08x}"}
 
-    def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> dict[str, Any]:
+    def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> Entries:
         """The batch of ``rank``, with a `ShardInfo` attached to its ``position_ids``."""
         shard = self.batch.shard(self.placement.intervals(rank))
         info = ShardInfo(
@@ -224,7 +230,7 @@ def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
     )
 
 
-def model_inputs(shard: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def model_inputs(shard: Batch, device: torch.device) -> Entries:
     """Return a shard as a model takes it, with its `ShardInfo` and labels attached to ``position_ids``.
 
     A model cannot be run on no token at all, so a rank without tokens gets one column that stands for none. Labels of a

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.runtime.peers.calls import History
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
@@ -126,13 +127,13 @@ class Board:
         """Whether this rank is the one that asks after question ``asked``; one of all that want to."""
         return int(self._request(self._store.add, f"asks_after/{asked}", 1)) == 1
 
-    def introduce(self, rank: int, process: dict[str, Any]) -> None:
+    def introduce(self, rank: int, process: JsonDict) -> None:
         """Tell the others which process this rank is."""
         self._request(self._store.set, f"process/{rank}", json.dumps(process))
 
-    def process(self, rank: int) -> dict[str, Any] | None:
+    def process(self, rank: int) -> JsonDict | None:
         """The process that a rank has introduced itself with."""
-        content: dict[str, Any] | None = self._read(f"process/{rank}")
+        content: JsonDict | None = self._read(f"process/{rank}")
         return content
 
     def write_status(self, rank: int, status: Status) -> None:

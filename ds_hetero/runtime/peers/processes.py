@@ -6,8 +6,8 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.runtime.peers.board import Board
 
 _GONE = "ZX-"
@@ -28,7 +28,7 @@ class Processes:
     def __init__(self, board: Board, rank: int, size: int) -> None:
         pid = os.getpid()
         board.introduce(rank, {"host": _host(), "pid": pid, "started": _state(pid, "")[1]})
-        processes: list[dict[str, Any]] = []
+        processes: list[JsonDict] = []
         while len(processes) < size:
             process = board.process(len(processes))
             if process is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+from ds_hetero.runtime.data.shards import Entries, WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.plans import Plan
@@ -105,7 +105,7 @@ class SameBatches:
             raise AttributeError(name)
         return getattr(self.dataloader, name)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Entries]:
         """Yield batches.
 
         Caller: every rank of the world.

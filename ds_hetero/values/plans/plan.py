@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
+from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.batches import BatchSplit
 from ds_hetero.values.plans.checks import check_plan
@@ -140,7 +140,7 @@ class Plan:
     seq_len: int | None = None
     zero: ZeroOwners | None = None
     activation_checkpointing: bool | None = None
-    predicted: Mapping[str, Any] | None = field(default=None, compare=False)
+    predicted: JsonObject | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -237,9 +237,9 @@ class Plan:
         batches = zip(stages, batch_split.micro_batch_sizes, batch_split.micro_batches, strict=True)
         return cls(pipelines=tuple(Pipeline(stages=(s,), micro_batch_size=b, micro_batches=m) for s, b, m in batches))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Return the content of a plan file, version 2."""
-        content: dict[str, Any] = {"version": VERSION}
+        content: JsonDict = {"version": VERSION}
         if self.model is not None:
             content["model"] = {
                 "num_layers": self.model.num_layers,
@@ -259,7 +259,7 @@ class Plan:
             content["predicted"] = dict(self.predicted)
         return content
 
-    def to_replicas_dict(self) -> dict[str, Any]:
+    def to_replicas_dict(self) -> JsonDict:
         """Return the content of a file of replicas, version 1.
 
         Raises:
@@ -272,14 +272,14 @@ class Plan:
         return {"version": 1, "replicas": replicas}
 
 
-def _pipeline_to_dict(pipeline: Pipeline) -> dict[str, Any]:
-    content: dict[str, Any] = {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
+def _pipeline_to_dict(pipeline: Pipeline) -> JsonDict:
+    content: JsonDict = {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
     content["stages"] = [_stage_to_dict(stage) for stage in pipeline.stages]
     return content
 
 
-def _stage_to_dict(stage: Stage) -> dict[str, Any]:
-    content: dict[str, Any] = {"ranks": list(stage.ranks)}
+def _stage_to_dict(stage: Stage) -> JsonDict:
+    content: JsonDict = {"ranks": list(stage.ranks)}
     if stage.layers is not None:
         content["layers"] = list(stage.layers)
     if stage.inner != "one":

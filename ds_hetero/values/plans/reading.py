@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from ds_hetero.common.limits import MAX_LAYERS, MAX_RANKS, is_whole
-from ds_hetero.common.reading import check_content, shortened
+from ds_hetero.common.reading import JsonObject, check_content, shortened
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.values.plans.batches import BatchSplit
 from ds_hetero.values.plans.plan import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
@@ -43,7 +43,7 @@ def read_plan(data: Any, world_size: int | None = None) -> Plan:
     return Plan.of_replicas((schedule,) if world_size is None else schedules_for_world(schedule, world_size))
 
 
-def _read_replicas(data: Mapping[str, Any]) -> Plan:
+def _read_replicas(data: JsonObject) -> Plan:
     """Read ``{"version": 1, "replicas": [{"schedule", "micro_batch_size", "micro_batches"}, ...]}``."""
     if set(data) != {"version", "replicas"} or not is_whole(data["version"], 1, 1) or not _is_list(data["replicas"]):
         raise ScheduleError(
@@ -78,7 +78,7 @@ def _read_replicas(data: Mapping[str, Any]) -> Plan:
     return Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=sizes, micro_batches=counts))
 
 
-def _read_plan(data: Mapping[str, Any]) -> Plan:
+def _read_plan(data: JsonObject) -> Plan:
     """Read a file of version 2."""
     _expect_keys(
         "plan", data, {"version", "pipelines"}, {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
@@ -115,7 +115,7 @@ def _read_plan(data: Mapping[str, Any]) -> Plan:
     )
 
 
-def _owner_weights(zero: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+def _owner_weights(zero: JsonObject) -> tuple[tuple[int, float], ...]:
     weights = zero.get("owner_weights", {})
     if not isinstance(weights, Mapping) or not all(map(_is_rank, weights)):
         raise PlanError('zero.owner_weights takes ranks and their weights, such as {"0": 4.0, "4": 1.0}.')

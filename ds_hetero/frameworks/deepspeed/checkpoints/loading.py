@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.checkpoints.saving import STAMP
 from ds_hetero.frameworks.deepspeed.protocols import Engine
@@ -119,7 +120,7 @@ def _of_another_save(file: Path, manifest: Manifest) -> str | None:
     return "is of another save" if step is None else f"is of another save, of step {step}"
 
 
-def raise_on_all_ranks(engine: Engine, load: Callable[..., Any], load_dir: str, tag: Any, **kwargs: Any) -> Any:
+def raise_on_all_ranks(engine: Engine, load: Function, load_dir: str, tag: object, **kwargs: object) -> object:
     """Around ``_load_checkpoint``, which loads the model: raise on every rank if any rank cannot load its file.
 
     Collectives: one `on_all_ranks`.
@@ -163,7 +164,7 @@ def _expect_stage(folder: Path, stage: int) -> None:
 
 
 def load_any_layout(
-    engine: Engine, load: Callable[..., Any], load_dir: str, tag: Any, load_optimizer_states: bool = True
+    engine: Engine, load: Function, load_dir: str, tag: object, load_optimizer_states: bool = True
 ) -> bool:
     """Around ``_load_zero_checkpoint`` of stages 1 and 2: take the state from shards of any layout and number.
 
@@ -191,7 +192,7 @@ def load_any_layout(
     return True
 
 
-def _shard_paths(engine: Engine, load_dir: str, tag: Any) -> list[str]:
+def _shard_paths(engine: Engine, load_dir: str, tag: object) -> list[str]:
     """List the files of the ranks that saved; their number is known from the model's file."""
     own = engine.bfloat16_enabled()
     by_type = [engine._get_all_zero_checkpoint_names(load_dir, tag, bf16_mode) for bf16_mode in (own, not own)]

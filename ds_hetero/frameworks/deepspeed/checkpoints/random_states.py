@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine
+from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, State
 from ds_hetero.job.checkpoints.manifest import Manifest
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
@@ -54,7 +53,7 @@ def restore_random_states(folder: Path, manifest: Manifest) -> None:
                 num_ranks,
             )
         return
-    states: list[dict[str, Any]] = []
+    states: list[State] = []
     path = folder / _PART.format(dist.get_rank())
     on_all_ranks(lambda: states.append(torch.load(path, map_location="cpu", weights_only=False)))
     set_process_states(states[0]["process"])

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import save_random_states
-from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Engine
+from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine
 from ds_hetero.job.checkpoints.checkpoint_folder import (
     DRAFT,
     begin,
@@ -37,14 +38,14 @@ _OF_DEEPSPEED = "ds_version"  # in the files of models and optimizers, not in th
 
 def save_whole(
     engine: Engine,
-    save: Callable[..., Any],
+    save: Function,
     changed_plan: Plan | None,
     save_dir: str,
-    tag: Any = None,
-    client_state: Any = None,
+    tag: object = None,
+    client_state: object = None,
     save_latest: bool = True,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> object:
     """Around ``save_checkpoint``: write beside the folder, and move it there when all ranks have written their parts.
 
     Args:
@@ -110,7 +111,7 @@ class _PartWriter:
         fault: why this rank has stopped writing; None as long as it has not.
     """
 
-    def __init__(self, stock: CheckpointEngine, draft: Path, stamp: Mapping[str, Any]) -> None:
+    def __init__(self, stock: CheckpointEngine, draft: Path, stamp: Content) -> None:
         self._stock, self._draft, self._stamp = stock, draft, stamp
         self.parts: dict[str, SavedFile] = {}
         self.fault: str | None = None
@@ -118,7 +119,7 @@ class _PartWriter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Write a part; keep back what fails."""
         if isinstance(state_dict, dict) and _OF_DEEPSPEED in state_dict:
             state_dict = {**state_dict, STAMP: self._stamp}

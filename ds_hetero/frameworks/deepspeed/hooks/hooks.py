@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.job.monitoring.monitor import StepMonitor
@@ -20,7 +21,7 @@ from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock
 
-Hook = Callable[..., Any]
+Hook = Function
 
 
 @dataclass(kw_only=True)
@@ -78,9 +79,9 @@ class EngineHooks:
                 delattr(engine, name)
 
 
-def _around(hook: Hook, hooked: HookedEngine, method: Callable[..., Any]) -> Callable[..., Any]:
+def _around(hook: Hook, hooked: HookedEngine, method: Function) -> Function:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return hook(hooked, method, *args, **kwargs)
 
     return call
@@ -89,7 +90,7 @@ def _around(hook: Hook, hooked: HookedEngine, method: Callable[..., Any]) -> Cal
 def waiting(phase: str) -> Hook:
     """Make a hook that reports a collective which broke or timed out inside the engine as `PeerError`."""
 
-    def name_lost_peers(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def name_lost_peers(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
         with waiting_for_peers(phase):
             return method(*args, **kwargs)
 
@@ -99,7 +100,7 @@ def waiting(phase: str) -> Hook:
 def recording(call: str) -> Hook:
     """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`."""
 
-    def record_call(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def record_call(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
         own_calls.record(call)
         try:
             return method(*args, **kwargs)
@@ -110,7 +111,7 @@ def recording(call: str) -> Hook:
     return record_call
 
 
-def time_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def time_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
     """Time the engine's step; after an optimizer step the monitor may look at all ranks' times, and change the plan."""
     before = hooked.engine.global_steps
     with hooked.clock.running(), hooked.clock.optimizer_step():
@@ -120,13 +121,13 @@ def time_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwar
     return result
 
 
-def report_times(hooked: HookedEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def report_times(hooked: HookedEngine, destroy: Function, *args: object, **kwargs: object) -> object:
     """Print the table of the ranks' times before the engine is gone."""
     hooked.monitor.report()
     return destroy(*args, **kwargs)
 
 
-def refuse_batch_sizes(hooked: HookedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def refuse_batch_sizes(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
     """Refuse another batch size where the plan says what batches there are.
 
     Raises:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
@@ -58,27 +58,27 @@ class SplitEngine(HookedEngine):
         )
 
 
-def time_forward(hooked: SplitEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def time_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
     """Time a forward of the model."""
     clock = hooked.clock
     with clock.running(), clock.forward(training=hooked.model.times_forward and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
 
 
-def find_unit(hooked: SplitEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
     """Before the first forward on unlike batches: find by what its loss is to be weighed."""
     if isinstance(hooked.model, WholeModel) and hooked.model.needs_unit:
         hooked.model.find_unit(args, kwargs)
     return forward(*args, **kwargs)
 
 
-def time_backward(hooked: SplitEngine, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def time_backward(hooked: SplitEngine, backward: Function, *args: object, **kwargs: object) -> object:
     """Time a backward."""
     with hooked.clock.running(), hooked.clock.backward():
         return backward(*args, **kwargs)
 
 
-def record_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def record_step(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
     """Note when an optimizer step was done, for the comparison with its prediction."""
     before = hooked.engine.global_steps
     result = step(*args, **kwargs)
@@ -89,11 +89,11 @@ def record_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwa
 
 def scale_loss(
     hooked: SplitEngine,
-    backward: Callable[..., Any],
+    backward: Function,
     loss: Tensor,
     retain_graph: bool = False,
     scale_wrt_gas: bool = True,
-) -> Any:
+) -> object:
     """Bring a loss of any convention to the scale that the engine's average needs."""
     accumulation_steps = hooked.engine.gradient_accumulation_steps()
     divisor = accumulation_steps if scale_wrt_gas else 1
@@ -107,7 +107,7 @@ def scale_loss(
     return result
 
 
-def expect_scaled_loss(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def expect_scaled_loss(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
     """Refuse a step on gradients of a loss that did not come through ``engine.backward``."""
     hooked.scaling.expect_scaled()
     return step(*args, **kwargs)
@@ -125,14 +125,14 @@ def end_backward(hooked: SplitEngine, end: Callable[[], None]) -> None:
     hooked.backwards.end()
 
 
-def forget_backwards(hooked: SplitEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forget_backwards(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
     """After the gradients were used or dropped, the next backward is the first of a step."""
     result = method(*args, **kwargs)
     hooked.backwards.forget()
     return result
 
 
-def report_prediction(hooked: SplitEngine, destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def report_prediction(hooked: SplitEngine, destroy: Function, *args: object, **kwargs: object) -> object:
     """Print how prediction and measurement compare before the engine is gone."""
     hooked.note_destroyed()
     hooked.prediction_check.report()
@@ -142,19 +142,20 @@ def report_prediction(hooked: SplitEngine, destroy: Callable[..., Any], *args: A
 _record_forward = recording(FORWARD)
 
 
-def record_common_forward(hooked: SplitEngine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def record_common_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
     """Record a forward unless it is of a whole batch, or without gradients, and so this rank's own affair."""
     if hooked.model.waits_in_forward and torch.is_grad_enabled():
         return _record_forward(hooked, forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 
-def save_checkpoint(hooked: SplitEngine, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save_checkpoint(hooked: SplitEngine, save: Function, *args: object, **kwargs: object) -> object:
     """Save whole or not at all, with the plan that re-planning has come to."""
-    return save_whole(hooked.engine, save, hooked.monitor.changed_plan, *args, **kwargs)
+    save_all: Function = save_whole
+    return save_all(hooked.engine, save, hooked.monitor.changed_plan, *args, **kwargs)
 
 
-def load_checkpoint(hooked: SplitEngine, load: Callable[..., Any], load_dir: str, tag: Any, **kwargs: Any) -> Any:
+def load_checkpoint(hooked: SplitEngine, load: Function, load_dir: str, tag: object, **kwargs: object) -> object:
     """Load the parts of one save only; go on with its random states and the plan that re-planning had come to."""
     engine = hooked.engine
     weights_alone = kwargs.get("load_module_only", False) or not kwargs.get("load_optimizer_states", True)
@@ -168,21 +169,21 @@ def load_checkpoint(hooked: SplitEngine, load: Callable[..., Any], load_dir: str
     return loaded
 
 
-def of_engine_alone(hook: Callable[..., Any]) -> Hook:
+def of_engine_alone(hook: Function) -> Hook:
     """Make a hook of a function of the engine alone."""
 
     @functools.wraps(hook)
-    def of_engine(hooked: SplitEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_engine(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
         return hook(hooked.engine, method, *args, **kwargs)
 
     return of_engine
 
 
-def of_stage3_alone(hook: Callable[..., Any]) -> Hook:
+def of_stage3_alone(hook: Function) -> Hook:
     """Make a hook of a method of `Stage3Checkpoints`; engines of other stages run without it."""
 
     @functools.wraps(hook)
-    def of_stage3(hooked: SplitEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_stage3(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
         if hooked.stage3 is None:
             return method(*args, **kwargs)
         return hook(hooked.stage3, method, *args, **kwargs)

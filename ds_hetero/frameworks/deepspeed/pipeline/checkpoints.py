@@ -8,7 +8,7 @@ them: no element is computed with, so it has the bits that were saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
 from ds_hetero.frameworks.deepspeed.checkpoints.saving import save_whole
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync.transfers import local_tensor, whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.gradient_chunks import Box, box_size
@@ -35,19 +37,19 @@ _CLIENT_STATE = "ds_hetero_client_state"  # what the user gave to be saved; Deep
 
 def save_pipelines(
     pipelined: PipelinedEngine,
-    save: Callable[..., Any],
+    save: Function,
     save_dir: str,
-    tag: Any = None,
-    client_state: Mapping[str, Any] | None = None,
+    tag: object = None,
+    client_state: Content | None = None,
     save_latest: bool = True,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> object:
     """Around ``save_checkpoint``: see `ds_hetero.frameworks.deepspeed.checkpoints.saving.save_whole`."""
     state = {_CLIENT_STATE: dict(client_state or {}), MODEL_CONFIG: pipelined.stage.configuration}
     return save_whole(pipelined.engine, save, None, save_dir, tag, state, save_latest, **kwargs)
 
 
-def frozen_state(pipelined: PipelinedEngine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def frozen_state(pipelined: PipelinedEngine, method: Function, *args: object, **kwargs: object) -> State:
     """In place of ``module_state_dict``: whole parameters that are not trained, from one rank that holds them.
 
     Collectives: in a ``"tensor"`` stage an all_gather for every parameter that is cut and not trained.
@@ -59,15 +61,15 @@ def frozen_state(pipelined: PipelinedEngine, method: Callable[..., Any], *args: 
 
 def load_any_plan(
     pipelined: PipelinedEngine,
-    load: Callable[..., Any],
+    load: Function,
     load_dir: str,
-    tag: Any = None,
+    tag: object = None,
     *,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    **kwargs: Any,
-) -> tuple[str | None, dict[str, Any]]:
+    **kwargs: object,
+) -> tuple[str | None, State]:
     """In place of ``load_checkpoint``: take a checkpoint of pipelines that any plan has saved.
 
     Args:
@@ -91,7 +93,7 @@ def load_any_plan(
         return None, {}
     manifest = expect_one_save(pipelined.engine, folder, with_optimizer=True)
     engine, optimizer = pipelined.engine, pipelined.engine.optimizer
-    parts: list[Mapping[str, Any]] = []
+    parts: list[Content] = []
 
     def take() -> None:
         parts.extend(read_parts(folder))
@@ -115,7 +117,7 @@ def load_any_plan(
     return str(folder), dict(first[_CLIENT_STATE])
 
 
-def read_parts(folder: Path) -> list[Mapping[str, Any]]:
+def read_parts(folder: Path) -> list[Content]:
     """Read the files of all ranks; tensors stay on the disk until they are used.
 
     Raises:
@@ -160,9 +162,7 @@ def whole_tensor(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequenc
     return whole
 
 
-def _take_owned(
-    optimizer: Any, name: str, boxes: Sequence[Box], pieces: Sequence[Mapping[str, Any]], with_state: bool
-) -> None:
+def _take_owned(optimizer: Any, name: str, boxes: Sequence[Box], pieces: Sequence[Content], with_state: bool) -> None:
     """Set the values, and the optimizer's state, of what this rank owns of a parameter."""
     owned, shape = optimizer.sync.owned[name], optimizer.sync.shapes[name]
     if any(tuple(piece["shape"]) != tuple(shape) for piece in pieces):
@@ -184,7 +184,7 @@ def _take_owned(
     optimizer.inner.state[owned] = state
 
 
-def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Mapping[str, Any]]) -> None:
+def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Content]) -> None:
     saved = {name: tensor for part in parts for name, tensor in (part.get("module") or {}).items()}
     for name, parameter in pipelined.stage.parameters().items():
         if parameter.requires_grad:
@@ -208,7 +208,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _folder(load_dir: Path, tag: Any) -> Path | None:
+def _folder(load_dir: Path, tag: object) -> Path | None:
     """The folder of a checkpoint, by the tag that rank 0 reads in ``latest`` where none is given."""
 
     def latest() -> str | None:

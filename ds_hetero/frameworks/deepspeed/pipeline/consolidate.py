@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import MODEL_CONFIG, read_parts, whole_tensor
+from ds_hetero.frameworks.deepspeed.protocols import Content
 from ds_hetero.job.checkpoints.checkpoint_folder import expect_finished
 from ds_hetero.job.checkpoints.manifest import changed_parts, read_manifest
 from ds_hetero.job.checkpoints.weight_files import (
@@ -105,7 +105,7 @@ def _folder(checkpoint: Path, tag: str | None) -> Path:
     return checkpoint / tag
 
 
-def _whole_parts(folder: Path) -> list[Mapping[str, Any]]:
+def _whole_parts(folder: Path) -> list[Content]:
     """The files of all ranks, which are as one save wrote them."""
     expect_finished(folder)
     manifest = read_manifest(folder)
@@ -139,7 +139,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _tensor(
     name: str,
     shape: Sequence[int],
-    parts: Sequence[Mapping[str, Any]],
+    parts: Sequence[Content],
     frozen: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> Tensor:

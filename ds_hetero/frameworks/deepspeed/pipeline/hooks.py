@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.engine.arguments import refusals
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
@@ -21,7 +21,7 @@ _ITEMS = "num_items_in_batch"
 _NOT_FOR_MODELS = (_ITEMS, "use_cache", "return_dict", _MEASURES)
 
 
-def run_passes(pipelined: PipelinedEngine, forward: Callable[..., Any], *args: Any, **batch: Any) -> Any:
+def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **batch: Any) -> object:
     """In place of the engine's forward: all passes of a step, or in evaluation the forwards alone.
 
     Args:
@@ -92,7 +92,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: An
     return nothing if value is None or _is_copy(pipelined) else value.to(dtype)
 
 
-def keep_books(pipelined: PipelinedEngine, backward: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Tensor:
+def keep_books(pipelined: PipelinedEngine, backward: Function, loss: Tensor, **kwargs: object) -> Tensor:
     """In place of the engine's backward: the gradients are there already.
 
     Raises:
@@ -110,7 +110,7 @@ def keep_books(pipelined: PipelinedEngine, backward: Callable[..., Any], loss: T
     return loss
 
 
-def expect_passes(pipelined: PipelinedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def expect_passes(pipelined: PipelinedEngine, step: Function, *args: object, **kwargs: object) -> object:
     """Refuse a step without a forward; after it, the next may begin."""
     if pipelined.loss is None:
         raise BatchError("engine.step() needs a forward of this step before it.")

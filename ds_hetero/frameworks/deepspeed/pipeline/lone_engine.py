@@ -6,13 +6,12 @@ there are processes. What ranks exchange is the pipeline's and the gradient sync
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from torch.distributed import ProcessGroup
 
+from ds_hetero.engine.ds_config import DsConfig
+from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.runtime.replica import ProcessGroups
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -63,13 +62,13 @@ class LoneRank:
     get_tensor_model_parallel_group = get_model_parallel_group
 
 
-def clipping_of(ds_config: Mapping[str, Any]) -> float:
+def clipping_of(ds_config: DsConfig) -> float:
     """The largest gradient norm, as DeepSpeed reads it; 0 does not clip."""
     value = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def lone_configuration(ds_config: Mapping[str, Any], samples: int) -> dict[str, Any]:
+def lone_configuration(ds_config: DsConfig, samples: int) -> State:
     """Make the configuration of an engine that sees one rank in fp32, without ZeRO and without clipping.
 
     Args:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import PipelineOptimizer, synchronizer_of
+from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync.moving import move_owned
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
@@ -42,7 +43,7 @@ class _Holding:
 
     old: Mapping[str, tuple[Box, ...]]
     new: Mapping[str, tuple[Box, ...]]
-    state: Mapping[str, Mapping[str, Any]]
+    state: Mapping[str, Content]
     frozen_before: Mapping[str, tuple[int, ...]]
     frozen_after: Mapping[str, tuple[int, ...]]
 
@@ -93,7 +94,7 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
     )
     by_rank = on_all_ranks(lambda: holding)
     old_boxes, new_boxes = [rank.old for rank in by_rank], [rank.new for rank in by_rank]
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, State] = {}
     for name in new.shapes:
         values = _taken(old.owned.pop(name, None), optimizer.inner.state)
         described = next(rank.state[name] for rank in by_rank if name in rank.old)
@@ -115,12 +116,12 @@ def _frozen(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
 
 
-def _taken(owned: nn.Parameter | None, state: MutableMapping[Any, Any]) -> dict[str, Any]:
+def _taken(owned: nn.Parameter | None, state: MutableMapping[Any, Any]) -> State:
     """The value of an owned parameter and the optimizer's state of it, which are taken away from the optimizer."""
     return {} if owned is None else {_VALUE: owned.detach(), **state.pop(owned, {})}
 
 
-def _described(state: Mapping[str, Any], value: Tensor) -> dict[str, Any]:
+def _described(state: Content, value: Tensor) -> State:
     """The value of a parameter and the optimizer's state: dtypes of what has its shape, anything else as it is."""
     of_shape = {key: isinstance(entry, Tensor) and entry.shape == value.shape for key, entry in state.items()}
     return {_VALUE: value.dtype, **{key: entry.dtype if of_shape[key] else entry for key, entry in state.items()}}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import ProcessGroups
@@ -31,7 +32,7 @@ _SECTION = {
 }
 _OF_DEEPSPEED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # keys that say which kernel to use
 
-Groups = list[dict[str, Any]]
+Groups = list[State]
 """Parameter groups of an optimizer, whose ``"params"`` are names."""
 
 
@@ -72,11 +73,11 @@ class PipelineOptimizer(Optimizer):
         return self.inner.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> State:  # type: ignore[override]
         """Those of the inner optimizer."""
         return self.inner.defaults
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """This rank's part, by parameter: boxes, values and optimizer state; and the groups' settings."""
         owned = {
             name: {
@@ -90,12 +91,12 @@ class PipelineOptimizer(Optimizer):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"owned": owned, "groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Take the groups' settings; `checkpoints.load_any_plan` takes values and state from the parts of all ranks."""
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(saved)
 
-    def take_over(self, sync: AsymmetricGradientSync, states: Mapping[str, dict[str, Any]]) -> None:
+    def take_over(self, sync: AsymmetricGradientSync, states: Mapping[str, State]) -> None:
         """Go on with other owners.
 
         Args:
@@ -170,7 +171,7 @@ def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> As
     )
 
 
-def groups_by_name(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Groups:
+def groups_by_name(groups: Iterable[Content], names: Mapping[int, str]) -> Groups:
     """Return the parameter groups that a user made of the whole model, with names for parameters.
 
     Args:
@@ -202,7 +203,7 @@ def expect_elementwise(optimizer: type[Optimizer]) -> None:
         )
 
 
-def optimizer_of_section(section: Mapping[str, Any], groups: Groups) -> Optimizer:
+def optimizer_of_section(section: Content, groups: Groups) -> Optimizer:
     """Make the optimizer that ds_config.json describes.
 
     Args:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_hetero.decision.decide import JobStart
-from ds_hetero.engine.ds_config import read_training_facts
-from ds_hetero.engine.process.patching import Patches
+from ds_hetero.engine.ds_config import DsConfig, read_training_facts
+from ds_hetero.engine.process.patching import Function, Patches
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Content, Engine
 from ds_hetero.frameworks.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
@@ -51,8 +51,8 @@ class Replacement:
 
     module: str
     name: str
-    make: Callable[..., Any]
-    check: Callable[[Mapping[str, Any]], None]
+    make: Function
+    check: Callable[[Content], None]
 
 
 _STAGES_1_AND_2 = Replacement(
@@ -71,9 +71,7 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 """By ZeRO stage."""
 
 
-def agree_on_weights(
-    start: JobStart, ds_config: Mapping[str, Any], model: torch.nn.Module, optimizer: Any
-) -> tuple[float, ...]:
+def agree_on_weights(start: JobStart, ds_config: DsConfig, model: torch.nn.Module, optimizer: Any) -> tuple[float, ...]:
     """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
 
     Args:
@@ -120,7 +118,7 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 
 
 def expect_possible(
-    ds_config: Mapping[str, Any], weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
+    ds_config: DsConfig, weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
 ) -> None:
     """Check that unequal partitions can be had with the rest of the configuration.
 
@@ -158,7 +156,7 @@ def expect_possible(
 
 
 @contextlib.contextmanager
-def optimizers_in_place(ds_config: Mapping[str, Any], weights: Sequence[float]) -> Iterator[None]:
+def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float]) -> Iterator[None]:
     """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     training = read_training_facts(ds_config)
@@ -188,11 +186,11 @@ def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
     return Stage3Checkpoints(engine) if ours and has_state else None
 
 
-def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> Callable[..., Any]:
+def _choose(stock: Function, ours: Function, weights: Sequence[float]) -> Function:
     """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
 
     @functools.wraps(stock)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> object:
         if kwargs.get("has_moe_layers"):
             return stock(*args, **kwargs)
         return ours(*args, weights=weights, **kwargs)
@@ -202,7 +200,7 @@ def _choose(stock: Any, ours: Callable[..., Any], weights: Sequence[float]) -> C
 
 def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(check)
-    def checked(engine: Any, basic_optimizer: Any) -> Any:
+    def checked(engine: Any, basic_optimizer: Any) -> object:
         chosen = check(engine, basic_optimizer)
         return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
 

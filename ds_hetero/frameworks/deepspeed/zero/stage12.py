@@ -18,7 +18,9 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.frameworks.deepspeed.zero import stage12_checkpoint
 from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import RestoredGroup
 from ds_hetero.sharding.zero_partition import FlatGroup, Fragment, cut_flat_group
@@ -37,7 +39,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     Source: ZeRO (arXiv:1910.02054), section 5.
     """
 
-    def __init__(self, *args: Any, weights: Sequence[float], **kwargs: Any) -> None:
+    def __init__(self, *args: object, weights: Sequence[float], **kwargs: object) -> None:
         self.weights = tuple(weights)
         self.layouts: list[FlatGroup] = []  # by parameter group, in the order of bit16_groups
         super().__init__(*args, **kwargs)
@@ -100,13 +102,15 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             self.grad_partition_insertion_offset[i][partition_id][param_id] = fragment.in_part
             self.grad_start_offset[i][partition_id][param_id] = fragment.in_parameter
 
-    def get_grad_position(self, group_id: int, *_: Any) -> None:
+    def get_grad_position(self, group_id: int, *_: object) -> None:
         """Where offloaded gradients come from and go."""
         for parameter, fragment in self.fragments(group_id, self.rank_in(group_id)):
             position = [group_id, fragment.in_parameter, fragment.in_part, fragment.count]
             self.grad_position[self.get_param_id(parameter)] = position
 
-    def flatten_dense_tensors_aligned(self, tensor_list: Any, alignment: int, *args: Any, **kwargs: Any) -> Tensor:
+    def flatten_dense_tensors_aligned(
+        self, tensor_list: Any, alignment: int, *args: object, **kwargs: object
+    ) -> Tensor:
         """As DeepSpeed, also for the empty part of a rank that owns nothing."""
         flat: Tensor = super().flatten_dense_tensors_aligned(tensor_list, max(alignment, 1), *args, **kwargs)
         return flat
@@ -135,7 +139,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
 
     # --- updated parameters -------------------------------------------------------------------------
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """As DeepSpeed."""
         with _gathering_any_sizes():
             super().step(*args, **kwargs)
@@ -152,15 +156,13 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """Names of the parameters of every group."""
         return [[self.param_names[parameter] for parameter in group] for group in self.bit16_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """This rank's shard: DeepSpeed's, and where its parts lie."""
-        state: dict[str, Any] = super().state_dict()
+        state: State = super().state_dict()
         state[stage12_checkpoint.LAYOUT] = stage12_checkpoint.layout_to_save(self.group_names, self.layouts)
         return state
 
-    def read_checkpoint(
-        self, read: Callable[[int], dict[str, Any]], num_shards: int
-    ) -> tuple[list[RestoredGroup], dict[str, Any]]:
+    def read_checkpoint(self, read: Callable[[int], State], num_shards: int) -> tuple[list[RestoredGroup], State]:
         """This rank's part of a checkpoint of any layout; see `stage12_checkpoint.read_groups`. Changes nothing yet."""
         return stage12_checkpoint.read_groups(
             read,
@@ -171,7 +173,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             round_robin=self.round_robin_gradients,
         )
 
-    def restore(self, groups: list[RestoredGroup], state: dict[str, Any], *, load_from_fp32_weights: bool) -> None:
+    def restore(self, groups: list[RestoredGroup], state: State, *, load_from_fp32_weights: bool) -> None:
         """Take over what `read_checkpoint` returned.
 
         Args:
@@ -198,7 +200,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
-    def _load_universal_checkpoint(self, checkpoint_folder: str, *_: Any) -> None:
+    def _load_universal_checkpoint(self, checkpoint_folder: str, *_: object) -> None:
         """As DeepSpeed, which takes for granted that every rank owns something of every group."""
         nothing = _Nothing()
         names: dict[Any, str] = self.param_names  # type: ignore[has-type]
@@ -221,14 +223,14 @@ class _Nothing:
     def _hp_mapping(self) -> _Nothing:
         return self
 
-    def load_hp_checkpoint_state(self, *_: Any, **__: Any) -> None:
+    def load_hp_checkpoint_state(self, *_: object, **__: object) -> None:
         return None  # the optimizer's step
 
     def get_optim_state_keys(self) -> list[str]:
         return []
 
 
-def gather_partitions(partitions: Sequence[Tensor], group: Any) -> list[Any]:
+def gather_partitions(partitions: Sequence[Tensor], group: ProcessGroup) -> list[Any]:
     """Start to bring every rank's part of a flat vector to all ranks; wait for what is returned.
 
         partitions   [sizes[0]], [sizes[1]], ...   views of one flat vector; zero is allowed
@@ -254,8 +256,8 @@ def _gathering_any_sizes() -> Iterator[None]:
         groups_flat: list[Tensor],
         partitioned_param_groups: list[list[Tensor]],
         dp_process_group: list[Any],
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         works, equal = [], []
         for i, parts in enumerate(partitioned_param_groups):

@@ -24,7 +24,9 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
+from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.sharding.zero_partition import FlatGroup, moves, round_robin_order
 from ds_hetero.values.splits import Split
 
@@ -51,8 +53,8 @@ class RestoredGroup:
     """
 
     fp32: Tensor
-    state: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    options: State = field(default_factory=dict)
 
 
 def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]) -> list[dict[str, list[Any]]]:
@@ -68,7 +70,7 @@ def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup])
     ]
 
 
-def read_shard(load: Callable[..., Any], path: str) -> dict[str, Any]:
+def read_shard(load: Function, path: str) -> State:
     """A shard's state, on the CPU.
 
     Args:
@@ -84,7 +86,7 @@ def read_shard(load: Callable[..., Any], path: str) -> dict[str, Any]:
             "not see the files of the others. Load an earlier one, or put the file there."
         )
     try:
-        shard: dict[str, Any] = load(path, map_location="cpu")
+        shard: State = load(path, map_location="cpu")
     except Exception as error:  # torch and pickle raise almost anything here
         raise CheckpointError(
             f"{path} is damaged ({type(error).__name__}: {error}), as if a rank had died while writing it. "
@@ -94,14 +96,14 @@ def read_shard(load: Callable[..., Any], path: str) -> dict[str, Any]:
 
 
 def read_groups(
-    read: Callable[[int], dict[str, Any]],
+    read: Callable[[int], State],
     num_shards: int,
     names: Sequence[Sequence[str]],
     layouts: Sequence[FlatGroup],
     rank: int,
     *,
     round_robin: bool,
-) -> tuple[list[RestoredGroup], dict[str, Any]]:
+) -> tuple[list[RestoredGroup], State]:
     """This rank's part of every parameter group, from the shards of a checkpoint.
 
     Args:
@@ -142,9 +144,7 @@ def read_groups(
     return restored, state
 
 
-def _empty_group(
-    state: Mapping[str, Any], i: int, saved: SavedGroup, shard: int, layout: FlatGroup, rank: int
-) -> RestoredGroup:
+def _empty_group(state: Content, i: int, saved: SavedGroup, shard: int, layout: FlatGroup, rank: int) -> RestoredGroup:
     """Zeros in the place of whatever is partitioned, which is what padding shall be; the rest as saved."""
     own, part = layout.cut.sizes[rank], saved.layout.cut.sizes[shard]
     group = RestoredGroup(torch.zeros(own, dtype=state[SINGLE_PARTITION_OF_FP32_GROUPS][i].dtype))
@@ -163,7 +163,7 @@ def _partitioned(group: RestoredGroup) -> dict[str, Tensor]:
 
 
 def _saved_groups(
-    content: Mapping[str, Any],
+    content: Content,
     num_shards: int,
     names: Sequence[Sequence[str]],
     layouts: Sequence[FlatGroup],
@@ -189,7 +189,7 @@ def _saved_groups(
 
 
 def _stock_groups(
-    content: Mapping[str, Any],
+    content: Content,
     num_shards: int,
     names: Sequence[Sequence[str]],
     layouts: Sequence[FlatGroup],

@@ -24,7 +24,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
+from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import equal_shards
 from ds_hetero.frameworks.deepspeed.zero.stage3_saved import read_part
 from ds_hetero.frameworks.deepspeed.zero.stage3_shards import (
@@ -38,7 +40,7 @@ from ds_hetero.frameworks.deepspeed.zero.stage3_shards import (
 from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 
-def check_stage3(ds_config: Mapping[str, Any]) -> None:
+def check_stage3(ds_config: DsConfig) -> None:
     """Check that a configuration asks for nothing that needs shards of one size, on stage 3 alone.
 
     What no stage can do stands in `ds_hetero.frameworks.deepspeed.keys`.
@@ -67,7 +69,7 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
         set_z3_leaf_module(container, True)
 
 
-def make_stage3_optimizer(module: Any, *args: Any, weights: Sequence[float], **kwargs: Any) -> Any:
+def make_stage3_optimizer(module: Any, *args: object, weights: Sequence[float], **kwargs: object) -> Any:
     """DeepSpeed's optimizer of stage 3 for equal weights, ours for others and for models that had others before.
 
     May stand in the place of DeepSpeed's class while an engine is built, since the one module that then would derive
@@ -97,11 +99,13 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         kwargs: of the same.
     """
 
-    def __init__(self, module: Any, init_optimizer: Any, *args: Any, weights: Sequence[float], **kwargs: Any) -> None:
+    def __init__(
+        self, module: Any, init_optimizer: Any, *args: object, weights: Sequence[float], **kwargs: object
+    ) -> None:
         self.weights = tuple(weights)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
-    def initialize_ds_offload(self, **kwargs: Any) -> Any:
+    def initialize_ds_offload(self, **kwargs: object) -> Any:
         """DeepSpeed makes the parameters ZeRO-3's here, or finds them made; then their shards are exchanged."""
         offload = super().initialize_ds_offload(**kwargs)
         one_by_one = get_zero_config(kwargs["ds_config"]).allgather_sequential
@@ -110,7 +114,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     # --- places that follow from sizes -----------------------------------------------------------------
 
-    def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
+    def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[Any]]:
         """The sub-groups of shards of one size: as many on every rank, and those of a checkpoint."""
         groups: list[list[Any]] = [[]]
         elements = 0
@@ -122,12 +126,12 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
             elements += cut_as_deepspeed(param.ds_numel, self.partition_count).sizes[0]
         return groups
 
-    def _get_param_partition_rank(self, param: Any) -> _Start:
+    def _get_param_partition_rank(self, param: ZeroParameter) -> _Start:
         return _Start(cut_of(param).cuts[dist.get_rank(group=param.ds_process_group)])
 
     # --- gradients -------------------------------------------------------------------------------------
 
-    def _average_to_owners(self, params: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
+    def _average_to_owners(self, params: list[ZeroParameter], communication_data_type: torch.dtype) -> list[Tensor]:
         """With ``reduce_scatter``: every rank is sent its shards alone."""
         grads = [param.grad.to(communication_data_type) for param in params]
         shards = reduce_to_owners(grads, [cut_of(param) for param in params], params[0].ds_process_group)
@@ -150,21 +154,21 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     # --- whole gradients and states --------------------------------------------------------------------
 
-    def _fp32_state_allgather(self, param: Any, fp32_state_partition: Tensor) -> Tensor:
+    def _fp32_state_allgather(self, param: ZeroParameter, fp32_state_partition: Tensor) -> Tensor:
         shard = fp32_state_partition.to(self.master_weights_and_grads_dtype)
         (flat,) = all_gather_shards([shard], [cut_of(param)], param.ds_process_group).wait()
         return flat[: param.ds_numel].view(param.ds_shape)
 
-    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Set a master weight or, by key, an optimizer state of a parameter: [n]."""
         self.set_local_hp_param(own_shard(value, cut_of(param), param.ds_process_group), param, optim_state_key)
 
-    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
         """Set the gradient of a parameter: [n]."""
         self.set_local_grad_for_param(own_shard(value, cut_of(param), param.ds_process_group), param)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[[Tensor, Any], Tensor], param_list: Sequence[Any]
+        self, update_func: Callable[[Tensor, Any], Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
         """Replace every gradient by ``update_func(gradient, parameter)``, which sees it whole."""
         for param in param_list:
@@ -173,9 +177,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     # --- checkpoints -----------------------------------------------------------------------------------
 
-    def _rigid_state_dict(self) -> dict[str, Any]:
+    def _rigid_state_dict(self) -> State:
         """State that this rank saves: shards of one size. All ranks call it together."""
-        state_dict: dict[str, Any] = super()._rigid_state_dict()
+        state_dict: State = super()._rigid_state_dict()
         flat_groups = state_dict[FP32_FLAT_GROUPS]
         state_dict[FP32_FLAT_GROUPS] = [
             equal_shards(flat.detach(), group) for flat, group in zip(flat_groups, self.fp16_groups, strict=True)

@@ -8,17 +8,18 @@ it, `stage3_saved`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Engine, State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.stage3_saved import (
     Saved,
     examine_files,
@@ -32,7 +33,7 @@ from ds_hetero.sharding.zero_partition import cut_as_deepspeed
 CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
 
 
-def equal_shards(flat: Tensor, params: Sequence[Any], name: str = "weights") -> Tensor:
+def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "weights") -> Tensor:
     """Exchange weighted shards of parameters, lying side by side, for shards of one size, on the CPU.
 
         flat     [sum of s]
@@ -67,7 +68,7 @@ def equal_shards(flat: Tensor, params: Sequence[Any], name: str = "weights") -> 
     return torch.cat(done)
 
 
-def _exchange(shards: Sequence[Tensor], params: Sequence[Any], group: Any) -> list[Tensor]:
+def _exchange(shards: Sequence[Tensor], params: Sequence[ZeroParameter], group: ProcessGroup) -> list[Tensor]:
     rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
     equal = [cut_as_deepspeed(param.ds_numel, num_ranks) for param in params]
     # By owner of an equal shard, then by parameter: what each rank sends there.
@@ -117,14 +118,14 @@ class Stage3Checkpoints:
         self._engine = engine
         self._saved: Saved | None = None  # the checkpoint that is being loaded
 
-    def equal_shard(self, method: Callable[..., Any], param: Any) -> Tensor:
+    def equal_shard(self, method: Function, param: ZeroParameter) -> Tensor:
         """``_get_param_fragment_func``: this rank's shard of a frozen parameter, of one size on all ranks."""
         if not is_weighted(param):
             fragment: Tensor = method(param)
             return fragment
         return equal_shards(param.ds_tensor.detach(), [param])
 
-    def examine(self, method: Callable[..., Any], load_dir: str, tag: str, **kwargs: Any) -> Any:
+    def examine(self, method: Function, load_dir: str, tag: str, **kwargs: object) -> object:
         """``_load_checkpoint``: look the checkpoint over before anything is taken from it.
 
         Raises:
@@ -141,12 +142,12 @@ class Stage3Checkpoints:
             self._saved = None
         return loaded
 
-    def list_model_files(self, method: Callable[..., Any], load_dir: str, tag: str) -> list[str]:
+    def list_model_files(self, method: Function, load_dir: str, tag: str) -> list[str]:
         """``_get_all_ckpt_names``: a rank that the saving job did not have reads the first file."""
         names: list[str] = method(load_dir, tag)
         return names or [self._engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")]
 
-    def load_frozen_parameters(self, method: Callable[..., Any], checkpoint: dict[str, Any], **kwargs: Any) -> Any:
+    def load_frozen_parameters(self, method: Function, checkpoint: State, **kwargs: object) -> object:
         """``load_module_state_dict``: this rank's file need not have the frozen shards that it owns now."""
         if self._saved is not None and checkpoint.get(FROZEN_PARAM_FRAGMENTS):
             names = set(checkpoint[FROZEN_PARAM_FRAGMENTS])
@@ -154,9 +155,7 @@ class Stage3Checkpoints:
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: shards}
         return method(checkpoint=checkpoint, **kwargs)
 
-    def load_state(
-        self, method: Callable[..., Any], load_dir: str, tag: str, load_optimizer_states: bool = True
-    ) -> bool:
+    def load_state(self, method: Function, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
         """``_load_zero_checkpoint``: master weights and optimizer state."""
         if self._saved is None or not load_optimizer_states:
             return bool(method(load_dir, tag, load_optimizer_states=load_optimizer_states))

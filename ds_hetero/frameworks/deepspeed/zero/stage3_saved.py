@@ -27,7 +27,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.stage3_shards import cut_of, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import Move, cut_as_deepspeed
@@ -57,7 +57,7 @@ class Saved:
     places: Mapping[str, _Place]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def moves(self, param: Any) -> tuple[Move, ...]:
+    def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
         """From which files, and where in their shards, this rank puts its shard of a parameter together."""
         saved = cut_as_deepspeed(param.ds_numel, len(self.model_files))
         return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=param.ds_process_group))
@@ -102,16 +102,14 @@ def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
     return next((name for name in names if os.path.exists(name)), names[0])
 
 
-def read_part(file: str) -> dict[str, Any]:
+def read_part(file: str) -> State:
     """A file of a checkpoint; of its tensors nothing is read until it is used.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     try:
-        content: dict[str, Any] = torch.load(
-            file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False
-        )
+        content: State = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
     except FileNotFoundError:
         raise CheckpointError(f"{os.path.basename(file)} is missing") from None
     except Exception as error:  # torch.load raises what it meets in the bytes
@@ -156,11 +154,11 @@ def expect_same_parameters(saved: Saved, engine: Engine) -> None:
         )
 
 
-def own_state(saved: Saved, optimizer: Any) -> dict[str, Any]:
+def own_state(saved: Saved, optimizer: Any) -> State:
     """The state dict that this rank would have saved with the shards that it has now."""
     rank = dist.get_rank(group=optimizer.dp_process_group)
     weights = [torch.zeros(flat.shape, dtype=flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat]
-    states: list[dict[str, Any]] = [{} for _ in weights]
+    states: list[State] = [{} for _ in weights]
     by_source: dict[int, list[tuple[int, int, _Place, Move]]] = {}
     for i, group in enumerate(optimizer.fp16_groups):
         offset = 0
@@ -170,7 +168,7 @@ def own_state(saved: Saved, optimizer: Any) -> dict[str, Any]:
                 by_source.setdefault(move.source, []).append((i, offset, place, move))
             offset += cut_of(param).sizes[rank]
 
-    file: dict[str, Any] = {}
+    file: State = {}
     for source, moves in sorted(by_source.items()):
         file = read_part(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
         for i, offset, place, move in moves:
@@ -196,9 +194,7 @@ def own_state(saved: Saved, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _copy(
-    file: Mapping[str, Any], place: _Place, move: Move, offset: int, weights: Tensor, state: dict[str, Any]
-) -> None:
+def _copy(file: Content, place: _Place, move: Move, offset: int, weights: Tensor, state: State) -> None:
     """Copy some of one parameter, from one file, into this rank's weights and optimizer state."""
     flat = file[FP32_FLAT_GROUPS][place.sub_group]
     source = slice(place.offset + move.in_source, place.offset + move.in_source + move.count)
@@ -220,10 +216,10 @@ def _copy(
         state[name][target] = value.reshape(-1)[source]
 
 
-def _inner_state_dict(optimizer: Any) -> dict[str, Any]:
+def _inner_state_dict(optimizer: Any) -> State:
     """Of the user's optimizer, which holds parameters only while somebody looks."""
     optimizer._set_fp32_optimizer_param_groups()
-    state_dict: dict[str, Any] = optimizer.optimizer.state_dict()
+    state_dict: State = optimizer.optimizer.state_dict()
     optimizer._clear_fp32_optimizer_param_groups()
     return state_dict
 
@@ -239,7 +235,7 @@ def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str
     Raises:
         CheckpointError: the model has frozen parameters that the checkpoint has not, or of another shape.
     """
-    named: dict[str, Any] = {engine.param_names[param]: param for param in engine.module.parameters()}
+    named: State = {engine.param_names[param]: param for param in engine.module.parameters()}
     frozen = {name: param for name, param in named.items() if name in names or not param.requires_grad}
     for name, param in frozen.items():
         if saved.shapes.get(name) != tuple(param.ds_shape):

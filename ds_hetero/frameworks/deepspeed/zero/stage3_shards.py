@@ -11,7 +11,7 @@ Key: n elements of a parameter, s elements of this rank's shard; cut.total >= n,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,20 +23,23 @@ from deepspeed.runtime.zero.partition_parameters import (
     get_allgather_dtype,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.protocols import ZeroParameter
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves
 from ds_hetero.values.splits import Split
 
 _CUT = "ds_hetero_cut"
 
 
-def is_weighted(param: Any) -> bool:
+def is_weighted(param: ZeroParameter) -> bool:
     """Whether `recut` gave a parameter its shards; else they are DeepSpeed's."""
     return hasattr(param, _CUT)
 
 
-def cut_of(param: Any) -> Split:
+def cut_of(param: ZeroParameter) -> Split:
     """How a ZeRO-3 parameter is cut now, by `recut` or by DeepSpeed."""
     if is_weighted(param):
         cut: Split = getattr(param, _CUT)
@@ -44,7 +47,7 @@ def cut_of(param: Any) -> Split:
     return cut_as_deepspeed(param.ds_numel, dist.get_world_size(group=param.ds_process_group))
 
 
-def recut(params: Iterable[Any], weights: Sequence[float], *, one_by_one: bool = False) -> None:
+def recut(params: Iterable[ZeroParameter], weights: Sequence[float], *, one_by_one: bool = False) -> None:
     """Exchange DeepSpeed's shards of ``params`` for shards in proportion to ``weights``.
 
     Caller: every rank, with the same parameters in the same order, none of them gathered.
@@ -79,7 +82,7 @@ def recut(params: Iterable[Any], weights: Sequence[float], *, one_by_one: bool =
         param.partition()
 
 
-def own_shard(full: Tensor, cut: Split, group: Any) -> Tensor:
+def own_shard(full: Tensor, cut: Split, group: ProcessGroup) -> Tensor:
     """This rank's shard of a full tensor of n elements: [s], zeros where the cut goes beyond n."""
     start, stop = cut.ranges[dist.get_rank(group=group)]
     flat = full.reshape(-1)[start:stop]
@@ -92,11 +95,11 @@ def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tupl
     return moves(before, after, part)
 
 
-def gathering(stock: Callable[..., Any]) -> Callable[..., Any]:
+def gathering(stock: Function) -> Function:
     """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
 
     @functools.wraps(stock)
-    def all_gather(init: Any, param_list: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def all_gather(init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object) -> object:
         others = [param for param in param_list if not is_weighted(param)]
         missing = [
             param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE
@@ -108,11 +111,13 @@ def gathering(stock: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def writing_back(stock: Callable[..., Any]) -> Callable[..., Any]:
+def writing_back(stock: Function) -> Function:
     """For `Init._partition_param`: a whole parameter that was changed is written to its weighted shard."""
 
     @functools.wraps(stock)
-    def partition_param(init: Any, param: Any, *args: Any, has_been_updated: bool = False, **kwargs: Any) -> Any:
+    def partition_param(
+        init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
+    ) -> object:
         if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_tensor.data.copy_(own_shard(param.data, cut_of(param), param.ds_process_group))
             has_been_updated = False  # what is left to do is to free the whole
@@ -121,7 +126,7 @@ def writing_back(stock: Callable[..., Any]) -> Callable[..., Any]:
     return partition_param
 
 
-def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: Any) -> Gathering:
+def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> Gathering:
     """Start gathering several tensors of one type, of which every rank holds a shard.
 
         shards   [s] each
@@ -136,7 +141,7 @@ def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: An
 class Gathering:
     """Tensors under way; one buffer, in which the shards of a rank lie side by side."""
 
-    def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: Any) -> None:
+    def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
         self._cuts = cuts
         rank, device = dist.get_rank(group=group), get_accelerator().current_device_name()
         sizes = [sum(parts) for parts in zip(*(cut.sizes for cut in cuts), strict=True)]
@@ -183,7 +188,7 @@ class _ParameterGathering:
 
 
 def _gather(
-    params: Iterable[Any], safe_mode: bool = False, quantize: bool = False, *, one_by_one: bool
+    params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False, *, one_by_one: bool
 ) -> _ParameterGathering:
     """Start gathering weighted parameters that are not available; see `all_gather_shards`.
 
@@ -215,7 +220,7 @@ def _gather(
     )
 
 
-def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Any) -> list[Tensor]:
+def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> list[Tensor]:
     """Average whole gradients over the ranks, each rank receiving its shards: [n] each -> [s] each.
 
     Collectives: one reduce_scatter of a list, which NCCL and gloo run as one reduce per rank, all at once; a rank

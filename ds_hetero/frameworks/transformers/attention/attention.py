@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ from ds_hetero.frameworks.transformers.attention.masks import MaskKind, mask_kin
 from ds_hetero.frameworks.transformers.protocols import AttentionLayer, ModelConfig
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.data.shards import Batch
 from ds_hetero.runtime.replica import Replica
 
 NAME = "ds_hetero"  # of our attention implementation
@@ -112,10 +113,10 @@ def expect_whole_batch(config: ModelConfig | None = None) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mask(
-    *args: Any,
+    *args: object,
     config: ModelConfig,
     mask_function: FunctionType = masking_utils.causal_mask_function,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     forward = forward_mode().forward
     if forward is not None:
@@ -128,7 +129,13 @@ def _mask(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
-    module: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    module: AttentionLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: object,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(attention_mask, ShardedMask):
         options = _LayerOptions.read(args, kwargs)
@@ -160,7 +167,7 @@ class _LayerOptions:
     output_attentions: bool | None = None
 
     @classmethod
-    def read(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _LayerOptions:
+    def read(cls, args: Sequence[Any], kwargs: Batch) -> _LayerOptions:
         names = {field.name for field in fields(cls)}
         return cls(*args, **{name: value for name, value in kwargs.items() if name in names})
 

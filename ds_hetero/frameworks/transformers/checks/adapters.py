@@ -15,9 +15,10 @@ from typing import Any
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.engine.rows import NameRow
+from ds_hetero.runtime.data.shards import Batch
 
 
-def _refused(why: str, *off: Any) -> NameRow:
+def _refused(why: str, *off: object) -> NameRow:
     return NameRow(kind="refused", why=why, off=off)
 
 
@@ -131,7 +132,7 @@ ADAPTERS: Mapping[str, NameRow] = {
 """By PEFT's name of the kind; ``LORA.name`` is a setting of LoRA."""
 
 
-def adapter_problems(adapters: Mapping[str, Any]) -> Iterator[str]:
+def adapter_problems(adapters: Batch) -> Iterator[str]:
     """Say which adapters would not train as on one process.
 
     Args:
@@ -148,7 +149,7 @@ def adapter_problems(adapters: Mapping[str, Any]) -> Iterator[str]:
                 yield f"PEFT adapter {name!r}, {what}: {reason}"
 
 
-def _reason(path: str, value: Any) -> str:
+def _reason(path: str, value: object) -> str:
     adapter = ADAPTERS.get(path)
     if adapter is None:
         return "" if path.count(".") > 1 else "no release of PEFT that was tried here has it"

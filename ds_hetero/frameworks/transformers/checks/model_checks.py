@@ -31,6 +31,7 @@ from ds_hetero.frameworks.transformers.layers.towers import (
     text_decoder_of,
 )
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.data.shards import Entries
 
 _EXPERTS = "Experts"  # how transformers ends the names of the classes that hold the experts of a layer
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -138,7 +139,7 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ModelError: with every feature that stands in the way, and what to change where that is possible.
     """
-    adapters: dict[str, Any] = {}
+    adapters: Entries = {}
     for module in reversed(list(model.modules())):  # the outermost module knows best what its adapters are called
         configs = getattr(module, "peft_config", None)
         adapters |= configs if isinstance(configs, dict) else {}
@@ -152,7 +153,7 @@ def check_model(model: nn.Module) -> None:
         raise _error_of(pretrained, problems)
 
 
-def _error_of(model: Any, problems: list[str]) -> ModelError:
+def _error_of(model: object, problems: list[str]) -> ModelError:
     listed = "".join(f"\n  - {problem}" for problem in problems)
     return ModelError(f"{type(model).__name__} cannot be split over the sequence:{listed}")
 
@@ -221,7 +222,7 @@ def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
         yield "its sliding windows look in both directions; without a window, or causal, they are supported"
 
 
-def _rope_types(parameters: dict[str, Any]) -> set[Any]:
+def _rope_types(parameters: Entries) -> set[Any]:
     """Of one set of rotary parameters, or of one per layer type."""
     per_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}

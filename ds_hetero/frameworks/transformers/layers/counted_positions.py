@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.errors import BatchError
+from ds_hetero.runtime.data.shards import Batch
 
 _BY_PADDING = "create_position_ids_from_input_ids"  # of an embedding, or of its file
-
-Batch = Mapping[str, Any]
 
 
 def position_counter(decoder: nn.Module) -> Callable[[Batch], Tensor] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.engine.forward_mode import ShardedForward
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.attention.attention import expect_whole_batch
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.recurrent.convolution import convolution
 from ds_hetero.runtime.recurrent.scan import scan
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
@@ -84,13 +86,13 @@ class _Arguments(NamedTuple):
     """Of one call, as they were given: kernels behind a name may call the ones by place something else."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Entries
 
-    def by_name(self, places: tuple[str, ...]) -> dict[str, Any]:
+    def by_name(self, places: tuple[str, ...]) -> Entries:
         """All arguments by name."""
         return dict(zip(places, self.args, strict=False)) | self.kwargs
 
-    def call(self, function: Callable[..., Any], places: tuple[str, ...], by_name: Mapping[str, Any]) -> Any:
+    def call(self, function: Function, places: tuple[str, ...], by_name: Batch) -> Any:
         """Call ``function`` in the same way with other values."""
         args = (by_name[place] for place in places[: len(self.args)])
         return function(*args, **{name: by_name[name] for name in self.kwargs})
@@ -162,14 +164,14 @@ def _files_of(model: nn.Module) -> Iterator[ModuleType]:
     return (sys.modules[file] for file in files if file.startswith("transformers."))
 
 
-def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _door(name: str, original: Function) -> Function:
     """Function that stands in a file for ``original``."""
 
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def door(*args: Any, **kwargs: Any) -> Any:
-        forward: ShardedForward | None = kwargs.pop(KEYWORD, None)
-        if forward is None:
+    def door(*args: object, **kwargs: object) -> object:
+        forward = kwargs.pop(KEYWORD, None)
+        if not isinstance(forward, ShardedForward):
             expect_whole_batch()
             return original(*args, **kwargs)
         if name == _FUSED:
@@ -197,7 +199,7 @@ def _convolution(original: Callable[..., Tensor], forward: ShardedForward, given
     return nn.functional.pad(out, (0, 1)) if forward.is_placeholder else out
 
 
-def _scan(name: str, original: Callable[..., Any], forward: ShardedForward, given: _Arguments) -> Any:
+def _scan(name: str, original: Function, forward: ShardedForward, given: _Arguments) -> Any:
     function = _SCANS[name]
     by_name = given.by_name(function.positional)
     asks_for_state = not function.returns_state and by_name.get("return_final_states")
@@ -224,9 +226,7 @@ def _scan(name: str, original: Callable[..., Any], forward: ShardedForward, give
     return (out, None) if function.returns_state else out
 
 
-def _passed_state(
-    function: _ScanFunction, reader: str, original: Callable[..., Any], given: _Arguments
-) -> PassedState | None:
+def _passed_state(function: _ScanFunction, reader: str, original: Function, given: _Arguments) -> PassedState | None:
     """Of Mamba-2: a token leaves exp(A dt) of the state before it; None where the last state cannot be asked for."""
     by_name = given.by_name(function.positional)
     if "return_final_states" not in given.kwargs:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.data.shards import Entries
 from ds_hetero.runtime.replica import Replica
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # parts of the names of rope types
@@ -65,7 +66,7 @@ class RopeLength:
         for hook in self._hooks:
             hook.remove()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> Any:
         if self._last is None:
             return args, kwargs
         positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -75,7 +76,7 @@ class RopeLength:
             return args, {**kwargs, "position_ids": longer}
         return (args[0], longer, *args[2:]), kwargs
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, module: nn.Module, args: object, output: Any) -> Any:
         if self._last is None:
             return output
         if isinstance(output, Tensor):  # [..., s + 1, D], complex

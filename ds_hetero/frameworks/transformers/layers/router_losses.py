@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.engine.forward_mode import ShardedForward
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.router_loss import load_balancing_loss
 
@@ -54,14 +55,14 @@ def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
     return close
 
 
-def mark_router_logits(output: Any, forward: ShardedForward) -> None:
+def mark_router_logits(output: object, forward: ShardedForward) -> None:
     """Remember which forward made the router logits in a decoder's ``output``."""
     for logits in getattr(output, "router_logits", None) or ():
         if isinstance(logits, Tensor):
             setattr(logits, _MARK, forward)
 
 
-def router_term(pretrained: PretrainedModel, outputs: Any) -> Tensor | float:
+def router_term(pretrained: PretrainedModel, outputs: object) -> Tensor | float:
     """Term that the model adds to its loss for its routers, for a loss that is made from its logits."""
     loss = getattr(outputs, "aux_loss", None)
     weight = getattr(pretrained.config.get_text_config(), "router_aux_loss_coef", 0) or 0
@@ -72,7 +73,7 @@ def _file_of(pretrained: PretrainedModel) -> ModuleType:
     return sys.modules[type(pretrained).__module__]
 
 
-def _door(original: Callable[..., Any]) -> Callable[..., Any]:
+def _door(original: Function) -> Function:
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load_balancing_loss_func(

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import ModelError
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
 _MLP_NAMES = ("mlp", "feed_forward", "shared_mlp")
@@ -61,19 +63,19 @@ class Tiles:
         """A forward begins in which the ranks hold so many tokens."""
         self._count = max(1, -(-max(rank_tokens) // self._tokens))
 
-    def without_logits(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def without_logits(self, arguments: Batch) -> Entries:
         """Arguments with which the model computes no logits: [B, 0, V]."""
         return {**arguments, "logits_to_keep": torch.zeros(0, dtype=torch.int64)}
 
-    def loss_sum(self, run: Callable[..., Any], made: ModelOutput, batch: Mapping[str, Any]) -> Tensor:
+    def loss_sum(self, run: Function, made: ModelOutput, batch: Batch) -> Tensor:
         """Token losses of this rank added up, fp32. The arguments are those of `sums`."""
         return self.sums(run, made, batch, lambda logits, labels: (cross_entropy_sum(logits, labels),))[0]
 
     def sums(
         self,
-        run: Callable[..., Any],
+        run: Function,
         made: ModelOutput,
-        batch: Mapping[str, Any],
+        batch: Batch,
         of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """Results of a function of the logits of a tile, added up over the tiles.
@@ -98,7 +100,7 @@ class Tiles:
         ]
         return tuple(torch.stack(parts).sum(dim=0) for parts in zip(*of_tiles, strict=True))
 
-    def _run_head(self, run: Callable[..., Any], made: ModelOutput, inputs: Mapping[str, Tensor]) -> Any:
+    def _run_head(self, run: Function, made: ModelOutput, inputs: Mapping[str, Tensor]) -> Any:
         """The model's ``forward`` behind a decoder that returns ``made``."""
         modules, place = self._model._modules, self._place
         assert place is not None
@@ -123,7 +125,7 @@ class _Returning(nn.Module):
         super().__init__()
         self._made = made
 
-    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         return self._made
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
+from ds_hetero.runtime.data.shards import Batch, Entries
 
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 _DECODERS = ("language_model", "text_model")  # as outer models call the decoder behind their towers
@@ -91,7 +92,7 @@ class DecoderDoor:
         self._parameters = list(inspect.signature(type(front).forward).parameters)[1:]
         self._positions: Tensor | None = None  # of the shard, during a forward
 
-    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def enter(self, args: tuple[Any, ...], kwargs: Batch) -> Entries:
         """Keep the shard's positions for the decoder, and return the outer model's arguments with those of the batch.
 
         Raises:
@@ -122,7 +123,7 @@ class DecoderDoor:
         """The outer model's forward is over."""
         self._positions = None
 
-    def cut(self, kwargs: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], Tensor | None]:
+    def cut(self, kwargs: Batch, rank: int) -> tuple[Entries, Tensor | None]:
         """Cut the outer model's tensors of whole sequences for this rank's decoder.
 
         Args:
@@ -155,16 +156,16 @@ class DecoderDoor:
         positions, cut["position_ids"] = cut.get("position_ids"), self._positions
         return cut, positions
 
-    def cut_to_window(self, kwargs: Mapping[str, Any], window: Window) -> dict[str, Any]:
+    def cut_to_window(self, kwargs: Batch, window: Window) -> Entries:
         """Cut tensors of whole sequences to the window alone, for one process."""
         return self._cut(kwargs, list(range(window.start, window.stop)), window.rows)
 
-    def _cut(self, kwargs: Mapping[str, Any], places: Sequence[int], rows: int) -> dict[str, Any]:
+    def _cut(self, kwargs: Batch, places: Sequence[int], rows: int) -> Entries:
         """The first ``rows`` rows of every argument, at ``places`` of the sequence."""
         tokens = _tokens_of(kwargs)
         cutter = _Cutter(self._model, tokens.shape[1], torch.tensor(places, device=tokens.device), rows)
         added = {features: kwargs.get(mask) for mask, features in _ADDED_FEATURES.items()}
-        cut: dict[str, Any] = {}
+        cut: Entries = {}
         for name, value in kwargs.items():
             if name == "past_key_values":
                 cut[name] = None  # some outer models make an empty one
@@ -226,7 +227,7 @@ class _Cutter(NamedTuple):
         return ModelError(f"{self.model} cannot be split over the sequence: {reason}")
 
 
-def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+def _tokens_of(kwargs: Batch) -> Tensor:
     tokens: Tensor = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     return tokens
 
@@ -237,7 +238,7 @@ def _places(info: ShardInfo, rank: int) -> list[int]:
     return [info.first + place for start, stop in intervals for place in range(start, stop)] or [info.first]
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     if isinstance(value, Mapping):
         return _holds_tensors(tuple(value.values()))
     return isinstance(value, tuple | list) and any(isinstance(x, Tensor) or _holds_tensors(x) for x in value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import ShardedForward, Wanted, sharding_is_set, wanted_results
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.frameworks.transformers.layers.router_losses import router_term
 from ds_hetero.frameworks.transformers.layers.tiles import Tiles
 from ds_hetero.frameworks.transformers.model.forward_inputs import expect_arguments
 from ds_hetero.frameworks.transformers.model.shard_loss import add_loss
 from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall
+from ds_hetero.runtime.data.shards import Batch, Entries
 
 _OWN_OUTPUTS = Wanted(own_outputs=True, logits=True)
 
@@ -60,7 +62,7 @@ class Entrance:
         """Whether a sharded call is running."""
         return self._call is not None
 
-    def enter_decoder(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def enter_decoder(self, arguments: Entries) -> Entries:
         """Arguments for the decoder.
 
         Args:
@@ -101,11 +103,11 @@ class Entrance:
         former = self._former
         plain = type(self._pretrained).forward if former is None else getattr(former, "__func__", None)
 
-        def run(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(pretrained: Any, *args: object, **kwargs: object) -> Any:
             return former(*args, **kwargs) if plain is None else plain(pretrained, *args, **kwargs)  # type: ignore[misc]
 
         @functools.wraps(type(self._pretrained).forward)
-        def forward(pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(pretrained: Any, *args: object, **kwargs: object) -> Any:
             wanted = self._begin(args, kwargs)
             is_tuple = kwargs.get("return_dict") is False
             if is_tuple:
@@ -121,7 +123,7 @@ class Entrance:
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted | None:
+    def _begin(self, args: tuple[object, ...], kwargs: Entries) -> Wanted | None:
         """Results that the call returns, if it is a sharded call.
 
         Raises:
@@ -137,13 +139,13 @@ class Entrance:
             expect_arguments(self._model, arguments, in_call=wanted is not None)
         return None if self._at_decoder else wanted
 
-    def _tiles_of(self, kwargs: Mapping[str, Any]) -> Tiles | None:
+    def _tiles_of(self, kwargs: Batch) -> Tiles | None:
         """Tiles that compute the loss of this call, where the loss is made here."""
         is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Any:
+    def _run_call(self, run: Function, args: tuple[object, ...], kwargs: Entries, wanted: Wanted) -> Any:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._call = call = ShardedCall(self._model, arguments, wanted)
         without_cache = {"use_cache": False} if "use_cache" in self._names else {}
@@ -154,7 +156,7 @@ class Entrance:
         return call.put_together(outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, kwargs: dict[str, Any], output: Any, run: Callable[..., Any] | None) -> None:
+    def _end(self, kwargs: Entries, output: Any, run: Function | None) -> None:
         """The call is over; ``run`` is the model's own forward where the loss is tiled."""
         forward, self._latest = self._latest, None
         made, self._made = self._made, None
@@ -166,6 +168,6 @@ class Entrance:
         add_loss(output, kwargs, forward, router_term(self._pretrained, output), loss_sum)
 
 
-def _wanted_of(arguments: Mapping[str, Any]) -> Wanted | None:
+def _wanted_of(arguments: Batch) -> Wanted | None:
     """Results that a call returns, if it is a sharded call: no part of a generation, which keeps keys and values."""
     return wanted_results() if arguments.get("past_key_values") is None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.data.recent_shards import is_shard
 from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
 
 
@@ -35,7 +35,7 @@ class Taking(Protocol):
         """Whether a token predicts the label of the next one."""
 
 
-def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
+def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
     """This rank's part of a batch, from the arguments of a forward; a placeholder holds no token."""
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
@@ -55,7 +55,7 @@ def local_batch(kwargs: dict[str, Any], dtype: torch.dtype) -> LocalBatch:
     )
 
 
-def expect_arguments(model: Taking, arguments: Mapping[str, Any], *, in_call: bool) -> None:
+def expect_arguments(model: Taking, arguments: Batch, *, in_call: bool) -> None:
     """Refuse arguments with which a forward on shards would not compute what one process computes.
 
     Args:
@@ -93,7 +93,7 @@ def expect_whole(model: str, *tensors: Any) -> None:
         )
 
 
-def expect_shard_shapes(kwargs: Mapping[str, Any]) -> None:
+def expect_shard_shapes(kwargs: Batch) -> None:
     """Refuse arguments that are none of a shard: no ``position_ids``, or a mask that is not [B, s]."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is None and is_shard(kwargs.get("input_ids"), kwargs.get("inputs_embeds")):

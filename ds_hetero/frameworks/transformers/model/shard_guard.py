@@ -8,8 +8,6 @@ its forward goes another way than through our hooks. Both are refused. Costs a l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,7 +26,7 @@ def install(patches: Patches) -> None:
     patches.on_undo(forget_shards)
 
 
-def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _call(model: PreTrainedModel, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         return nn.Module.__call__(model, *args, **kwargs)
     arguments = (*args, *kwargs.values())

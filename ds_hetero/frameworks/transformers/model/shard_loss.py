@@ -8,7 +8,7 @@ of the whole batch, equal on all ranks, with a gradient of the scale that the en
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shard_info import shard_info
-from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import mark_loss_of_batch, sequence_parallel_loss
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
@@ -25,7 +25,7 @@ from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 
 def add_loss(
     outputs: Any,
-    batch: Mapping[str, Any],
+    batch: Batch,
     forward: ShardedForward,
     router_term: Tensor | float = 0.0,
     loss_sum: Callable[[], Tensor] | None = None,

@@ -12,7 +12,6 @@ Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +27,16 @@ from ds_hetero.frameworks.transformers.model.forward_inputs import Taking
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.gathered import gather_tokens
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, WholeBatch, model_inputs, place, read_batch
+from ds_hetero.runtime.data.shards import (
+    IGNORE_INDEX,
+    Batch,
+    Entries,
+    PlacedBatch,
+    WholeBatch,
+    model_inputs,
+    place,
+    read_batch,
+)
 from ds_hetero.runtime.loss import mean_over_replica
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.token_log_probs import token_log_probs
@@ -91,7 +99,7 @@ class ShardedCall:
         ModelError: the model adds a loss of its routers, which would be of a part of the tokens.
     """
 
-    def __init__(self, model: Called, arguments: Mapping[str, Any], wanted: Wanted) -> None:
+    def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
         if adds_router_loss(model.pretrained):
             raise ModelError(
                 f"{type(model.pretrained).__name__} adds a loss of its routers, and a sharded call puts results of "
@@ -139,7 +147,7 @@ class ShardedCall:
         whole = {name: self._whole(name, entry, one_shorter) for name, entry in outputs.items()}
         return type(outputs)(**{name: entry for name, entry in whole.items() if entry is not None})
 
-    def _agree_on_batch(self, given: Mapping[str, Any]) -> PlacedBatch:
+    def _agree_on_batch(self, given: Batch) -> PlacedBatch:
         """Read the batch and place it; all ranks of the replica compare theirs."""
         replica, made = self._replica, []
 
@@ -224,7 +232,7 @@ class ShardedCall:
         return results
 
 
-def whole_results(model: Any, batch: Mapping[str, Any], wanted: Wanted) -> TokenResults:
+def whole_results(model: Any, batch: Batch, wanted: Wanted) -> TokenResults:
     """Results of a sharded call of a model that is not split.
 
     Args:
@@ -247,7 +255,7 @@ def whole_results(model: Any, batch: Mapping[str, Any], wanted: Wanted) -> Token
     return results
 
 
-def _shard(placed: PlacedBatch, rank: int) -> dict[str, Any]:
+def _shard(placed: PlacedBatch, rank: int) -> Entries:
     """The part of ``rank``, where the batch is, with gradients to it."""
     batch: WholeBatch = placed.batch
     intervals = placed.placement.intervals(rank)
@@ -263,7 +271,7 @@ def _cut(tensor: Tensor, intervals: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _expect_cuttable(model: str, given: Mapping[str, Any], replica: Replica, kept_logits: Any) -> None:
+def _expect_cuttable(model: str, given: Batch, replica: Replica, kept_logits: Any) -> None:
     """Refuse a call whose results would not be those of one process.
 
     Raises:

@@ -36,7 +36,7 @@ from ds_hetero.frameworks.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
-from ds_hetero.runtime.data.shards import PACKING
+from ds_hetero.runtime.data.shards import PACKING, Entries
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.replica import Replica
@@ -160,7 +160,7 @@ class ShardedModel:
         for config in self._configs:
             restore_implementation(config)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedModel:
         """Hooks of a copied model go on working; the replica is the same."""
         return self
 
@@ -351,7 +351,7 @@ class ShardedModel:
         return type(decoder).train(decoder, mode)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Entries) -> Any:
         kwargs = self._entrance.enter_decoder({**dict(zip(self._parameters, args, strict=False)), **kwargs})
         is_forced, is_in_call = sharding_is_set() is True, self._entrance.is_in_call
         is_entered = self._door is not None and self._door.is_entered
@@ -391,7 +391,7 @@ class ShardedModel:
         return (), kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_towers(self, front: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_towers(self, front: nn.Module, args: tuple[object, ...], kwargs: Entries) -> Any:
         assert self._door is not None
         if self._entrance.is_in_call or wanted_results() is not None:
             raise ModelError(
@@ -404,12 +404,12 @@ class ShardedModel:
         expect_whole(type(self.pretrained).__name__, *args, *kwargs.values())
         return args, kwargs
 
-    def _after_towers(self, front: nn.Module, args: Any, output: Any) -> None:
+    def _after_towers(self, front: nn.Module, args: object, output: object) -> None:
         assert self._door is not None
         self._door.leave()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, decoder: nn.Module, args: object, output: object) -> object:
         if self._forward is not None:
             forward, self._forward = self._forward, None
             self._end_forward()
@@ -422,7 +422,7 @@ class ShardedModel:
         self._end_whole_forward = lambda: None
         return self._entrance.leave_decoder(output)
 
-    def _agree_on_forward(self, kwargs: dict[str, Any]) -> ShardedForward:
+    def _agree_on_forward(self, kwargs: Entries) -> ShardedForward:
         """Agree on the batch with the other ranks, and record it."""
         positions: Tensor = kwargs["position_ids"]
         info = shard_info(positions)

@@ -9,7 +9,7 @@ the reason. The first batch is looked at, and any later one that can show what n
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ds_hetero.frameworks.transformers.self_check.piece import has_left_padding,
 from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
 from ds_hetero.frameworks.transformers.self_check.traceless import traceless
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.shards import Batch, Entries
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,11 @@ class SelfCheck:
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
 
-    def is_due(self, batch: Mapping[str, Any]) -> bool:
+    def is_due(self, batch: Batch) -> bool:
         """Whether a batch, as the wrapped loader gave it, can show something new; the same on every rank."""
         return self._model.needs_check(features_of(self._model, batch))
 
-    def check_batches_of_ranks(self, batches: Sequence[Mapping[str, Any]]) -> None:
+    def check_batches_of_ranks(self, batches: Sequence[Batch]) -> None:
         """Check a model with those batches that can show something new; every rank may have other ones, or none.
 
         Args:
@@ -75,7 +76,7 @@ class SelfCheck:
                     self._model.note_checked(features)
                 seen.add(features)
 
-    def check_same_batch(self, batch: Mapping[str, Any]) -> None:
+    def check_same_batch(self, batch: Batch) -> None:
         """Check a model with a batch that all ranks of the replica hold, if it can show something new.
 
         Replicas learn nothing of each other's batches here, so that of several only the first batches are checked.
@@ -97,7 +98,7 @@ class SelfCheck:
             self._model.note_checked(features)
 
 
-def check_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+def check_batch(model: ShardedModel, batch: Batch | None) -> None:
     """Compare a piece of a batch, run whole and sharded, on every rank.
 
     Args:
@@ -137,7 +138,7 @@ def check_batch(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
     )
 
 
-def _check_window(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+def _check_window(model: ShardedModel, batch: Batch | None) -> None:
     """`check_batch` of a model with towers: with a window of what its text decoder is given."""
     has_batch = on_all_ranks(lambda: batch is not None)
     first = has_batch.index(True)
@@ -149,7 +150,7 @@ def _check_window(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
         raise ModelError(_refusal(model, runs, *differences[0]))
 
 
-def _look_at_padding(model: ShardedModel, batch: Mapping[str, Any] | None) -> None:
+def _look_at_padding(model: ShardedModel, batch: Batch | None) -> None:
     """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
     differences = _differences_of_piece(model, batch, padding_predicts=True)
     if differences:
@@ -167,18 +168,16 @@ def _warn(text: str) -> None:
         logger.warning("%s", text)
 
 
-def _first_piece(model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool) -> dict[str, Any]:
+def _first_piece(model: ShardedModel, batch: Batch | None, **kind: bool) -> Entries:
     """Return the piece of the first rank that has a batch, cut as `piece_of` does; the same on every rank."""
 
-    def cut() -> dict[str, Any] | None:
+    def cut() -> Entries | None:
         return None if batch is None else piece_of(batch, model.replica.schedule, **kind)
 
     return next(piece for piece in on_all_ranks(cut) if piece is not None)
 
 
-def _differences_of_piece(
-    model: ShardedModel, batch: Mapping[str, Any] | None, **kind: bool
-) -> list[tuple[int, Difference]]:
+def _differences_of_piece(model: ShardedModel, batch: Batch | None, **kind: bool) -> list[tuple[int, Difference]]:
     return _differences(model, Runs(model, _first_piece(model, batch, **kind)))
 
 

@@ -7,9 +7,6 @@ name alone, see `ds_hetero.frameworks.transformers.checks.adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
@@ -19,11 +16,12 @@ from ds_hetero.frameworks.transformers.self_check.piece import (
     has_left_padding,
     real_tokens,
 )
+from ds_hetero.runtime.data.shards import Batch
 
 _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
-def features_of(model: ShardedModel, batch: Mapping[str, Any]) -> frozenset[str]:
+def features_of(model: ShardedModel, batch: Batch) -> frozenset[str]:
     """Name what the self-check could see in a batch, in the rows that it would look at.
 
     Args:

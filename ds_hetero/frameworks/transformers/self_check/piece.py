@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.frameworks.transformers.layers.towers import Window
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, read_batch
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, read_batch
 from ds_hetero.runtime.documents import (
     BOUNDARIES,
     MASK,
@@ -33,8 +33,8 @@ _OF_PACKING = ("cu_seq_lens_", "max_length_", "seq_idx")  # how the names of ent
 
 
 def piece_of(
-    batch: Mapping[str, Any], schedule: Schedule, *, inside_document: bool = False, padding_predicts: bool = False
-) -> dict[str, Any]:
+    batch: Batch, schedule: Schedule, *, inside_document: bool = False, padding_predicts: bool = False
+) -> Entries:
     """Cut a piece out of a batch, as a collator would have made it.
 
     Args:
@@ -65,7 +65,7 @@ def piece_of(
     return piece
 
 
-def window_of(batch: Mapping[str, Any], schedule: Schedule) -> tuple[Window, Tensor | None]:
+def window_of(batch: Batch, schedule: Schedule) -> tuple[Window, Tensor | None]:
     """Choose the part of a whole batch that is run whole and sharded, for a model with towers.
 
     It begins before the first image or sound where the batch tells by ``mm_token_type_ids``.
@@ -93,7 +93,7 @@ def window_of(batch: Mapping[str, Any], schedule: Schedule) -> tuple[Window, Ten
     return window, piece["shift_labels"]
 
 
-def real_tokens(piece: Mapping[str, Any]) -> Tensor:
+def real_tokens(piece: Batch) -> Tensor:
     """Return [B, n], true where a token of the piece is no padding."""
     mask = piece.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -102,7 +102,7 @@ def real_tokens(piece: Mapping[str, Any]) -> Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool)
 
 
-def marks_documents(piece: Mapping[str, Any]) -> str:
+def marks_documents(piece: Batch) -> str:
     """The entry that marks several documents, which not every attention of one process reads; empty without."""
     if piece.get(BOUNDARIES) is not None:
         return BOUNDARIES if len(piece[BOUNDARIES]) > 2 else ""
@@ -183,7 +183,7 @@ def _cut_entry(name: str, entry: Any, shape: tuple[int, int], places: Sequence[t
     return part.detach().clone().cpu()
 
 
-def _sort_last_row(piece: dict[str, Any]) -> None:
+def _sort_last_row(piece: Entries) -> None:
     """Sort the last row by token id, labels along with it; not where padding or documents give positions a meaning."""
     ids = piece.get("input_ids")
     if (
@@ -198,7 +198,7 @@ def _sort_last_row(piece: dict[str, Any]) -> None:
             entry[-1] = entry[-1][order]
 
 
-def _borrow_labels(piece: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _borrow_labels(piece: Entries, tensors: Mapping[str, Tensor]) -> None:
     """Give a piece that lies in a prompt labels from elsewhere in the batch, in two of three places."""
     for name in {"labels", "shift_labels"} & set(piece):
         labels = piece[name]
@@ -211,12 +211,12 @@ def _borrow_labels(piece: dict[str, Any], tensors: Mapping[str, Tensor]) -> None
         labels[lacking] = known[places.remainder(len(known))][lacking]
 
 
-def has_left_padding(piece: Mapping[str, Any]) -> bool:
+def has_left_padding(piece: Batch) -> bool:
     """Whether padding stands before real tokens."""
     return bool(_follows_padding(real_tokens(piece)).any())
 
 
-def _mask_labels_of_padding(piece: dict[str, Any], padding_predicts: bool) -> None:
+def _mask_labels_of_padding(piece: Entries, padding_predicts: bool) -> None:
     """Take out what padding predicts: with this engine the output of padding is zero, as with flash-attention."""
     real = real_tokens(piece)
     for name in {"labels", "shift_labels"} & set(piece):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.frameworks.transformers.checks.model_checks import containers_of_experts
+from ds_hetero.runtime.data.shards import Batch, Entries
 
 _EMBEDDINGS = "inputs_embeds"
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
@@ -53,7 +54,7 @@ class RecordedRun:
 
 def record_run(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Batch,
     shape: tuple[int, int],
     loss_of: Callable[[Any], Tensor | None],
     shake: Callable[[Tensor], Tensor] | None = None,
@@ -117,7 +118,7 @@ class _Recorder:
         self._tensors = {}
         return run
 
-    def _see(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _see(self, module: nn.Module, args: object, output: object) -> object:
         if self._decoder is None and isinstance(output, Tensor) and _embeds(module, args, output):
             output = self.as_leaf(output)
         name = self._names[module]
@@ -131,7 +132,7 @@ class _Recorder:
                     self._tensors[place] = tensor
         return output
 
-    def _at_door(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _at_door(self, decoder: nn.Module, args: object, kwargs: Entries) -> Any:
         if kwargs.get(_EMBEDDINGS) is not None:
             kwargs = {**kwargs, _EMBEDDINGS: self.as_leaf(kwargs[_EMBEDDINGS])}
         return args, kwargs
@@ -174,7 +175,7 @@ def _inside_experts(model: nn.Module) -> set[nn.Module]:
     return {module for container in containers for module in container.modules() if module is not container}
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
+def _tensors_in(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRu
 from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.data.batch_documents import with_documents
 from ds_hetero.runtime.data.shard_info import attach, shard_info
-from ds_hetero.runtime.data.shards import IGNORE_INDEX, PlacedBatch, model_inputs, place, read_batch
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.runtime.loss import sequence_parallel_loss
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 from ds_hetero.values.placement import stream_placement
@@ -40,7 +40,7 @@ class Runs:
         piece: the same on every rank.
     """
 
-    def __init__(self, model: ShardedModel, piece: Mapping[str, Any]) -> None:
+    def __init__(self, model: ShardedModel, piece: Batch) -> None:
         self._model, self._piece = model, piece
         replica = model.replica
         placed = self._place()
@@ -109,13 +109,13 @@ class Runs:
             loss_sum = mean * num_labels
         return sequence_parallel_loss(loss_sum, num_labels, self._model.replica)
 
-    def _whole_inputs(self) -> dict[str, Any]:
+    def _whole_inputs(self) -> Entries:
         return {name: self._on_device(entry) for name, entry in self._piece.items()} | self._extra
 
     def _whole_loss(self, outputs: Any) -> Tensor | None:
         return getattr(outputs, "loss", None)
 
-    def _record(self, inputs: Mapping[str, Any], shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
+    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
         return record_run(self._model.model, inputs, shape, loss_of, shake)
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
@@ -124,7 +124,7 @@ class Runs:
     def _place(self) -> PlacedBatch:
         return _placed(self._model, self._piece)
 
-    def _mark(self, shard: dict[str, Any]) -> dict[str, Any]:
+    def _mark(self, shard: Entries) -> Entries:
         return shard
 
     def _real_tokens(self) -> Tensor:
@@ -142,7 +142,7 @@ class WindowRuns(Runs):
         piece: the whole batch, the same on every rank.
     """
 
-    def __init__(self, model: ShardedModel, piece: Mapping[str, Any]) -> None:
+    def __init__(self, model: ShardedModel, piece: Batch) -> None:
         self._window, self._labels = window_of(piece, model.replica.schedule)
         super().__init__(model, piece)
 
@@ -155,7 +155,7 @@ class WindowRuns(Runs):
         batch = replace(whole, batch_size=window.rows, length=positions.shape[1], sequences=sequences)
         return place(stream_placement, self._model.replica.schedule, batch)
 
-    def _mark(self, shard: dict[str, Any]) -> dict[str, Any]:
+    def _mark(self, shard: Entries) -> Entries:
         info = shard_info(shard["position_ids"])
         assert info is not None
         attach(shard["position_ids"], replace(info, first=self._window.start))
@@ -168,10 +168,10 @@ class WindowRuns(Runs):
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         return self._model.looking_at(self._window)
 
-    def _record(self, inputs: Mapping[str, Any], shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
+    def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
         return record_run(self._model.model, inputs, shape, loss_of, shake, self._model.decoder)
 
-    def _whole_inputs(self) -> dict[str, Any]:
+    def _whole_inputs(self) -> Entries:
         inputs = super()._whole_inputs()
         if self._labels is not None:
             inputs["shift_labels"] = self._on_device(self._labels)
@@ -186,7 +186,7 @@ class WindowRuns(Runs):
         return mean
 
 
-def _placed(model: ShardedModel, piece: Mapping[str, Any]) -> PlacedBatch:
+def _placed(model: ShardedModel, piece: Batch) -> PlacedBatch:
     """The piece as the model's batches are placed, but that every document is cut over all groups.
 
     Several rows, or one with padding, are cut by their length: they would become one row, which could not be compared

@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
     name: str
 
 
-def empty_model(folder: str | Path, **options: Any) -> nn.Module:
+def empty_model(folder: str | Path, **options: object) -> nn.Module:
     """Build the causal language model of a folder on the meta device; its ranks read their weights at the start.
 
     Args:

@@ -5,7 +5,7 @@ A model that is to be cut says in ``base_model_pp_plan`` of its configuration wh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 class Absent(nn.Module):
     """A module of another stage: it gives back what it is given."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return ``hidden``."""
         return hidden
 

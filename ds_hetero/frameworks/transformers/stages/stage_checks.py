@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,21 +130,21 @@ def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) ->
 class _Recording(Absent):
     """An absent layer that remembers its arguments."""
 
-    def __init__(self, recorded: list[list[Any]]) -> None:
+    def __init__(self, recorded: list[list[object]]) -> None:
         super().__init__()
         self._recorded = recorded
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         self._recorded.append([*args, *kwargs.values()])
         return hidden
 
 
 @contextlib.contextmanager
-def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[Any]]]:
+def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[object]]]:
     """Let the decoder run no layer and no norm inside, and record the arguments of its layers."""
     layers = getattr(decoder, parts.layers)
     kept, after = list(layers), {name: getattr(decoder, name) for name in parts.after}
-    recorded: list[list[Any]] = []
+    recorded: list[list[object]] = []
     try:
         for i in range(len(layers)):
             layers[i] = _Recording(recorded)
@@ -159,7 +158,7 @@ def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[li
             setattr(decoder, name, module)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

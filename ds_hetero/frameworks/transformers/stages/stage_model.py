@@ -30,7 +30,7 @@ from ds_hetero.frameworks.transformers.stages.export import write_stages
 from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
 from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.frameworks.transformers.stages.tensor_parallel import cut_by_tensor_parallelism, partial_parameters
-from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs
+from ds_hetero.runtime.data.shards import Entries, PlacedBatch, model_inputs
 from ds_hetero.runtime.loss import measure_tokens
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
@@ -149,9 +149,9 @@ class StageModel:
         self._time_layers()
 
     @property
-    def configuration(self) -> dict[str, Any]:
+    def configuration(self) -> Entries:
         """The content of config.json of the whole model, as plain data."""
-        content: dict[str, Any] = json.loads(self._pretrained.config.to_json_string(use_diff=False))
+        content: Entries = json.loads(self._pretrained.config.to_json_string(use_diff=False))
         return {**content, "architectures": [type(self._pretrained).__name__]}
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -214,7 +214,7 @@ class StageModel:
         tokens = output.shape[1] if hidden is None else hidden.shape[1]
         return output[:, : self._tokens(batch.length, tokens)]
 
-    def _loss_sum(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    def _loss_sum(self, inputs: Entries, labels: Tensor) -> Tensor:
         """Token losses of this rank added up, and `measures` with them."""
 
         def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -242,7 +242,7 @@ class StageModel:
             return otherwise
         return stream_placement(self._stage.schedule, length).tokens(self._rank)
 
-    def _inputs(self, batch: StageBatch) -> dict[str, Any]:
+    def _inputs(self, batch: StageBatch) -> Entries:
         """Inputs of a forward from a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
         device = next(iter(self.model.parameters())).device
         assert self._stage is not None
@@ -260,7 +260,7 @@ class StageModel:
         finally:
             self._is_running = False
 
-    def _expect_pipeline(self, *_: Any) -> None:
+    def _expect_pipeline(self, *_: object) -> None:
         """Refuse a forward of a stage alone, which would give something else than the model's."""
         if not self._is_running:
             raise BatchError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ModelError
+from ds_hetero.runtime.data.shards import Entries
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -28,7 +29,7 @@ class StoredWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._open: Entries = {}
         self._files = _files_of(folder)
 
     def __contains__(self, name: str) -> bool:

@@ -11,11 +11,12 @@ import functools
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 from packaging.version import Version
+from transformers import Trainer
 
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, wanted_results
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, VersionError
 from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
@@ -24,18 +25,18 @@ from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
 _OLDEST = Version("5.20")
 
 
-def is_sharded(registry: Registry, trainer: Any) -> bool:
+def is_sharded(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer trains with sequence parallelism by this engine."""
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
 
 
-def takes_whole_batches(registry: Registry, trainer: Any) -> bool:
+def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
     from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
     return from_logits or registry.adapters.trainers.needs_whole_sequences(trainer)
 
 
-def expect_equal_replicas(trainer: Any) -> None:
+def expect_equal_replicas(trainer: Trainer) -> None:
     """Refuse a loss of whole sequences where replicas take different batches.
 
     Raises:
@@ -48,7 +49,7 @@ def expect_equal_replicas(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def calls_sharded(registry: Registry, trainer: Any) -> Iterator[None]:
+def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
     """Let the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
 
     Raises:
@@ -74,7 +75,7 @@ def calls_sharded(registry: Registry, trainer: Any) -> Iterator[None]:
         trainer.model_accepts_loss_kwargs = before
 
 
-def _accepts_loss_kwargs(trainer: Any) -> bool:
+def _accepts_loss_kwargs(trainer: Trainer) -> bool:
     """Whether the Trainer counts the labels of a step on one process, by its own rule."""
     model = pretrained_of(trainer.model)
     accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
@@ -84,7 +85,7 @@ def _accepts_loss_kwargs(trainer: Any) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def evaluating(registry: Registry, stock: Any) -> Any:
+def evaluating(registry: Registry, stock: Function) -> Function:
     """Replace ``Trainer.evaluate`` and ``Trainer.predict``.
 
     Args:
@@ -93,7 +94,7 @@ def evaluating(registry: Registry, stock: Any) -> Any:
     """
 
     @functools.wraps(stock)
-    def evaluate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(trainer: Trainer, *args: object, **kwargs: object) -> object:
         if not (is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)):
             return stock(trainer, *args, **kwargs)
         with calls_sharded(registry, trainer):
@@ -102,11 +103,11 @@ def evaluating(registry: Registry, stock: Any) -> Any:
     return evaluate
 
 
-def training_step(registry: Registry, stock: Any) -> Any:
+def training_step(registry: Registry, stock: Function) -> Function:
     """Replace ``Trainer.training_step``: it computes its loss as one process per replica does."""
 
     @functools.wraps(stock)
-    def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(trainer: Trainer, *args: object, **kwargs: object) -> object:
         if wanted_results() is None:
             return stock(trainer, *args, **kwargs)
         with registry.adapters.processes.one_process_per_replica():

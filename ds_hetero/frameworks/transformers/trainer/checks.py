@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+
+from transformers import Trainer
 
 from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.runtime.data.shards import Batch
 
 _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or in a loop by handle.sharded_call."
 
 
-def expect_splittable(trainer: Any) -> None:
+def expect_splittable(trainer: Trainer) -> None:
     """Refuse what does not train on shards as on one process, before the loop begins.
 
     That is arguments of a Trainer that need whole sequences on one rank, and a second call of ``train()``: the Trainer
@@ -36,7 +38,7 @@ def expect_splittable(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def naming_trainer(trainer: Any) -> Iterator[None]:
+def naming_trainer(trainer: Trainer) -> Iterator[None]:
     """Say in a `BatchError` inside whose batches they are."""
     try:
         yield
@@ -46,7 +48,7 @@ def naming_trainer(trainer: Any) -> Iterator[None]:
         ) from error
 
 
-def expect_labels(trainer: Any, batch: Mapping[str, Any]) -> None:
+def expect_labels(trainer: Trainer, batch: Batch) -> None:
     """Refuse a batch without labels, whose loss is another's than the mean over tokens.
 
     Raises:

@@ -6,21 +6,22 @@ import contextlib
 import functools
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import Trainer
 
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError
 from ds_hetero.job.checkpoints.checkpoint_folder import why_not_written
 from ds_hetero.runtime.collectives import on_all_ranks
 
 
-def saving_stages(registry: Registry, stock: Any) -> Any:
+def saving_stages(registry: Registry, stock: Function) -> Function:
     """The weights of a model that is cut into stages are written by the stages, in the folder's usual format."""
 
     @functools.wraps(stock)
-    def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
         pipelined = registry.find_pipelined(trainer.model)
         if pipelined is None:
             stock(trainer, output_dir, _internal_call)
@@ -35,11 +36,11 @@ def saving_stages(registry: Registry, stock: Any) -> Any:
     return save_model
 
 
-def failing_together(registry: Registry, stock: Any) -> Any:
+def failing_together(registry: Registry, stock: Function) -> Function:
     """A step of saving a checkpoint that ends on all ranks if it fails on one; they wait for each other in the next."""
 
     @functools.wraps(stock)
-    def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def save(trainer: Trainer, *args: object, **kwargs: object) -> None:
         by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
         if by_user or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
             stock(trainer, *args, **kwargs)
@@ -61,12 +62,12 @@ def failing_together(registry: Registry, stock: Any) -> Any:
     return save
 
 
-def marking_unfinished(registry: Registry, stock: Any) -> Any:
+def marking_unfinished(registry: Registry, stock: Function) -> Function:
     """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
     save_all = failing_together(registry, stock)
 
     @functools.wraps(stock)
-    def save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
+    def save_checkpoint(trainer: Trainer, model: object, trial: object) -> None:
         try:
             save_all(trainer, model, trial)
         except CheckpointError as error:

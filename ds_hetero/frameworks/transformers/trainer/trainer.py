@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.engine.forward_mode import sharding, wanted_results
+from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
@@ -64,11 +65,11 @@ def install(registry: Registry) -> None:
     replace(Trainer, "_save_checkpoint", lambda stock: marking_unfinished(registry, stock))
 
 
-def _noting_constructed(registry: Registry, stock: Any) -> Any:
+def _noting_constructed(registry: Registry, stock: Function) -> Function:
     """Right after it, a Trainer of another library may be made ready for sequence parallelism."""
 
     @functools.wraps(stock)
-    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
         stock(trainer, *args, **kwargs)
         if is_sharded(registry, trainer):
             registry.adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split)
@@ -76,7 +77,7 @@ def _noting_constructed(registry: Registry, stock: Any) -> Any:
     return init
 
 
-def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
+def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
     """Where replicas take different batches, an optimizer step is as many micro-batches as the busiest of them has.
 
     For the time of the loop; before and after, the arguments are what the user gave.
@@ -84,7 +85,7 @@ def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
+    def inner_training_loop(*args: object, **kwargs: object) -> object:
         given = signature.bind(*args, **kwargs).arguments
         trainer, arguments = given["self"], given["args"]
         is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
@@ -114,7 +115,7 @@ def _accumulating_micro_steps(registry: Registry, stock: Any) -> Any:
     return inner_training_loop
 
 
-def _expect_loss_only(trainer: Any) -> None:
+def _expect_loss_only(trainer: Trainer) -> None:
     """Refuse metrics of logits, which no rank has whole where a model is cut into stages of pipelines.
 
     Raises:
@@ -126,14 +127,14 @@ def _expect_loss_only(trainer: Any) -> None:
         )
 
 
-def _same_on_all_ranks(values: Any, *args: Any, **kwargs: Any) -> Any:
+def _same_on_all_ranks(values: Any, *args: object, **kwargs: object) -> object:
     """In place of a gather over data-parallel ranks: pipelines evaluate the same batch on all ranks."""
     return values
 
 
-def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
+def _loading_over_replicas(registry: Registry, stock: Function) -> Function:
     @functools.wraps(stock)
-    def get_dataloader(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_dataloader(trainer: Trainer, *args: object, **kwargs: object) -> object:
         is_pipelined = registry.is_pipelined(trainer.model)
         if is_pipelined:
             _expect_loss_only(trainer)
@@ -150,11 +151,11 @@ def _loading_over_replicas(registry: Registry, stock: Any) -> Any:
     return get_dataloader
 
 
-def _counting_batches_once(registry: Registry, stock: Any) -> Any:
+def _counting_batches_once(registry: Registry, stock: Function) -> Function:
     """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
 
     @functools.wraps(stock)
-    def set_initial_training_values(trainer: Any, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(trainer: Trainer, args: Any, dataloader: Any) -> object:
         if not (is_sharded(registry, trainer) or takes_unlike_batches(registry, trainer)):
             return stock(trainer, args, dataloader)
         samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
@@ -181,14 +182,14 @@ class _MicroSteps:
         return steps_in_epoch(self.reader) * self.reader.split.micro_steps
 
 
-def _counting_items(registry: Registry, stock: Any) -> Any:
+def _counting_items(registry: Registry, stock: Function) -> Function:
     """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike.
 
     Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
     """
 
     @functools.wraps(stock)
-    def get_batch_samples(trainer: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(trainer: Trainer, epoch_iterator: Any, num_batches: int, device: torch.device) -> object:
         if (unlike := _unlike_steps(registry, trainer)) is not None:
             _say_whether_scaled(trainer, scaled=True)
             return unlike.take(epoch_iterator, num_batches, device)
@@ -216,13 +217,13 @@ def _counting_items(registry: Registry, stock: Any) -> Any:
     return get_batch_samples
 
 
-def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
+def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
     """From the mean over this rank's labels, which models and fused losses agree on."""
 
     @functools.wraps(stock)
     def compute_loss(
-        trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        trainer: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> object:
         if registry.is_pipelined(trainer.model):
             outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
             _say_whether_scaled(trainer, scaled=True)
@@ -252,8 +253,8 @@ def _loss_of_whole_batch(registry: Registry, stock: Any) -> Any:
 
 
 def _loss_and_outputs(
-    stock: Any, trainer: Trainer, model: torch.nn.Module, inputs: Batch, num_items: torch.Tensor | None
-) -> Any:
+    stock: Function, trainer: Trainer, model: torch.nn.Module, inputs: Batch, num_items: torch.Tensor | None
+) -> object:
     """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
     return stock(trainer, model, {**inputs}, True, num_items)
 
@@ -268,7 +269,7 @@ def _unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:
     return prepared.steps
 
 
-def _say_whether_scaled(trainer: Any, *, scaled: bool) -> None:
+def _say_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:
     """Say whether the loss is divided by the micro-batches of a step already, or is still to be.
 
     Trainers of older releases cannot be told: they divide all losses but those of models that take the number of items.
@@ -279,11 +280,11 @@ def _say_whether_scaled(trainer: Any, *, scaled: bool) -> None:
         trainer.current_gradient_accumulation_steps = 1
 
 
-def _counting_tokens_once(stock: Any) -> Any:
+def _counting_tokens_once(stock: Function) -> Function:
     """Placeholders are no tokens."""
 
     @functools.wraps(stock)
-    def track_num_input_tokens(trainer: Any, inputs: Any) -> None:
+    def track_num_input_tokens(trainer: Trainer, inputs: Any) -> None:
         if stands_for_none(inputs) or isinstance(inputs, Filler):
             inputs = {
                 name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
@@ -293,7 +294,7 @@ def _counting_tokens_once(stock: Any) -> Any:
     return track_num_input_tokens
 
 
-def _replica_batches(registry: Registry, trainer: Any) -> ReplicaBatches | None:
+def _replica_batches(registry: Registry, trainer: Trainer) -> ReplicaBatches | None:
     """This rank's batches, if the replicas of this training take different ones; call it on every rank."""
     is_unlike = takes_unlike_batches(registry, trainer)
     if not (is_unlike or is_sharded(registry, trainer)) or registry.is_pipelined(trainer.model):

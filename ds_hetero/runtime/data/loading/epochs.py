@@ -26,7 +26,7 @@ from ds_hetero.runtime.data.loading.random_states import (
     process_states,
     set_state,
 )
-from ds_hetero.runtime.data.shards import shard_fingerprint
+from ds_hetero.runtime.data.shards import Batch, Entries, shard_fingerprint
 
 STATE_VERSION = 2  # of what loaders save
 
@@ -34,10 +34,10 @@ STATE_VERSION = 2  # of what loaders save
 class _Resumed(NamedTuple):
     """How an epoch is to be begun again; see `Epochs.resume`."""
 
-    state: Mapping[str, Any]
+    state: Batch
     num_dropped: int
     num_again: int
-    generators: Mapping[str, Any]
+    generators: Batch
 
 
 class Epochs:
@@ -59,7 +59,7 @@ class Epochs:
         self.checksum: int | None = 0
         self.is_under_way = False
         self._first_counters = self._counters()
-        self._start: dict[str, Any] | None = None  # with which the latest epoch began
+        self._start: Entries | None = None  # with which the latest epoch began
         self._resumed: _Resumed | None = None  # what `resume` was given, until the epoch is begun
 
     def read(self) -> Iterator[Any]:
@@ -92,16 +92,16 @@ class Epochs:
             yield
         self._set_generators(states)
 
-    def generator_states(self) -> dict[str, Any]:
+    def generator_states(self) -> Entries:
         """Those of the generators that the loader and its parts hold, by class and attribute."""
         return {name: get_state(generator) for name, generator in generators_of(self._parts()).items()}
 
-    def _set_generators(self, states: Mapping[str, Any]) -> None:
+    def _set_generators(self, states: Batch) -> None:
         generators = generators_of(self._parts())
         for name in states.keys() & generators.keys():
             set_state(generators[name], states[name])
 
-    def state(self, *, amid_epoch: bool, checksum: int | None) -> dict[str, Any]:
+    def state(self, *, amid_epoch: bool, checksum: int | None) -> Entries:
         """State for `resume`.
 
         Args:
@@ -113,10 +113,10 @@ class Epochs:
 
     def resume(
         self,
-        state: Mapping[str, Any],
+        state: Batch,
         num_dropped: int,
         num_again: int,
-        generators: Mapping[str, Any] | None = None,
+        generators: Batch | None = None,
     ) -> None:
         """Begin the next epoch with ``state``.
 
@@ -149,7 +149,7 @@ class Epochs:
     def _add(self, batch: Any) -> None:
         self.checksum = None if self.checksum is None else add_to_checksum(self.checksum, batch)
 
-    def _own_states(self) -> dict[str, Any]:
+    def _own_states(self) -> Entries:
         counters = {
             kind: {name: value for name, value in numbers.items() if self._moves(kind, name, value)}
             for kind, numbers in self._counters().items()
@@ -176,7 +176,7 @@ class Epochs:
         return [part for part in self._parts() if isinstance(part, Sampler | DataLoader) or hasattr(part, "set_epoch")]
 
 
-def expect_compatible(state: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def expect_compatible(state: Batch, current: Batch) -> None:
     """Check that a loader's ``state`` was taken under conditions like the ``current`` ones.
 
     Raises:

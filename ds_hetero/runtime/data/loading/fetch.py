@@ -12,13 +12,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.loading.planning_ahead import PlanningAhead
 from ds_hetero.runtime.data.loading.whole_batches import WholeBatches
-from ds_hetero.runtime.data.shards import PlacedBatch
+from ds_hetero.runtime.data.shards import Entries, PlacedBatch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
@@ -176,7 +176,7 @@ class Fetcher(ABC):
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
 
-    def fetch(self, replica: Replica, batches: PlanningAhead, number: int) -> list[dict[str, Any]]:
+    def fetch(self, replica: Replica, batches: PlanningAhead, number: int) -> list[Entries]:
         """This rank's shards of the next batches, one per step; none at the epoch's end.
 
         Args:
@@ -214,7 +214,7 @@ class Fetcher(ABC):
     def progress_after(self, num_steps: int) -> Progress:
         """How far an epoch is after ``num_steps`` steps."""
 
-    def compatibility(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> Entries:
         """Settings that must be the same for a saved state to be of use."""
         return {"batches": self.mode}
 
@@ -225,9 +225,7 @@ class Fetcher(ABC):
         return b""
 
     @abstractmethod
-    def _shards(
-        self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports
-    ) -> list[dict[str, Any]]: ...
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[Entries]: ...
 
     def _expect_same_in_replicas(self, placed: Sequence[PlacedBatch], reports: FetchReports) -> None:
         for ranks in reports.ranks_by_replica().values():

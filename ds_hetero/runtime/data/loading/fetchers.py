@@ -12,7 +12,6 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -31,7 +30,7 @@ from ds_hetero.runtime.data.loading.fetch import Fetcher, FetchReport, FetchRepo
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, steps_in_epoch
 from ds_hetero.runtime.data.loading.whole_batches import WholeBatches
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
-from ds_hetero.runtime.data.shards import PlacedBatch, WholeBatch, filler_batch, place
+from ds_hetero.runtime.data.shards import Entries, PlacedBatch, WholeBatch, filler_batch, place
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placer
@@ -58,7 +57,7 @@ class SharedBatches(Fetcher):
     def _report(self, replica: Replica, placed: Sequence[PlacedBatch], number: int) -> FetchReport:
         return FetchReport(replica.replica_id, len(placed), _checksum(placed))
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[Entries]:
         self._expect_same_in_replicas(placed, reports)
         reports.expect_as_many({report.replica: report.batches for report in reports.by_rank})
         return [batch.shard(replica.rank) for batch in placed]
@@ -92,7 +91,7 @@ class OwnBatches(Fetcher):
             num_steps, fetches = num_steps - num_ranks, fetches + 1
         return Progress(fetches)
 
-    def compatibility(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> Entries:
         """See `Fetcher`."""
         return {**super().compatibility(replica), "sp_size": replica.sp_size}
 
@@ -102,7 +101,7 @@ class OwnBatches(Fetcher):
     def _payload(self, placed: Sequence[PlacedBatch]) -> bytes:
         return b"".join(map(manifest, placed))
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[Entries]:
         ranks_by_replica = reports.ranks_by_replica()
         counts = {of: sum(reports.by_rank[rank].batches for rank in ranks) for of, ranks in ranks_by_replica.items()}
         reports.expect_as_many(counts)
@@ -155,7 +154,7 @@ class DividedBatches(Fetcher):
         """See `Fetcher`."""
         return Progress(*divmod(num_steps, self._split.micro_steps))
 
-    def compatibility(self, replica: Replica) -> dict[str, Any]:
+    def compatibility(self, replica: Replica) -> Entries:
         """See `Fetcher`."""
         return {**super().compatibility(replica), "global_batch": self._split.samples}
 
@@ -165,7 +164,7 @@ class DividedBatches(Fetcher):
         counted = _UNKNOWN if None in labels else sum(count or 0 for count in labels)
         return FetchReport(replica.replica_id, len(placed), _checksum(placed), samples, counted)
 
-    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[dict[str, Any]]:
+    def _shards(self, replica: Replica, placed: Sequence[PlacedBatch], reports: FetchReports) -> list[Entries]:
         reports.expect_same_samples()
         self._expect_same_in_replicas(placed, reports)
         by_replica = {report.replica: report for report in reports.by_rank}

@@ -18,7 +18,7 @@ own samples out of those of the whole job.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from ds_hetero.runtime.data.loading.fetchers import make_fetcher
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.planning_ahead import PlacerOfNow, PlanningAhead
 from ds_hetero.runtime.data.loading.whole_batches import WholeBatches
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placer, stream_placement
@@ -99,7 +100,7 @@ class ShardedLoader:
         self._num_skipped = 0
         self._state_before_fetch: Any = None  # of the wrapped loader
         self._checksum_before_fetch: int | None = 0
-        self._running: Iterator[dict[str, Any]] | None = None  # the epoch of next(loader)
+        self._running: Iterator[Entries] | None = None  # the epoch of next(loader)
 
     @property
     def dataloader(self) -> Any:
@@ -129,7 +130,7 @@ class ShardedLoader:
             raise AttributeError(name)
         return getattr(self._batches.dataloader, name)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Entries]:
         progress, self._start = self._start, Progress()
         self._progress = progress
         epoch = PlanningAhead(self._batches, self._batches.read_epoch(progress.fetches), self._placer_of_now)
@@ -149,7 +150,7 @@ class ShardedLoader:
             progress = Progress(progress.fetches + 1)
         self._progress = Progress()
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Entries:
         if self._running is None:
             self._running = iter(self)
         try:
@@ -162,7 +163,7 @@ class ShardedLoader:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
         self._batches.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Entries:
         """Where this rank is in the epoch, for `load_state_dict` on the same rank.
 
         Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
@@ -184,7 +185,7 @@ class ShardedLoader:
             "start": self._batches.start_of_epoch(is_begun=self._progress != Progress(), checksum=checksum),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Batch) -> None:
         """Begin the next epoch where ``state`` was taken; the one after that is whole.
 
         Raises:
@@ -216,5 +217,5 @@ class ShardedLoader:
         loader._running = None
         return loader
 
-    def _compatibility(self) -> dict[str, Any]:
+    def _compatibility(self) -> Entries:
         return {"version": STATE_VERSION, **self._fetcher.compatibility(self.replica)}

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_OF_PROCESS: Mapping[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": np.random}
+from ds_hetero.runtime.data.shards import Batch, Entries
+
+_OF_PROCESS: Batch = {"torch": torch.default_generator, "python": random, "numpy": np.random}
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -41,19 +43,19 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def process_states() -> dict[str, Any]:
+def process_states() -> Entries:
     """The states of the generators that torch (on the CPU), Python and numpy keep for this process."""
     return {name: get_state(generator) for name, generator in _OF_PROCESS.items()}
 
 
-def set_process_states(states: Mapping[str, Any]) -> None:
+def set_process_states(states: Batch) -> None:
     """Put back what `process_states` returned."""
     for name, state in states.items():
         set_state(_OF_PROCESS[name], state)
 
 
 @contextmanager
-def drawing_from(states: Mapping[str, Any]) -> Iterator[None]:
+def drawing_from(states: Batch) -> Iterator[None]:
     """Draw from ``states`` of the process inside, and afterwards as if nothing had been drawn there."""
     outside = process_states()
     set_process_states(states)
@@ -63,9 +65,9 @@ def drawing_from(states: Mapping[str, Any]) -> Iterator[None]:
         set_process_states(outside)
 
 
-def generators_of(parts: Iterable[Any]) -> dict[str, Any]:
+def generators_of(parts: Iterable[Any]) -> Entries:
     """The generators that ``parts`` hold as attributes, each once, by class and attribute."""
-    generators: dict[str, Any] = {}
+    generators: Entries = {}
     seen: set[int] = set()
     for part in parts:
         for name, value in getattr(part, "__dict__", {}).items():

@@ -27,6 +27,7 @@ from ds_hetero.runtime.data.loading.epochs import STATE_VERSION, Epochs, expect_
 from ds_hetero.runtime.data.loading.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
@@ -141,7 +142,7 @@ class SampleLoader:
         if self._reader is not None:
             self._reader.expected = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Entries:
         """Where this rank is in the epoch, for `load_state_dict` on the same rank."""
         checksum = self._checksum_before_step if self._progress.used else self._checksum
         return {
@@ -153,7 +154,7 @@ class SampleLoader:
             "start": self._epochs.state(amid_epoch=self._progress != Progress(), checksum=checksum),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Batch) -> None:
         """Begin the next epoch where ``state`` was taken; the one after that is whole.
 
         Raises:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.loading.epochs import add_to_checksum, expect_same_checksum
+from ds_hetero.runtime.data.shards import Entries
 from ds_hetero.values.plans import BatchSplit
 
 _COPIED = (
@@ -207,7 +208,7 @@ def replica_samples(
             not come in the order of the samples.
     """
     dataset = dataloader.dataset
-    kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _COPIED}
+    kept: Entries = {name: getattr(dataloader, name) for name in _COPIED}
     if isinstance(dataset, IterableDataset):
         if dataloader.batch_size is None or dataloader.num_workers > 1:
             raise BatchError(
@@ -227,7 +228,7 @@ def replica_samples(
 def all_samples(dataloader: Any) -> DataLoader[Any]:
     """The loader of one process again, from what `replica_samples` made of it."""
     reader = reader_of(dataloader)
-    kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _COPIED}
+    kept: Entries = {name: getattr(dataloader, name) for name in _COPIED}
     if isinstance(reader, ReplicaStream):
         return DataLoader(reader.dataset, reader.batch_size, drop_last=reader.drop_last, **kept)
     assert reader is not None

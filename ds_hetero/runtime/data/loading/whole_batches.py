@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from ds_hetero.runtime.data.loading.sampling import (
     reader_of,
     replica_samples,
 )
-from ds_hetero.runtime.data.shards import WholeBatch, read_batch
+from ds_hetero.runtime.data.shards import Batch, Entries, WholeBatch, read_batch
 from ds_hetero.values.plans import BatchSplit
 
 
@@ -172,7 +172,7 @@ class WholeBatches:
             self.dataloader.load_state_dict(self._loaded_state["own"])
         return self._loaded_state
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> Entries:
         return {"own": self.dataloader.state_dict(), "generators": self._epochs.generator_states()}
 
     @property
@@ -182,7 +182,7 @@ class WholeBatches:
             return self.reader.checksum
         return self._checksum_behind if self._is_ahead else self._epochs.checksum
 
-    def start_of_epoch(self, *, is_begun: bool, checksum: int | None) -> dict[str, Any]:
+    def start_of_epoch(self, *, is_begun: bool, checksum: int | None) -> Entries:
         """With which random states the epoch began, or the next will; see `Epochs.state`.
 
         Args:
@@ -191,7 +191,7 @@ class WholeBatches:
         """
         return self._epochs.state(amid_epoch=is_begun or self._begun is not None, checksum=checksum)
 
-    def resume(self, num_batches: int, num_again: int, state: Any, start: Mapping[str, Any]) -> None:
+    def resume(self, num_batches: int, num_again: int, state: Any, start: Batch) -> None:
         """Begin the next epoch after ``num_batches`` batches, by the loader's own ``state`` if there is one.
 
         Args:
