@@ -105,8 +105,7 @@ def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:
         searcher = Searcher(facts.model.expect_spec(), job.workload(world_size // sp_size), section.layout, by_memory)
     plan = resolve(
         section,
-        num_heads=facts.model.num_heads,
-        num_kv_heads=facts.model.num_kv_heads,
+        heads=(facts.model.num_heads, facts.model.num_kv_heads),
         world_size=world_size,
         sp_sizes=facts.sp_sizes,
         cluster=job.cluster,

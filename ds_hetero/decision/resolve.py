@@ -1,6 +1,6 @@
 """Resolves the "heterogeneity" section: the plan of a job of this model and this size.
 
-    plan = resolve(section, num_heads=32, num_kv_heads=8, world_size=8, sp_sizes={"sequence_parallel_size": 4})
+    plan = resolve(section, heads=(32, 8), world_size=8, sp_sizes={"sequence_parallel_size": 4})
 
 One rank alone can know everything here; `ds_hetero.job.start` makes all ranks agree on it. Imports no torch.
 """
@@ -75,8 +75,7 @@ def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
 def resolve(
     section: HeterogeneitySection,
     *,
-    num_heads: int,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     world_size: int,
     sp_sizes: Mapping[str, int | None],
     cluster: Cluster | None = None,
@@ -87,8 +86,7 @@ def resolve(
 
     Args:
         section: from `read_section`.
-        num_heads: query heads of the model.
-        num_kv_heads: its key/value heads.
+        heads: query heads of the model, and its key/value heads.
         world_size: ranks of the job.
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
         cluster: of the job or of one replica; None where it is not known.
@@ -103,17 +101,17 @@ def resolve(
     if plan is None:
         sp_size = replica_size(sp_sizes, world_size)
         if section.schedule in UNIFORM:
-            uniform = UNIFORM[str(section.schedule)](sp_size, num_heads, num_kv_heads)
+            uniform = UNIFORM[str(section.schedule)](sp_size, *heads)
             schedules = schedules_for_world(uniform, world_size)
         elif sp_size == 1:  # nothing to decide
-            schedules = schedules_for_world(ulysses(1, num_heads, num_kv_heads), world_size)
+            schedules = schedules_for_world(ulysses(1, *heads), world_size)
         else:
             clusters = clusters_of_replicas(section, cluster, [sp_size] * (world_size // sp_size))
-            schedules = _schedules_for_clusters(str(section.schedule), clusters, num_heads, num_kv_heads, search)
+            schedules = _schedules_for_clusters(str(section.schedule), clusters, *heads, search)
         plan = Plan.of_replicas(schedules)
     if section.layout:
         plan = plan.with_schedules([replace(schedule, layout=section.layout) for schedule in plan.schedules])
-    check_plan_fits(plan, num_heads=num_heads, num_kv_heads=num_kv_heads, sp_sizes=sp_sizes)
+    check_plan_fits(plan, num_heads=heads[0], num_kv_heads=heads[1], sp_sizes=sp_sizes)
     return plan
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ds_hetero.cli.inputs.options import AS_JSON, FILE
 from ds_hetero.cli.inputs.scenario import CLUSTER_FILE, Scenario, read_plan_file, scenario_options
 from ds_hetero.cli.outputs.printing import check_out, print_json, print_written, write_out
+from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import bytes_text, time_text
@@ -31,35 +33,24 @@ from ds_hetero.planner.pipelines.explain import shape_text
 def replan(
     scenario: Scenario,
     plan: Path,
-    lost: Sequence[int],
-    more_lost: Sequence[int],
-    lost_node: Sequence[str],
     added: str | None,
     out: Path | None,
     as_json: bool,
+    **of_lost: Sequence[Any],
 ) -> None:
     """Plan pipelines again after devices are lost or added, and say what must move."""
-    if more_lost and not lost:
-        ranks = " ".join(map(str, more_lost))
-        raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
     check_out(out, endings=(".json",))
-    if not lost and not lost_node and added is None:
-        raise PlanError("say what has changed: --lost RANK, --lost-node NAME or --added CLUSTER_FILE.")
     old, cluster = read_plan_file(plan), scenario.cluster
-    names = [node.name for node in cluster.nodes]
-    unknown = [name for name in lost_node if name not in names]
-    if unknown:
-        raise PlanError(
-            f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
-        )
-    gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node}
+    lost = _lost_ranks(cluster, **of_lost)
+    if not lost and added is None:
+        raise PlanError("say what has changed: --lost RANK, --lost-node NAME or --added CLUSTER_FILE.")
     own = True if old.activation_checkpointing is None else old.activation_checkpointing
     choices = (own, not own) if scenario.cost_model == "calibrated" else (own,)
     replanned = planner.replan(
         old,
         cluster,
         lambda left: [scenario.with_workload(activation_checkpointing=one).stage_costs(left) for one in choices],
-        lost=sorted({*gone, *lost, *more_lost}),
+        lost=lost,
         added=None if added is None else load_cluster(added),
     )
     if out is not None:
@@ -74,3 +65,22 @@ def replan(
     moves = ", ".join(f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items()))
     print(f"state to move: {moves or 'none'}")
     print_written(out)
+
+
+def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int], lost_node: Sequence[str]) -> list[int]:
+    """Ranks that are lost, by the options of that name.
+
+    Raises:
+        PlanError: numbers without ``--lost``, or a node that the cluster does not have.
+    """
+    if more_lost and not lost:
+        ranks = " ".join(map(str, more_lost))
+        raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
+    names = [node.name for node in cluster.nodes]
+    unknown = [name for name in lost_node if name not in names]
+    if unknown:
+        raise PlanError(
+            f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
+        )
+    gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node}
+    return sorted({*gone, *lost, *more_lost})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -48,14 +48,12 @@ def show(
     out: Path | None,
     schedule: str,
     plan: Path | None,
-    documents: Path | None,
-    sample: str | None,
-    seed: int,
     as_json: bool,
+    **of_batch: Any,
 ) -> None:
     """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
-    if documents is not None or sample is not None:
-        _documents(scenario, schedule, documents, sample, seed, out, as_json)
+    if of_batch["documents"] is not None or of_batch["sample"] is not None:
+        _documents(scenario, schedule, out, as_json, **of_batch)
         return
     if out is None:
         raise click.UsageError("give --out, the picture to write.")
@@ -93,11 +91,11 @@ def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
 def _documents(
     scenario: Scenario,
     source: str,
+    out: Path | None,
+    as_json: bool,
     documents: Path | None,
     sample: str | None,
     seed: int,
-    out: Path | None,
-    as_json: bool,
 ) -> None:
     """Place one batch and print where its documents lie.
 

@@ -181,19 +181,15 @@ def memory_moments(
     model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
 ) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
-    buffers, num_ranks = workload.buffers, tokens_D.shape[-1]
+    num_ranks = tokens_D.shape[-1]
     states = state_bytes(model, workload, num_ranks)
-    element, count, stage = workload.element_bytes, model.num_parameters, workload.zero_stage
+    element, stage = workload.element_bytes, workload.zero_stage
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
     activations = layer.kept_by_all
     if workload.activation_checkpointing:
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given
-    live = arriving = 0.0
-    if stage == 3:
-        least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
-        live = element * max(min(buffers.live_parameters, count), min(least, count))
-        arriving = element * min(buffers.prefetch_bucket, count)
-    bucket = float(buffers.reduce_bucket * element if stage else 0)
+    live, arriving = _gathered(model, workload)
+    bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
     gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, num_ranks) * activations
     resting = MemoryParts(weights=states["weights"], optimizer_state=states["optimizer_state"])
     working = replace(
@@ -219,6 +215,16 @@ def memory_moments(
             step=_step_bytes(model, workload, num_ranks),
         ),
     }
+
+
+def _gathered(model: ModelSpec, workload: Workload) -> tuple[float, float]:
+    """Bytes of parameters that ZeRO-3 has gathered, and of those that are under way."""
+    if workload.zero_stage != 3:
+        return 0.0, 0.0
+    element, count, buffers = workload.element_bytes, model.num_parameters, workload.buffers
+    least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
+    live = element * max(min(buffers.live_parameters, count), min(least, count))
+    return live, element * min(buffers.prefetch_bucket, count)
 
 
 def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:

@@ -13,6 +13,7 @@ from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.data.loading.loader import ShardedLoader
 from ds_hetero.runtime.data.loading.sample_loader import on_device
+from ds_hetero.runtime.data.loading.whole_batches import BatchReading
 from ds_hetero.runtime.data.recent_shards import note_shard
 from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import model_inputs
@@ -38,13 +39,15 @@ class ModelLoader(ShardedLoader):
             dataloader,
             model.replica,
             batches=batches,
-            keep_labels=not model.moves_labels,
-            keep_inputs=model.cuts_inputs,
-            complete=model.complete,
+            reading=BatchReading(
+                keep_labels=not model.moves_labels,
+                keep_inputs=model.cuts_inputs,
+                by_documents=model.places_documents,
+                complete=model.complete,
+                keeps=model.checks.is_due,
+            ),
             placer=model.place,
             plan_ahead=(lambda: model.placer) if model.places_documents else None,
-            by_documents=model.places_documents,
-            keeps=model.checks.is_due,
             names=KNOWN_LOADERS,
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
 from ds_hetero.planner.pipelines.blocks import ranks_of_blocks, stage_options
 from ds_hetero.planner.pipelines.search.cuts import LayerCut
@@ -167,22 +168,27 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
                 micro_batches=pipeline.micro_batches,
             )
         )
-    samples = sum(pipeline.micro_batch_size * pipeline.micro_batches for pipeline in placed)
     return Plan(
         pipelines=tuple(pipelines),
         model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),
         seq_len=costs.seq_len,
         zero=ZeroOwners(stage=1 if len(pipelines) > 1 else 0, owner_weights=_owner_weights(costs, placed, ranks)),
         activation_checkpointing=costs.activation_checkpointing,
-        predicted={
-            "cost_model": costs.name,
-            "step_s": finished.step_s,
-            "pipeline_s": list(finished.pipeline_s),
-            "gradients_s": candidate.gradients_s,
-            "tokens_per_s": samples * costs.seq_len / finished.step_s,
-            "memory_bytes": {str(rank): int(need) for rank, need in memory_by_rank(costs, finished, ranks).items()},
-        },
+        predicted=_predicted(costs, finished, memory_by_rank(costs, finished, ranks)),
     )
+
+
+def _predicted(costs: StageCosts, finished: Finished, memory_bytes: Mapping[int, float]) -> JsonDict:
+    """Content of the plan file's key of that name."""
+    samples = sum(pipeline.micro_batch_size * pipeline.micro_batches for pipeline in finished.candidate.placed)
+    return {
+        "cost_model": costs.name,
+        "step_s": finished.step_s,
+        "pipeline_s": list(finished.pipeline_s),
+        "gradients_s": finished.candidate.gradients_s,
+        "tokens_per_s": samples * costs.seq_len / finished.step_s,
+        "memory_bytes": {str(rank): int(need) for rank, need in memory_bytes.items()},
+    }
 
 
 def _schedule(costs: StageCosts, micro_batch_size: int, block: DeviceBlock, ranks: tuple[int, ...]) -> Schedule | None:

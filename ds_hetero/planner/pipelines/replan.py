@@ -82,7 +82,6 @@ def replan(
     *,
     lost: Sequence[int] = (),
     added: Cluster | None = None,
-    objective: str = "time",
     effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> Replanned:
@@ -94,7 +93,6 @@ def replan(
         make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
         lost: ranks of ``cluster`` that are gone.
         added: nodes that are new.
-        objective: what is made small.
         effort_s: of the search, see `Search`.
         progress: called with every better plan.
 
@@ -107,7 +105,7 @@ def replan(
     check_given_plan(plan, cluster, models[0].model)
     old, samples = _old_shapes(plan, models[0].pools, survivors)
     shapes = tuple(pipeline.shape for pipeline in old)
-    goal = Objective.of(objective, [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
+    goal = Objective.of("time", [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
     first: tuple[float, float] | None = None
     finalists: list[tuple[StageCosts, Finished]] = []
     if effort_s is None:

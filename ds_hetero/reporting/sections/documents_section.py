@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CalibratedCostModel, CostModel
-from ds_hetero.planner.documents.summary import report_documents
+from ds_hetero.planner.documents.summary import DocumentsReport, report_documents
 from ds_hetero.reporting.html import Page, html_table
 from ds_hetero.values.schedule import Schedule
 
 MAX_LANES = 64
+_HEADINGS = ("zone", "ranks", "documents", "tokens")
 
 
 def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequence[int], of: str) -> None:
@@ -28,17 +29,6 @@ def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequ
     report = report_documents(cost, schedule, lengths)
     loads, groups = report.loads, schedule.ring_groups
     units = [_ranks(group.ranks) for group in groups]
-    index = {document: j for j, document in enumerate(report.documents)}
-    lanes = [
-        (
-            lane.zone(report.costs.node),
-            ", ".join(units[unit] for unit in lane.members),
-            ", ".join(str(index.get(span, "padding")) for span in lane.spans[:12])
-            + (f" and {len(lane.spans) - 12} more" if len(lane.spans) > 12 else ""),
-            f"{sum(stop - start for start, stop in lane.spans):,}",
-        )
-        for lane in report.placement.lanes[:MAX_LANES]
-    ]
     zones = {zone: [0] * len(groups) for zone in ("local", "node", "cluster")}
     for lane in report.placement.lanes:
         for tokens in lane.tokens:
@@ -63,8 +53,23 @@ def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequ
         f"take {time_text(loads.predicted_s)}, at perfect balance {time_text(report.ideal_s)}. "
         f"Other placements: {others}.",
         chart,
-        html_table(("zone", "ranks", "documents", "tokens"), lanes, "Lanes, in the order of the forward"),
+        html_table(_HEADINGS, _lanes(report, units), "Lanes, in the order of the forward"),
     )
+
+
+def _lanes(report: DocumentsReport, units: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    """Row of the table for every lane."""
+    index = {document: j for j, document in enumerate(report.documents)}
+    return [
+        (
+            lane.zone(report.costs.node),
+            ", ".join(units[unit] for unit in lane.members),
+            ", ".join(str(index.get(span, "padding")) for span in lane.spans[:12])
+            + (f" and {len(lane.spans) - 12} more" if len(lane.spans) > 12 else ""),
+            f"{sum(stop - start for start, stop in lane.spans):,}",
+        )
+        for lane in report.placement.lanes[:MAX_LANES]
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

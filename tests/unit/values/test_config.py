@@ -58,8 +58,7 @@ def cluster_of(section: dict[str, Any]) -> Any:
 def schedules(section: dict[str, Any], world_size: int = 2, **sizes: int | None) -> Any:
     plan = resolve(
         read(**section),
-        num_heads=8,
-        num_kv_heads=4,
+        heads=(8, 4),
         world_size=world_size,
         sp_sizes=sizes,
         cluster=cluster_of(section),
@@ -242,9 +241,7 @@ def test_proportional_follows_the_devices() -> None:
 def test_measured_speeds_take_the_place_of_measure() -> None:
     section = read(schedule="proportional")
     assert needs_measuring(section) and not needs_measuring(read(schedule="ring"))
-    (schedule,) = resolve(
-        section, num_heads=8, num_kv_heads=4, world_size=2, sp_sizes={}, cluster=load_cluster(CLUSTER)
-    ).schedules
+    (schedule,) = resolve(section, heads=(8, 4), world_size=2, sp_sizes={}, cluster=load_cluster(CLUSTER)).schedules
     assert schedule.tokens(40) == {0: 30, 1: 10}
 
 
@@ -271,8 +268,7 @@ def searched(
     searcher = Searcher(MODEL, workload, section.get("layout"))
     plan = resolve(
         read(**section),
-        num_heads=8,
-        num_kv_heads=4,
+        heads=(8, 4),
         world_size=world_size,
         sp_sizes=sizes,
         cluster=cluster_of(section),

@@ -215,10 +215,7 @@ def _stock_groups(
         if round_robin:
             order = round_robin_order(len(names[i]), num_shards)
         paddings = state.get(PARAM_ALIGNMENT_PADDINGS, [[0] * len(order)] * len(names))[i]
-        starts, end = [0] * len(order), 0
-        for parameter, padding in zip(order, paddings, strict=False):
-            starts[parameter] = end
-            end += layouts[i].sizes[parameter] + padding
+        starts, end = _starts(order, layouts[i].sizes, paddings)
         foreign = set(state[PARAM_SLICE_MAPPINGS][i]) - set(names[i])
         if foreign or not 0 <= size * num_shards - end < 2 * num_shards:
             known = f" It has {', '.join(sorted(foreign)[:5])}, which the group has not." if foreign else ""
@@ -230,6 +227,15 @@ def _stock_groups(
             SavedGroup(tuple(names[i]), FlatGroup(tuple(starts), layouts[i].sizes, Split((size,) * num_shards)))
         )
     return groups
+
+
+def _starts(order: Sequence[int], sizes: Sequence[int], paddings: Sequence[int]) -> tuple[list[int], int]:
+    """Where the parameters of a group begin that lie one after another in an order; and where the last one ends."""
+    starts, end = [0] * len(order), 0
+    for parameter, padding in zip(order, paddings, strict=False):
+        starts[parameter] = end
+        end += sizes[parameter] + padding
+    return starts, end
 
 
 def _sizes(names: Sequence[str], layout: FlatGroup) -> dict[str, int]:

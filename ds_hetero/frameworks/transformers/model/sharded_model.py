@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.engine.adapters import BatchChecks
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
@@ -107,14 +108,16 @@ class ShardedModel:
         self._mode_was_set = False
         self._decoder.train = MethodType(self._train, self._decoder)  # type: ignore[method-assign]
         self._entrance = Entrance(self, at_decoder=self.pools or self._decoder is self.model)
-        self._hooks = [
-            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._decoder.register_forward_hook(self._after, always_call=True),
-        ]
+        self._hooks = list(self._register_hooks())
+
+    def _register_hooks(self) -> Iterator[RemovableHandle]:
+        """Put hooks around the decoder, and around the module that runs towers before it."""
+        yield self._decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        yield self._decoder.register_forward_hook(self._after, always_call=True)
         if self._door is not None:
             front = front_of(self.pretrained)
-            self._hooks.append(front.register_forward_pre_hook(self._before_towers, with_kwargs=True))
-            self._hooks.append(front.register_forward_hook(self._after_towers, always_call=True))
+            yield front.register_forward_pre_hook(self._before_towers, with_kwargs=True)
+            yield front.register_forward_hook(self._after_towers, always_call=True)
 
     def _switch_attention(self) -> list[ModelConfig]:
         """Let the decoder use our attention, and towers before it theirs; return the configurations that say so."""

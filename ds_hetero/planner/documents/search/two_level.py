@@ -62,14 +62,7 @@ def two_level(
     if len(units) > 1:
         # Attention of a node is that of its units together, so what it receives counts per unit.
         rebalance(parts, by_node, nodes, costs.cross_s, bound_s * GOOD)
-    inside: list[list[DocumentPart]] = [[] for _ in units]
-    across: list[list[DocumentPart]] = [[] for _ in units]
-    for part, pieces in zip(parts, by_node, strict=True):
-        if len(pieces) == 1:
-            inside[pieces[0][0]].append(part)
-        else:
-            for node, tokens in pieces:
-                across[node].append(DocumentPart(part.document, part.length, tokens))
+    inside, across = _parts_by_node(parts, by_node, len(units))
     placed: list[Pieces] = [[] for _ in lengths]
     for node, of_node in enumerate(units):
         bins = Bins(
@@ -86,6 +79,21 @@ def two_level(
             for i, tokens in pieces:
                 of_document.append((of_node[i], tokens))
     return placed
+
+
+def _parts_by_node(
+    parts: Sequence[DocumentPart], by_node: Sequence[Pieces], num_nodes: int
+) -> tuple[list[list[DocumentPart]], list[list[DocumentPart]]]:
+    """Documents that lie in one node, and parts of those that lie in several, by node."""
+    inside: list[list[DocumentPart]] = [[] for _ in range(num_nodes)]
+    across: list[list[DocumentPart]] = [[] for _ in range(num_nodes)]
+    for part, pieces in zip(parts, by_node, strict=True):
+        if len(pieces) == 1:
+            inside[pieces[0][0]].append(part)
+        else:
+            for node, tokens in pieces:
+                across[node].append(DocumentPart(part.document, part.length, tokens))
+    return inside, across
 
 
 def node_bins(costs: UnitCosts) -> Bins:

@@ -27,7 +27,7 @@ from ds_hetero.runtime.data.loading.fetch import Progress
 from ds_hetero.runtime.data.loading.fetchers import make_fetcher
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.planning_ahead import PlacerOfNow, PlanningAhead
-from ds_hetero.runtime.data.loading.whole_batches import WholeBatches
+from ds_hetero.runtime.data.loading.whole_batches import BatchReading, WholeBatches
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.replica import Replica
@@ -53,14 +53,10 @@ class ShardedLoader:
         replica: this rank's replica.
         batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
             out, it is detected, and logged by rank 0.
-        keep_labels: keep ``labels`` beside ``shift_labels``, see `shards.read_batch`.
-        keep_inputs: cut labels only, see there.
-        complete: adds to a batch what its model would make of the whole of it, before it is cut.
-        keeps: whether a batch is kept as the wrapped loader gives it, see `WholeBatches`.
+        reading: what is made of a batch before it is cut.
         placer: decides who holds which positions of a batch.
         plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
             gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
-        by_documents: show the placer the documents of each batch, see `ds_hetero.runtime.data.batch_documents`.
         names: by which the framework's loaders show their parts.
 
     Caller: every rank of the world.
@@ -83,17 +79,13 @@ class ShardedLoader:
         replica: Replica,
         *,
         batches: Literal["same", "own"] | None = None,
-        keep_labels: bool = False,
-        keep_inputs: bool = False,
-        complete: Callable[[Any], Any] = lambda batch: batch,
-        keeps: Callable[[Any], bool] = lambda batch: False,
+        reading: BatchReading = BatchReading(),  # noqa: B008  (frozen)
         placer: Placer = stream_placement,
         plan_ahead: PlacerOfNow | None = None,
-        by_documents: bool = False,
         names: LoaderNames = TORCH_LOADERS,
     ) -> None:
         self._replica = replica
-        self._batches = WholeBatches(dataloader, keep_labels, names, by_documents, keep_inputs, complete, keeps)
+        self._batches = WholeBatches(dataloader, names, reading)
         self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
         self._fetcher = make_fetcher(self._batches, replica, placer, batches)
         self._start = self._progress = Progress()

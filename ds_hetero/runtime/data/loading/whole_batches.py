@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -22,36 +23,48 @@ from ds_hetero.runtime.data.shards import Batch, Entries, WholeBatch, read_batch
 from ds_hetero.values.plans import BatchSplit
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _keep_none(batch: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchReading:
+    """What is made of a batch before it is cut.
+
+    Args:
+        keep_labels: keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`.
+        keep_inputs: cut labels only, see there.
+        by_documents: have batches know their documents, see `ds_hetero.runtime.data.batch_documents`.
+        complete: adds to a batch what its model would make of the whole of it.
+        keeps: whether a batch is kept as the loader gives it, for `WholeBatches.take_kept`; asked when it is drawn.
+    """
+
+    keep_labels: bool = False
+    keep_inputs: bool = False
+    by_documents: bool = False
+    complete: Callable[[Any], Any] = _as_it_is
+    keeps: Callable[[Any], bool] = _keep_none
+
+
 class WholeBatches:
     """The batches of one loader, before they are cut.
 
     Args:
         dataloader: yields mappings.
-        keep_labels: see `ds_hetero.runtime.data.shards.read_batch`.
         names: by which loaders show their parts.
-        by_documents: have batches know their documents, see `ds_hetero.runtime.data.batch_documents`.
-        keep_inputs: see `ds_hetero.runtime.data.shards.read_batch`.
-        complete: adds to a batch what its model would make of the whole of it.
-        keeps: whether a batch is kept as the loader gives it, for `take_kept`; asked when it is drawn.
+        reading: of every batch.
     """
 
-    def __init__(
-        self,
-        dataloader: Any,
-        keep_labels: bool,
-        names: LoaderNames,
-        by_documents: bool = False,
-        keep_inputs: bool = False,
-        complete: Callable[[Any], Any] = lambda batch: batch,
-        keeps: Callable[[Any], bool] = lambda batch: False,
-    ) -> None:
+    def __init__(self, dataloader: Any, names: LoaderNames, reading: BatchReading) -> None:
         self.names, self._epochs = names, Epochs(dataloader, names)
         self.reader: ReplicaSampler | ReplicaStream | None = reader_of(dataloader)
         self.epoch: int | None = None  # as `set_epoch` was called
-        self._keep_labels, self._keep_inputs, self._by_documents = keep_labels, keep_inputs, by_documents
-        self._complete = complete
+        self._reading = reading
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
-        self._keeps = keeps
         self._kept: list[Any] = []
         self.keeps_on_a_rank = False  # for the present fetch; the same on every rank
         self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
@@ -93,9 +106,9 @@ class WholeBatches:
             self._loaded_state = None
             if self.reader is not None:
                 self.reader.first_step = 0
-            read = read_batch(self._complete(batch), self._keep_labels, self._keep_inputs)
+            read = read_batch(self._reading.complete(batch), self._reading.keep_labels, self._reading.keep_inputs)
             self._keep(batch)
-            yield with_documents(read) if self._by_documents else read
+            yield with_documents(read) if self._reading.by_documents else read
         self._loaded_state = None
 
     def peek(self) -> WholeBatch | None:
@@ -118,7 +131,7 @@ class WholeBatches:
     def _keep(self, batch: Any) -> None:
         if self._is_ahead:
             self._raw_ahead.append(batch)
-        elif self._keeps(batch):
+        elif self._reading.keeps(batch):
             self._kept.append(batch)
 
     @contextmanager

@@ -21,7 +21,7 @@ from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
 from ds_hetero.runtime.data.loading.sampling import replica_samples
-from ds_hetero.runtime.data.loading.whole_batches import WholeBatches
+from ds_hetero.runtime.data.loading.whole_batches import BatchReading, WholeBatches
 from ds_hetero.values.plans import BatchSplit
 
 COUNT, EPOCHS = 10, 3
@@ -239,7 +239,7 @@ def job(make, seed):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    return WholeBatches(make(), False, KNOWN_LOADERS)
+    return WholeBatches(make(), KNOWN_LOADERS, BatchReading())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata's: fast-forwarding
