@@ -254,7 +254,7 @@ def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
 
 def _loss_and_outputs(
     stock: Function, trainer: Trainer, model: torch.nn.Module, inputs: Batch, num_items: torch.Tensor | None
-) -> object:
+) -> Any:
     """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
     return stock(trainer, model, {**inputs}, True, num_items)
 
