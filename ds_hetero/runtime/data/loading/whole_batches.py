@@ -33,7 +33,7 @@ def _keep_none(batch: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReading:
-    """What is made of a batch before it is cut.
+    """How batches are read before they are cut.
 
     Args:
         keep_labels: keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`.
