@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
@@ -32,8 +32,8 @@ class WholeModel:
 
     Attributes:
         clock: times the phases of this model's steps.
-        loss_convention: unit of a mean, see `ds_hetero.runtime.loss_units`, where replicas take different batches and
-            it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
+        loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where replicas take different batches
+            and it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
         latest_positions: None, since no batch is cut.
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_hetero.cluster import Cluster, Link
+from ds_hetero.cluster import Cluster
 from ds_hetero.common.limits import MAX_SEQ_LEN
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text
@@ -18,6 +18,7 @@ from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
 from ds_hetero.reporting.described_plan import DescribedPlan
+from ds_hetero.reporting.sections.links_picture import scaled_links
 from ds_hetero.reporting.sections.rank_rows import heads_of
 from ds_hetero.values.schedule import Schedule
 
@@ -67,25 +68,6 @@ def removals_of(cluster: Cluster) -> list[Removal]:
             seen.add(kind)
             out.append(Removal(cluster.rank_name(rank), rank))
     return out
-
-
-def scaled_links(cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with links between machines that much faster; of a single machine, those inside it."""
-
-    def scaled(link: Link) -> Link:
-        return replace(link, bytes_per_s=link.bytes_per_s * factor)
-
-    if len(cluster.nodes) == 1:
-        (node,) = cluster.nodes
-        switch = node.switch_bytes_per_s
-        node = replace(node, link=scaled(node.link), switch_bytes_per_s=None if switch is None else switch * factor)
-        return replace(cluster, nodes=(node,))
-    nodes = tuple(
-        replace(node, nic_bytes_per_s=None if node.nic_bytes_per_s is None else node.nic_bytes_per_s * factor)
-        for node in cluster.nodes
-    )
-    links = tuple((pair, scaled(link)) for pair, link in cluster.links)
-    return replace(cluster, nodes=nodes, network=scaled(cluster.network), links=links)
 
 
 def points_of(described: DescribedPlan) -> Iterator[GridPoint]:

@@ -13,7 +13,7 @@ from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.runtime.data.loading.fetch import Progress
 from ds_hetero.runtime.data.loading.sample_loader import SampleLoader
-from ds_hetero.runtime.loss_units import Batch
+from ds_hetero.runtime.data.loss_units import Batch
 
 if TYPE_CHECKING:
     from ds_hetero.engine.registry import Registry

@@ -12,8 +12,7 @@ from itertools import accumulate
 
 from ds_hetero.planner.documents.costs.crossing import crossing_of
 from ds_hetero.planner.documents.costs.score import Loads, crossing_s, loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.documents.search.by_heads import loads_by_heads
 from ds_hetero.values.placement import Lane, Placement, Range
 

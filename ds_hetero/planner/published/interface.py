@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from ds_hetero.cost.model import CostModel
     from ds_hetero.cost.objective import Objective
     from ds_hetero.cost.stages.stage import StageCosts
-    from ds_hetero.planner.documents.costs.units import UnitCosts
-    from ds_hetero.planner.documents.search.bins import Pieces
+    from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
     from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
     from ds_hetero.planner.published.hetero_ring import ProfileTable
     from ds_hetero.values.schedule import Schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil, sqrt
 from typing import Any
 
@@ -77,3 +78,22 @@ def _ring(schedule: Schedule, cluster: Cluster, drawn: dict[int, int] | None) ->
         ranks = [drawn[int(cluster.node_of_rank[rank])] for rank in ranks]
     pairs = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
     return [[f"r{a}", f"r{b}", "", True] for a, b in pairs if a != b]
+
+
+def scaled_links(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with links between machines that much faster; of a single machine, those inside it."""
+
+    def scaled(link: Link) -> Link:
+        return replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    if len(cluster.nodes) == 1:
+        (node,) = cluster.nodes
+        switch = node.switch_bytes_per_s
+        node = replace(node, link=scaled(node.link), switch_bytes_per_s=None if switch is None else switch * factor)
+        return replace(cluster, nodes=(node,))
+    nodes = tuple(
+        replace(node, nic_bytes_per_s=None if node.nic_bytes_per_s is None else node.nic_bytes_per_s * factor)
+        for node in cluster.nodes
+    )
+    links = tuple((pair, scaled(link)) for pair, link in cluster.links)
+    return replace(cluster, nodes=nodes, network=scaled(cluster.network), links=links)

@@ -22,10 +22,9 @@ from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_s
 from ds_hetero.planner.planned import Rival
 from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.grid import scaled_links
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
-from ds_hetero.reporting.sections.links_picture import links_table
+from ds_hetero.reporting.sections.links_picture import links_table, scaled_links
 from ds_hetero.reporting.sections.rank_rows import MAX_ROWS
 from ds_hetero.reporting.sections.run_section import measured_text
 

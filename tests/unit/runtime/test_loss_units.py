@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.loss_units import UnitCounts, probe, unit_of_probes
+from ds_hetero.runtime.data.loss_units import UnitCounts, probe, unit_of_probes
 
 
 def _logits(batch: dict[str, Tensor]) -> Tensor:

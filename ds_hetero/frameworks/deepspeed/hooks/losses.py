@@ -20,10 +20,10 @@ from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.data.loss_units import expect_declared
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
-from ds_hetero.runtime.loss_units import expect_declared
 from ds_hetero.values.section import SECTION
 
 _ADDED_TERM = (

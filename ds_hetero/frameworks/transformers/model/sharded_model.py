@@ -36,10 +36,10 @@ from ds_hetero.frameworks.transformers.model.forward_inputs import (
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.shard_placement import KnownPlacement
+from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import PACKING, Entries
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement

@@ -38,9 +38,9 @@ from ds_hetero.frameworks.transformers.trainer.unlike_batches import (
 )
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.loss_units import Batch
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import sequence_parallel_loss
-from ds_hetero.runtime.loss_units import Batch
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 

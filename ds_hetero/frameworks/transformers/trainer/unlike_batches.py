@@ -21,8 +21,8 @@ from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.loading.sampling import reader_inside
+from ds_hetero.runtime.data.loss_units import Batch, Probe, UnitCounts, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.loss import scaled_loss
-from ds_hetero.runtime.loss_units import Batch, Probe, UnitCounts, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.section import SECTION
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 
 WORTH_PROXIES = 0.9  # three hops are more messages than one
 

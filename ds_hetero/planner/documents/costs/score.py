@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from ds_hetero.planner.documents.costs.crossing import crossing_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 
 
 @dataclass(frozen=True, slots=True)

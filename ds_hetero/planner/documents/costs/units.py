@@ -16,6 +16,10 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
 from ds_hetero.values.schedule import Schedule
 
+Pieces = list[tuple[int, int]]
+"""Of one document, units with their tokens."""
+
+
 HEAD_DIM = 128  # where only a schedule is known
 EVEN_LENGTH_PER_WIDTH = 10  # attention of a document takes as long as the rest at about ten times the hidden size
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from math import fsum
 from operator import mul
 
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, Pieces, deal
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
+from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, deal
 from ds_hetero.values.splits import share
 
 

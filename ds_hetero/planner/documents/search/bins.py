@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-Pieces = list[tuple[int, int]]  # (bin, tokens)
+from ds_hetero.planner.documents.costs.units import Pieces
+
 Queue = list[tuple[float, int]]  # (load, bin), ascending
 
 SAME_KIND = 1.02  # bins whose costs differ by less wait in one queue

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ds_hetero.planner.documents.costs.score import Loads, loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.documents.search.candidates import PlacedLengths, place_everywhere
 from ds_hetero.values.splits import share
 

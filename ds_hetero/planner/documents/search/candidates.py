@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ds_hetero.errors import BatchError
 from ds_hetero.planner.documents.costs.score import Loads, ideal_s, loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.documents.search.baselines import (
     over_all_units,
     over_all_units_s,
@@ -19,7 +19,7 @@ from ds_hetero.planner.documents.search.baselines import (
     over_one_node_at_least_s,
     over_one_node_s,
 )
-from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS, Bins, Pieces, water_fill
+from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS, Bins, water_fill
 from ds_hetero.planner.documents.search.two_level import GOOD, Effort, node_bins, two_level
 
 EFFORTS = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, Pieces, water_fill
+from ds_hetero.planner.documents.costs.units import Pieces
+from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, water_fill
 
 MOST_MOVES = 16
 MOST_WHOLE = 4  # whole parts of the slowest bin that are tried, longest first

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.documents.search.baselines import over_all_units
-from ds_hetero.planner.documents.search.bins import Pieces
 from ds_hetero.planner.documents.search.candidates import place_lengths
 from ds_hetero.planner.published.registry import PLANNERS
 

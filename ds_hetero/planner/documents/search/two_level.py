@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import fsum
 from typing import NamedTuple
 
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, Pieces, deal
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
+from ds_hetero.planner.documents.search.bins import Bins, DocumentPart, deal
 from ds_hetero.planner.documents.search.rebalance import rebalance
 
 GOOD = 1.02  # over the ideal time: a placement within it is not made better

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.bins import Pieces
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.values.splits import share
 

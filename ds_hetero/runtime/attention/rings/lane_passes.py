@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
-from ds_hetero.runtime.attention.kernel_calls import BlockCall, Call, packed_calls
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
 from ds_hetero.runtime.attention.rings.channel import NOTHING, Channel
+from ds_hetero.runtime.attention.rings.kernel_calls import BlockCall, Call, packed_calls
 from ds_hetero.runtime.attention.rings.kv_blocks import local_kv, pack_kv
 from ds_hetero.runtime.attention.rings.lane_mail import GradientBlocks, KVBlocks, LaneMail
 from ds_hetero.runtime.attention.rings.lane_order import Rounds

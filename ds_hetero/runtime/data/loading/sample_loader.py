@@ -27,8 +27,8 @@ from ds_hetero.runtime.data.loading.epochs import STATE_VERSION, Epochs, expect_
 from ds_hetero.runtime.data.loading.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
 from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shards import Batch, Entries
-from ds_hetero.runtime.loss_units import UnitCounts
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
