@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_hetero.values.placement import Placement
 from ds_hetero.values.schedule import Group
@@ -74,6 +75,25 @@ class HeadTable:
         own = self.own
         sent = [member.tokens * unit * own.num_q for member in self.members]
         return sent, [own.tokens * unit * member.num_q for member in self.members]
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """``(first member, number of members)`` that one copy serves, in the order of the members.
+
+        Members of a run have as many heads as each other, whose ranges follow one another; a KV head that one of them
+        shares with a member before is in a run of its own.
+        """
+        shared, runs = dict(self.shared_kv_heads()), list[tuple[int, int]]()
+        for index, member in enumerate(self.members):
+            first, count = runs[-1] if runs else (0, 0)
+            before = self.members[index - 1]
+            is_alike = (member.num_q, member.num_kv) == (before.num_q, before.num_kv)
+            follows = (member.q[0], member.kv[0]) == (before.q[1], before.kv[1])
+            if count and is_alike and follows and member.width and not shared[first] and not shared[index]:
+                runs[-1] = (first, count + 1)
+            else:
+                runs.append((index, 1))
+        return tuple(runs)
 
     def shared_kv_heads(self) -> list[tuple[int, int]]:
         """``(member, number)`` in the order of their heads: how gradients of KV heads that come back are put together.

@@ -37,6 +37,14 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_native_bf16(device) else torch.float16
 
 
+def copied_to(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the host's memory on a device, without waiting for what runs there.
+
+    A copy from pageable memory waits for the device's stream, which inside a layer is a gap in every step.
+    """
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
 def has_native_bf16(device: torch.device) -> bool:
     """Whether products of bfloat16 run on the device as such: on NVIDIA GPUs from Ampere on, and on every CPU."""
     if device.type == "cpu" or torch.version.hip:

@@ -135,11 +135,11 @@ def _documents(
         if not any(header["padding"] for header in headers):
             return undivided
         mask = local.attention_mask.ne(0).expand(local.batch_size, -1)
-        return documents_from_mask(_gather_shards(replica, placement, mask))
+        return documents_from_mask(_gather_shards(replica, placement, mask).cpu())
     if local.position_ids is None or has_plain_positions(placement, headers):
         return undivided
     positions = local.position_ids.expand(local.batch_size, -1)
-    return documents_from_positions(_gather_shards(replica, placement, positions))
+    return documents_from_positions(_gather_shards(replica, placement, positions).cpu())
 
 
 def _gather_shards(replica: Replica, placement: Placement, shard: Tensor) -> Tensor:

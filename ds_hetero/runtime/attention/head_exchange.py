@@ -12,8 +12,9 @@ Source: DeepSpeed-Ulysses (arXiv:2309.14509); uneven form, HexiSeq (arXiv:2605.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch.distributed as dist
 from torch import Tensor
@@ -75,11 +76,12 @@ def gather_sequence(
     own = exchange.own
     send_sizes, recv_sizes = exchange.qkv_sizes(batch_size * head_dim)
     send = q_BHsD.new_empty(sum(send_sizes))
-    for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
-        q, k, v = _heads(part.view(tokens, batch_size, member.width, head_dim), member)
-        q.copy_(q_BHsD[:, slice(*member.q)])
-        k.copy_(k_BGsD[:, slice(*member.kv)])
-        v.copy_(v_BGsD[:, slice(*member.kv)])
+    for first, part in _runs(send, send_sizes, exchange, (tokens, batch_size, head_dim)):
+        member = exchange.members[first]
+        packed = part.permute(1, 2, 0, 3, 4).split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=3)
+        sources = (q_BHsD, member.q[0]), (k_BGsD, member.kv[0]), (v_BGsD, member.kv[0])
+        for part_sBnhD, (x, start) in zip(packed, sources, strict=True):
+            part_sBnhD.copy_(_span(x.permute(2, 0, 1, 3), start, part_sBnhD))
     recv = send.new_empty(exchange.group_tokens, batch_size, own.width, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
     q, k, v = (x.contiguous() for x in _heads(recv, own))
@@ -100,16 +102,19 @@ def scatter_sequence(
     exchange.run(recv, _pack(dq_BhSD, dk_BgSD, dv_BgSD, own), recv_sizes, send_sizes)
     dq_sBHD = recv.new_empty(own.tokens, batch_size, exchange.num_heads, head_dim)
     dkv_sBGD = [recv.new_empty(own.tokens, batch_size, exchange.num_kv_heads, head_dim) for _ in range(2)]
-    parts = recv.split_with_sizes(recv_sizes)
-    for index, shared in exchange.shared_kv_heads():
-        member = exchange.members[index]
-        packed = parts[index].view(own.tokens, batch_size, member.width, head_dim)
-        dq, *dkv = packed.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=2)
-        dq_sBHD[:, :, slice(*member.q)] = dq
-        first, last = member.kv
-        for total_sBGD, part_sBgD in zip(dkv_sBGD, dkv, strict=True):
-            total_sBGD[:, :, first : first + shared] += part_sBgD[:, :, :shared]
-            total_sBGD[:, :, first + shared : last] = part_sBgD[:, :, shared:]
+    parts = dict(_runs(recv, recv_sizes, exchange, (own.tokens, batch_size, head_dim)))
+    for first, shared in exchange.shared_kv_heads():
+        if first not in parts:  # not the first of its run
+            continue
+        member, part = exchange.members[first], parts[first].permute(1, 2, 0, 3, 4)
+        dq, *dkv = part.split_with_sizes([member.num_q, member.num_kv, member.num_kv], dim=3)
+        _span(dq_sBHD, member.q[0], dq).copy_(dq)
+        for total_sBGD, part_sBngD in zip(dkv_sBGD, dkv, strict=True):
+            start = member.kv[0]
+            if shared:
+                total_sBGD[:, :, start : start + shared] += part_sBngD[:, :, 0, :shared]
+            rest = part_sBngD[:, :, :, shared:]
+            _span(total_sBGD, start + shared, rest).copy_(rest)
     dq, dk, dv = (x.permute(1, 2, 0, 3) for x in (dq_sBHD, *dkv_sBGD))
     return dq, dk, dv
 
@@ -121,6 +126,32 @@ def _pack(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, own: Member) -> Tensor
     for part, x in zip(_heads(packed, own), (q_BhSD, k_BgSD, v_BgSD), strict=True):
         part.copy_(x)
     return packed.view(-1)
+
+
+def _runs(
+    flat: Tensor, sizes: Sequence[int], exchange: Exchange, shape: tuple[int, int, int]
+) -> Iterator[tuple[int, Tensor]]:
+    """First member of every run that has something, and the run's part of a flat buffer: [members, s, B, heads, D].
+
+    One copy serves a run, so that equal shares take as many launches as in an exchange that knows nothing else.
+
+    Args:
+        flat: the members' parts, one behind the other.
+        sizes: of these parts.
+        exchange: the tables.
+        shape: s, B and D.
+    """
+    begins = (0, *accumulate(sizes))
+    for first, count in exchange.runs:
+        if sizes[first]:
+            part = flat[begins[first] : begins[first + count]]
+            yield first, part.view(count, *shape[:2], -1, shape[2])
+
+
+def _span(x_sBHD: Tensor, start: int, like_sBnhD: Tensor) -> Tensor:
+    """View of the heads from ``start`` on, as many as ``like`` has: [s, B, members, heads, D]."""
+    count, heads = like_sBnhD.shape[2:4]
+    return x_sBHD[:, :, start : start + count * heads].view(*x_sBHD.shape[:2], count, heads, x_sBHD.shape[3])
 
 
 def _heads(packed_SBWD: Tensor, member: Member) -> Sequence[Tensor]:
@@ -141,8 +172,9 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
     recv = out_SBhD.new_empty(sum(recv_sizes))
     exchange.run(recv, out_SBhD.reshape(-1), recv_sizes, send_sizes)
     out_BsHD = recv.new_empty(batch_size, own.tokens, exchange.num_heads, head_dim)
-    for part, member in zip(recv.split_with_sizes(recv_sizes), exchange.members, strict=True):
-        out_BsHD[:, :, slice(*member.q)] = part.view(own.tokens, batch_size, member.num_q, head_dim).transpose(0, 1)
+    for first, part in _runs(recv, recv_sizes, exchange, (own.tokens, batch_size, head_dim)):
+        part_sBnhD = part.permute(1, 2, 0, 3, 4)
+        _span(out_BsHD.transpose(0, 1), exchange.members[first].q[0], part_sBnhD).copy_(part_sBnhD)
     return out_BsHD
 
 
@@ -157,8 +189,9 @@ def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
         return grad_BsHD.transpose(0, 1)
     recv_sizes, send_sizes = exchange.output_sizes(batch_size * head_dim)
     send = grad_BsHD.new_empty(sum(send_sizes))
-    for part, member in zip(send.split_with_sizes(send_sizes), exchange.members, strict=True):
-        part.view(tokens, batch_size, member.num_q, head_dim).copy_(grad_BsHD[:, :, slice(*member.q)].transpose(0, 1))
+    for first, part in _runs(send, send_sizes, exchange, (tokens, batch_size, head_dim)):
+        part_sBnhD = part.permute(1, 2, 0, 3, 4)
+        part_sBnhD.copy_(_span(grad_BsHD.transpose(0, 1), exchange.members[first].q[0], part_sBnhD))
     recv = grad_BsHD.new_empty(exchange.group_tokens, batch_size, own.num_q, head_dim)
     exchange.run(recv.view(-1), send, recv_sizes, send_sizes)
     return recv

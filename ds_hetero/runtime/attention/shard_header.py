@@ -52,34 +52,57 @@ class LocalBatch:
             return BOUNDARIES
         return POSITIONS if self.attention_mask is None else MASK
 
-    def header(self) -> list[int]:
-        """Numbers that every rank sends to the others, in the order of ``_HEADER``."""
-        position_sum = position_moment = padding = boundaries = ABSENT
+    def header(self, device: torch.device) -> Tensor:
+        """Numbers that every rank sends to the others, ``[8]`` in the order of ``_HEADER``.
+
+        They are made where they are needed, so that no rank waits for its device before it reads those of all.
+
+        Args:
+            device: where the header shall be.
+        """
+        position_sum: Tensor | int = ABSENT
+        position_moment: Tensor | int = ABSENT
+        padding: Tensor | int = ABSENT
+        boundaries: Tensor | int = ABSENT
         if self.position_ids is not None:
             positions = self.position_ids.to(torch.int64).expand(self.batch_size, -1)
-            weights = torch.arange(1, self.batch_size * self.tokens + 1, device=positions.device)
-            weights = weights.view(self.batch_size, self.tokens)
-            position_sum, position_moment = torch.stack([positions.sum(), (positions * weights).sum()]).tolist()
+            position_sum, position_moment = positions.sum(), _moment(positions)
         if self.attention_mask is not None:
-            padding = int(self.attention_mask.eq(0).sum())
-        if self.cu_seqlens is not None:
-            boundaries = hash(tuple(self.cu_seqlens.tolist()))
+            padding = self.attention_mask.eq(0).sum()
+        if self.cu_seqlens is not None:  # not below 0, since they ascend from 0
+            boundaries = _moment(self.cu_seqlens.to(torch.int64))
         placement = ABSENT if self.placement is None else self.placement.fingerprint
         dtype = _DTYPES.index(self.dtype)
-        return [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
+        row = [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
+        return torch.stack([_scalar(number, device) for number in row])
+
+
+def _moment(numbers: Tensor) -> Tensor:
+    """Numbers weighted by 1, 2, ... and added up."""
+    weights = torch.arange(1, numbers.numel() + 1, device=numbers.device)
+    return (numbers * weights.view(numbers.shape)).sum()
+
+
+def _scalar(number: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device)
+    return torch.full((), number, dtype=torch.int64, device=device)  # filled there: nothing is copied from the host
 
 
 def gather_headers(replica: Replica, local: LocalBatch) -> list[Header]:
-    """The headers of all ranks of the replica; one all_gather."""
-    header = torch.tensor(local.header(), dtype=torch.int64, device=message_device(replica.sp_group))
-    return [dict(zip(_HEADER, row.tolist(), strict=True)) for row in all_gather_in_replica(replica, header)]
+    """The headers of all ranks of the replica.
+
+    Collectives: one all_gather. Where a rank computes on a GPU it waits for its device here, once in a forward.
+    """
+    rows = all_gather_in_replica(replica, local.header(message_device(replica.sp_group)))
+    return [dict(zip(_HEADER, row, strict=True)) for row in rows.tolist()]
 
 
-def all_gather_in_replica(replica: Replica, part: Tensor) -> list[Tensor]:
-    """One tensor of every rank, all of the same shape; one all_gather over the replica."""
-    parts = [torch.empty_like(part) for _ in replica.ranks]
+def all_gather_in_replica(replica: Replica, part: Tensor) -> Tensor:
+    """One tensor of every rank, all of the same shape, one behind the other; one all_gather over the replica."""
+    parts = part.new_empty(len(replica.ranks), *part.shape)
     with waiting_for_peers("comparing the batch with the other ranks of its replica"):
-        dist.all_gather(parts, part, group=replica.sp_group)
+        dist.all_gather(list(parts.unbind()), part, group=replica.sp_group)
     return parts
 
 

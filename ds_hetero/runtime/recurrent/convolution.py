@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.devices import copied_to
 from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
 from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
@@ -121,7 +122,7 @@ class _Halo:
         """One of the index tensors on ``device``; copied once."""
         key = device, id(index)
         if key not in self._copies:
-            self._copies[key] = index.to(device)
+            self._copies[key] = copied_to(index, device)
         return self._copies[key]
 
 

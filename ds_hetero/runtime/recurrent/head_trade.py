@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.runtime.devices import copied_to
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
@@ -57,7 +58,7 @@ class HeadTrade:
         """``positions`` there; copied once."""
         assert self.positions is not None
         if device not in self._positions_on:
-            self._positions_on[device] = self.positions.to(device)
+            self._positions_on[device] = copied_to(self.positions, device)
         return self._positions_on[device]
 
     def exchange(self, send: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -23,6 +23,8 @@ CASES = {
     "a rank without heads": ((0, 1, 2), (5, 1, 2), (3, 0, 5), 8),
     "a rank without tokens, a cut inside a KV head": ((0, 1, 2), (5, 0, 2), (3, 1, 4), 4),
     "one KV head on all ranks, heads cut in another order": ((2, 0, 1), (1, 1, 1), (3, 2, 3), 1),
+    "equal heads, which one copy serves": ((0, 1, 2), (3, 1, 2), (4, 4, 4), 6),
+    "two ranks alike, one that is not": ((0, 1, 2), (3, 2, 1), (2, 2, 4), 4),
     "ranks in another order": ((1, 0, 2), (3, 2, 2), (5, 6, 1), 4),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.devices import copied_to
 
 
 def forward_each(
@@ -44,4 +45,4 @@ def backward_each(
 @lru_cache(maxsize=256)
 def boundaries(starts: tuple[int, ...], device: torch.device) -> Tensor:
     """Cumulative lengths as flash-attention reads them."""
-    return torch.tensor(starts, dtype=torch.int32).to(device)
+    return copied_to(torch.tensor(starts, dtype=torch.int32), device)

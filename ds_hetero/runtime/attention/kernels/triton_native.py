@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.devices import copied_to
 
 _LOG2_E = 1.4426950408889634
 
@@ -157,7 +158,7 @@ def _table(blocks: PackedBlocks, block: int, by_keys: bool, device: torch.device
         num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
         entry = (queries.start, num_queries, keys.start, num_keys, *band.bounds(num_queries, num_keys))
         rows += [(first, *entry) for first in range(0, num_keys if by_keys else num_queries, block)]
-    return torch.tensor(rows, dtype=torch.int32).to(device)
+    return copied_to(torch.tensor(rows, dtype=torch.int32), device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, work: _OneBlock | _ManyBlocks) -> tuple[Tensor, Tensor]:

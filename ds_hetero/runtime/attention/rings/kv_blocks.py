@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.ring_steps import Ring
+from ds_hetero.runtime.devices import copied_to
 from ds_hetero.values.placement import Range
 
 
@@ -46,7 +47,7 @@ def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...], first: 
 @lru_cache(maxsize=256)
 def index_of(columns: tuple[Range, ...], device: torch.device) -> Tensor:
     """The indices in ``columns``, one behind the other."""
-    return torch.cat([torch.arange(start, stop) for start, stop in columns]).to(device)
+    return copied_to(torch.cat([torch.arange(start, stop) for start, stop in columns]), device)
 
 
 def local_kv(k: Tensor, v: Tensor, packed: list[Tensor], ring: Ring) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,1 @@
+"""Whole training steps at real size on GPUs that do not exist; see `__main__`."""

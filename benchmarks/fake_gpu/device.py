@@ -1,0 +1,104 @@
+"""A GPU that does not exist: torch's Python device under fake tensors, with torch's fake process group beside it.
+
+Tensors of the device have a shape, a type and a storage of a size, and no numbers. The engine's own modules run on it
+as on CUDA; what asks CUDA itself is answered here, in one list (`_answers`). Tensors of the CPU are real.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+DEVICE_TYPE = "fakegpu"
+
+
+def device() -> torch.device:
+    """The one device of a rank; the first call registers its kind."""
+    if torch._C._get_privateuse1_backend_name() != DEVICE_TYPE:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        _setup_privateuseone_for_python_backend(DEVICE_TYPE)
+        module = torch.get_device_module(DEVICE_TYPE)
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return torch.device(DEVICE_TYPE, 0)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors of the device may be made; one for a process, since tensors of two do not mix."""
+    device()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """Let this process be one rank of a world whose other ranks take part in every message and do nothing else."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+    try:
+        with _answers():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """Answer what the engine and torch ask of CUDA: which device, how long groups wait, which operators there are."""
+    from ds_hetero.runtime import collectives, replica
+    from ds_hetero.runtime.attention import batch_layout, shard_header
+    from ds_hetero.runtime.attention.kernels import torch_native
+
+    where = device()
+    changes = [
+        (torch_native, "_operators", _operators),
+        (torch.cuda, "current_device", lambda: 0),
+        (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
+        (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
+        (collectives, "start_watch", lambda *args: None),  # of peers, which are not there
+        *((module, "timeout_of_job", lambda: datetime.timedelta(minutes=30)) for module in (collectives, replica)),
+        *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, shard_header)),
+    ]
+    lifts_cpu_only = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies from the host, as on CUDA
+    try:
+        with ExitStack() as stack:
+            for owner, name, value in changes:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts_cpu_only)
+
+
+def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> Any:
+    """Operators as `ds_hetero.runtime.attention.kernels.torch_native` takes them on an Ampere card or a newer one."""
+    from ds_hetero.runtime.attention.kernels import torch_native
+
+    if where.type == "cpu":
+        return torch_native._CPU
+    has_flash = softcap is None and dtype in (torch.float16, torch.bfloat16) and not head_dim % 8 and head_dim <= 256
+    return torch_native._FLASH if has_flash else torch_native._PLAIN
+
+
+def _apply_unless_same(apply: Any) -> Any:
+    """``module.to`` where everything is there already, which with fake tensors torch refuses."""
+
+    def replaced(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        if all(function(tensor) is tensor for tensor in tensors):
+            return module
+        applied: nn.Module = apply(module, function, recurse)
+        return applied
+
+    return replaced

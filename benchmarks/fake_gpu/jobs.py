@@ -1,0 +1,120 @@
+"""The jobs of this benchmark: models of real size on clusters of unlike cards, with the schedules that are planned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from benchmarks.fake_gpu.step import Job
+from ds_hetero.cluster.files import load_cluster
+from ds_hetero.common.paths import config_dir
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.workload import Buffers, Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.models import load_model
+from ds_hetero.planner import plan, strategy
+from ds_hetero.values.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model on a cluster.
+
+    Args:
+        model: preset.
+        cluster: file of ds_configs/clusters.
+        length: tokens of a sequence.
+        zero_stage: of DeepSpeed.
+        documents: packed in the sequence, as shares of it; none for one.
+        tile_tokens: of MLPs and loss.
+        checkpointing: recompute every layer.
+    """
+
+    model: str
+    cluster: str
+    length: int
+    zero_stage: int = 3
+    documents: tuple[int, ...] = ()
+    tile_tokens: int | None = 4096
+    checkpointing: bool = True
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        packed = f" in {len(self.documents)} documents" if self.documents else ""
+        return f"{self.model}, {self.cluster}, {self.length:,} tokens{packed}, ZeRO-{self.zero_stage}"
+
+    @property
+    def workload(self) -> Workload:
+        """As the cost model sees it."""
+        return Workload(
+            seq_len=self.length,
+            zero_stage=self.zero_stage,
+            activation_checkpointing=self.checkpointing,
+            tiled_logits=self.tile_tokens is not None,
+            tiled_mlp=self.tile_tokens is not None,
+            tile_tokens=self.tile_tokens,
+            buffers=Buffers(),
+        )
+
+    def schedule(self) -> Schedule:
+        """Planned; in proportion to the ranks' speed where nothing fits into memory."""
+        return _schedule(self)
+
+    def job(self, layers: int | None = None) -> Job:
+        """The job, with all its layers or the first of them."""
+        documents = tuple(self.length * share // sum(self.documents) for share in self.documents)
+        if documents:
+            documents = (*documents[:-1], self.length - sum(documents[:-1]))
+        return Job(
+            name=self.name,
+            config=config_of(self.model, layers, self.length),
+            schedule=self.schedule(),
+            length=self.length,
+            documents=documents,
+            zero_stage=self.zero_stage,
+            checkpointing=self.checkpointing,
+            tile_tokens=self.tile_tokens,
+        )
+
+
+SETTINGS = (
+    Setting(model="llama-3.1-8b", cluster="cloud-l40s-a10g", length=65_536),
+    Setting(model="llama-3.1-8b", cluster="hexiseq-setting-1", length=131_072, zero_stage=1),
+    Setting(model="llama-3.1-8b", cluster="hexiseq-setting-1", length=131_072, documents=(8, 4, 2, 1, 1)),
+    Setting(model="llama-3.1-70b", cluster="hexiseq-setting-3", length=262_144),
+    Setting(model="qwen3-30b-a3b", cluster="hexiseq-setting-1", length=65_536, tile_tokens=None),
+    Setting(model="qwen3-next-80b-a3b", cluster="hexiseq-setting-3", length=131_072, tile_tokens=None),
+    Setting(model="bamba-9b", cluster="a100-80-40", length=131_072),
+    Setting(model="llama-3.1-8b", cluster="hexiseq-simulation-2", length=1_048_576),
+)
+
+
+@lru_cache(maxsize=64)
+def _schedule(setting: Setting) -> Schedule:
+    cluster, model = load_cluster(setting.cluster), load_model(setting.model)
+    try:
+        return plan(cluster, model, setting.workload).schedule
+    except PlanError:
+        return strategy("proportional", make_cost_model("calibrated", cluster, model, setting.workload))
+
+
+def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
+    """A config.json of a preset.
+
+    Args:
+        model: preset.
+        layers: how many are kept, from the first on; None for all.
+        length: of the longest sequence.
+    """
+    config: dict[str, Any] = json.loads((config_dir() / "models" / f"{model}.json").read_text())
+    config |= {"use_cache": False, "max_position_embeddings": max(length, config.get("max_position_embeddings", 0))}
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        if "attn_layer_indices" in config:
+            config["attn_layer_indices"] = [i for i in config["attn_layer_indices"] if i < layers]
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    return config

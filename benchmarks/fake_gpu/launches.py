@@ -1,0 +1,93 @@
+"""Launches of one attention layer, forward and backward, beside those of stock Ulysses at equal shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.fake_gpu.device import device, rank_of
+from benchmarks.fake_gpu.recorder import Operation, Recorder
+from benchmarks.fake_gpu.step import DTYPE, the_mode
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
+from ds_hetero.runtime.replica import ProcessGroups, Replica
+from ds_hetero.values.baselines import ulysses
+from ds_hetero.values.placement import Rows, stream_placement
+from ds_hetero.values.plans import Plan
+from ds_hetero.values.schedule import Schedule
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def launches_per_layer(num_ranks: int, length: int = 65_536) -> dict[str, Any]:
+    """Launches of rank 0 of so many, by contender: forward and backward, and of which operators."""
+    result: dict[str, Any] = {"ranks": num_ranks, "tokens": length}
+    for name, make in (("stock", _stock), ("ours", _ours)):
+        with rank_of(0, num_ranks):
+            recorder = Recorder(the_mode())
+            with the_mode(), recorder:
+                operations = _run(make(num_ranks, length), length // num_ranks, recorder)
+        result[name] = len(operations)
+        result[f"{name}_operators"] = dict(Counter(operation.name for operation in operations).most_common())
+    result["ratio"] = result["ours"] / result["stock"]
+    return result
+
+
+def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
+    def made(heads: int) -> Tensor:  # a projection's output as a layer hands it on
+        x = torch.empty(1, tokens, heads, HEAD_DIM, device=device(), dtype=DTYPE).transpose(1, 2)
+        return x.requires_grad_()
+
+    q, k, v = made(HEADS), made(KV_HEADS), made(KV_HEADS)
+    dout = torch.empty(1, tokens, HEADS * HEAD_DIM, device=device(), dtype=DTYPE)
+    recorder.record.operations.clear()
+    attend(q, k, v).backward(dout)
+    return recorder.record.operations
+
+
+def _ours(num_ranks: int, length: int) -> _Attend:
+    schedule: Schedule = ulysses(num_ranks, HEADS, KV_HEADS)
+    groups = ProcessGroups()
+    group = groups.of(schedule.ranks)
+    replica = Replica(plan=Plan.of_replicas([schedule]), rank=dist.get_rank(), sp_group=group, a2a_group=group)
+    placement = stream_placement(schedule, length, (Rows(0, 1, ((0, length),)),))
+    layout, spec = batch_layout(placement, placement.rows), AttentionSpec(TorchKernel())
+    return lambda q, k, v: attention(q, k, v, replica, layout, spec).flatten(2)
+
+
+def _stock(num_ranks: int, length: int) -> _Attend:
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.comm.init_distributed("fake", verbose=False)
+    layer = UlyssesSPAttentionHF(
+        _flash, 1, HEADS, HEAD_DIM, KV_HEADS, num_hidden_layers=1, process_group=dist.group.WORLD,
+        seq_length_is_variable=True,
+    )  # fmt: skip
+    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, training=True)
+    positions = torch.arange(length // num_ranks, device=device())[None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = layer(module, q, k, v, None, position_ids=positions, scaling=HEAD_DIM**-0.5)[0]
+        return out.flatten(2)
+
+    return attend
+
+
+def _flash(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Flash operator of torch, called as transformers' attention functions: [B, heads, S, D] in, [B, S, H, D] out."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scaling
+    )
+    return out, None
