@@ -5,6 +5,7 @@
       ScheduleError     a schedule that is not consistent in itself, or does not fit the model or the world
       ClusterError      a cluster file or device catalogue entry
       PlanError         no schedule exists for this cluster, model and length
+        MemoryPlanError   because nothing fits into memory
       ModelError        a model, layer or attention feature that cannot be split over the sequence
       CheckpointError   a checkpoint that cannot be saved, is incomplete, damaged, of two saves, or of another model
       SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
@@ -36,6 +37,10 @@ class ClusterError(HeteroError):
 
 class PlanError(HeteroError):
     """No schedule satisfies the limits; the message says by how much and on which rank."""
+
+
+class MemoryPlanError(PlanError):
+    """No schedule fits into memory; the message says by how much, and what would help."""
 
 
 class ModelError(HeteroError):

@@ -24,6 +24,8 @@ _ROOMS = {
         "compare": "All strategies, or all planners of pipelines, on one cluster, in one table.",
     },
     "showing": {
+        "cards": "List the cards of the catalogue, or NAMES of them; of one that it lacks print a stub for a cluster "
+        "file.",
         "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
         "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured "
         "that ran it.",

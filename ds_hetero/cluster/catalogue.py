@@ -12,11 +12,20 @@ wave of 128-row tiles over all multiprocessors.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ds_hetero.cluster.catalogue_rows import ROWS, CardRow
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.units import GB, GIB, TERA
+
+THROUGH_HOST = 0.5
+"""Share of PCIe's rate, one way with both in use, that cards without peer-to-peer get through the host's memory.
+
+Source: 15 GB/s each way on PCIe 4 x16 with peer-to-peer off (p2pBandwidthLatencyTest, NVIDIA/nccl issue 814).
+"""
+
+_GEFORCE = re.compile(r"RTX-[2-5]0[5-9]0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class CatalogueEntry:
         pcie_lanes: of the card's connector; a slot may be narrower.
         platform: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices.
         ranks: devices that PyTorch sees of one card; ``device`` is one of them.
+        peer_to_peer: whether the driver lets such cards write into each other's memory; False of GeForce.
         bf16_flops_per_s: the most it reaches in bf16 where it has none and computes in fp32; None where it has.
     """
 
@@ -41,6 +51,7 @@ class CatalogueEntry:
     pcie_lanes: int
     platform: str
     ranks: int
+    peer_to_peer: bool
     bf16_flops_per_s: float | None
 
 
@@ -61,7 +72,10 @@ def _entry(row: CardRow) -> CatalogueEntry:
         watts=row.watts,
     )
     in_fp32 = None if row.fp32_tflops is None else row.fp32_tflops * TERA
-    return CatalogueEntry(device, row.link, row.link_gb_per_s * GB, *row.pcie, row.platform, row.ranks, in_fp32)
+    peer_to_peer = not _GEFORCE.match(row.name)
+    rate = row.link_gb_per_s * GB * (1 if peer_to_peer else THROUGH_HOST)
+    link = row.link if peer_to_peer else f"{row.link} through the host"
+    return CatalogueEntry(device, link, rate, *row.pcie, row.platform, row.ranks, peer_to_peer, in_fp32)
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}

@@ -82,8 +82,9 @@ def number(where: str, value: Any, bounds: Bounds = POSITIVE) -> float:
     return float(value)
 
 
-def whole_number(where: str, value: Any) -> int:
-    """A whole number from 1 to `MAX_RANKS`; ``where`` is its place in the file."""
+def whole_number(where: str, value: Any, or_else: str = "") -> int:
+    """A whole number from 1 to `MAX_RANKS`; ``where`` is its place in the file, ``or_else`` what else it may be."""
     if not is_whole(value, 1, MAX_RANKS):
-        raise ClusterError(f"{where} must be {whole_rule(value, 1, MAX_RANKS)}, got {shortened(value)}.")
+        rule = f"{whole_rule(value, 1, MAX_RANKS)} {or_else}".strip()
+        raise ClusterError(f"{where} must be {rule}, got {shortened(value)}.")
     return int(value)

@@ -7,12 +7,14 @@ nodes:
     device: H100-SXM-80GB                               # with count: n devices of one kind
     count: 8
     link: {bandwidth_gb_per_s: 450, latency_us: 5}      # inside the node; left out, the catalogue's
-    nics: {count: 4, bandwidth_gb_per_s: 25}            # optional: what the node's ranks share towards other nodes
+    nics: {count: 4, bandwidth_gb_per_s: 25}            # optional: what the node's ranks share towards other nodes;
+                                                        # nics: 4 is four ports, each as fast as the network
     repeat: 2                                           # optional: number of nodes like this, h100-0, h100-1
   - name: mixed
     devices: [RTX-4090, RTX-4090, RTX-3090]             # instead of device and count
     link: {bandwidth_gb_per_s: 25, latency_us: 5, total_gb_per_s: 50}   # total: a switch that all pairs share
-network: {bandwidth_gb_per_s: 25, latency_us: 10}       # between any two nodes; needed when there are several
+network: {bandwidth_gb_per_s: 25, latency_us: 10, nics: 1}   # one port, between any two nodes; needed when there are
+                                                        # several. nics: ports of a node, 1 where left out, or per_rank
 links:   [{between: [h100, mixed], bandwidth_gb_per_s: 1.25, latency_us: 50}]     # optional, for both directions
 devices:                                                # optional: new devices, or measured values of known ones
   my-gpu: {peak_tflops: 120, memory_gib: 24, memory_bandwidth_gb_per_s: 900}
@@ -23,15 +25,17 @@ profile: {...}                                          # optional: raw measurem
 
 Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry measured values:
 ``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth, and ``all_to_all_latency_us``.
-Without ``nics`` every rank has a port of its own to the network. A `Cluster` is in SI units: reading a file converts
-its units once.
+All ranks of a node share its ports to the network: one, unless ``nics`` says more; ``nics: per_rank`` gives every
+rank one of its own. A `Cluster` is in SI units: reading a file converts its units once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,7 @@ from ds_hetero.errors import ClusterError
 MAX_NAME = 200
 MAX_OVERRIDES = 1_000_000  # pairs of nodes
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
+PER_RANK = "per_rank"  # of nics: a port for every rank
 
 _LINK_KEYS = {
     "bandwidth_gb_per_s",
@@ -130,15 +135,23 @@ def cluster_from_dict(data: JsonObject) -> Cluster:
         raise ClusterError(f"nodes must be a list with at least one node, got {shortened(entries)}.")
     nodes: list[Node] = []
     num_ranks = 0
+    ports_of: dict[range, float | None] = {}
     for i, entry in enumerate(entries):
-        copies = _nodes(i, entry, catalogue, MAX_RANKS - num_ranks)
+        copies, ports = _nodes(i, entry, catalogue, MAX_RANKS - num_ranks)
+        if copies[0].nic_bytes_per_s is None:
+            ports_of[range(len(nodes), len(nodes) + len(copies))] = ports
         nodes += copies
         num_ranks += sum(len(node.devices) for node in copies)
     name, times = Counter(node.name for node in nodes).most_common(1)[0]
     if times > 1:
         raise ClusterError(f"two nodes are named {shortened(name)}. Give every node a name of its own.")
+    default_ports = 1.0
     if "network" in data:
-        network = _link("network", "network", data["network"])
+        content = data["network"]
+        if isinstance(content, Mapping) and "nics" in content:
+            default_ports = _ports("network.nics", content["nics"])
+            content = {key: value for key, value in content.items() if key != "nics"}
+        network = _link("network", "network", content, _LINK_KEYS | {"nics"})
     elif len(nodes) == 1:
         network = replace(nodes[0].link, name="network")
     else:
@@ -146,7 +159,39 @@ def cluster_from_dict(data: JsonObject) -> Cluster:
             f"network is missing, but there are {len(nodes)} nodes. "
             "Add network: {bandwidth_gb_per_s: ..., latency_us: ...}, the link between two ranks of different nodes."
         )
-    return Cluster(nodes=tuple(nodes), network=network, links=_overrides(data.get("links") or [], nodes))
+    links = _overrides(data.get("links") or [], nodes)
+    if len(nodes) > 1:
+        counts = {members: default_ports if count is None else count for members, count in ports_of.items()}
+        fewer = {members: n for members, n in counts.items() if n < len(nodes[members.start].devices)}
+        _share_ports(nodes, fewer, network, links)
+    return Cluster(nodes=tuple(nodes), network=network, links=links)
+
+
+def _share_ports(
+    nodes: list[Node], ports: Mapping[range, float], network: Link, links: Sequence[tuple[tuple[int, int], Link]]
+) -> None:
+    """Set what the ranks of a node share: the rate of its ports, each as fast as the node's best link.
+
+    Args:
+        nodes: of the cluster.
+        ports: of the nodes in a range that have fewer of them than ranks.
+        network: link of pairs of nodes that ``links`` does not name.
+        links: overrides by pair of nodes.
+    """
+    others: dict[int, list[float]] = {}
+    for pair, link in links if ports else ():
+        for i in pair:
+            others.setdefault(i, []).append(link.bytes_per_s)
+    for members, count in ports.items():
+        for i in members:
+            rates = others.get(i, [])
+            best = max(rates if len(rates) == len(nodes) - 1 else [*rates, network.bytes_per_s])
+            nodes[i] = replace(nodes[i], nic_bytes_per_s=count * best)
+
+
+def _ports(where: str, value: object) -> float:
+    """Ports of a node to the network: a number, or infinite for ``per_rank``."""
+    return inf if value == PER_RANK else whole_number(where, value, f"or {PER_RANK}")
 
 
 def _devices(data: JsonObject) -> dict[str, DeviceSpec]:
@@ -186,8 +231,8 @@ def _efficiency(where: str, data: Any, base: Efficiency) -> Efficiency:
     return replace(base, **{key: number(f"{where}.{key}", data[key], _EFFICIENCY_KEYS[key]) for key in data})
 
 
-def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int) -> list[Node]:
-    """The nodes of one entry, which together may have ``room`` devices."""
+def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int) -> tuple[list[Node], float | None]:
+    """The nodes of one entry, which together may have ``room`` devices, and its number of ports, if it says one."""
     where = f"nodes[{index}]"
     expect_keys(
         where,
@@ -212,18 +257,18 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int
             switch = number(f"{where}.link.total_gb_per_s", link["total_gb_per_s"]) * GB
             link = {key: value for key, value in link.items() if key != "total_gb_per_s"}
         inside = _link(f"{where}.link", f"inside {name}", link)
-    nic = None
-    if "nics" in data:
+    nic, ports = None, None
+    if "nics" in data and not isinstance(data["nics"], Mapping):
+        ports = _ports(f"{where}.nics", data["nics"])
+    elif "nics" in data:
         expect_keys(
             f"{where}.nics", data["nics"], required={"bandwidth_gb_per_s"}, allowed={"count", "bandwidth_gb_per_s"}
         )
         one_nic = number(f"{where}.nics.bandwidth_gb_per_s", data["nics"]["bandwidth_gb_per_s"]) * GB
         nic = whole_number(f"{where}.nics.count", data["nics"].get("count", 1)) * one_nic
     copies = [name] if repeat == 1 else [f"{name}-{i}" for i in range(repeat)]
-    return [
-        Node(name=copy, devices=devices, link=inside, nic_bytes_per_s=nic, switch_bytes_per_s=switch, group=name)
-        for copy in copies
-    ]
+    make = partial(Node, devices=devices, link=inside, nic_bytes_per_s=nic, switch_bytes_per_s=switch, group=name)
+    return [make(name=copy) for copy in copies], ports
 
 
 def _devices_of_node(
@@ -261,8 +306,8 @@ def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Lin
     return Link(name=f"inside {name}", latency_s=DEFAULT_LATENCY_S, bytes_per_s=slowest)
 
 
-def _link(where: str, name: str, data: Any) -> Link:
-    expect_keys(where, data, required={"bandwidth_gb_per_s"}, allowed=_LINK_KEYS)
+def _link(where: str, name: str, data: Any, allowed: Set[str] = _LINK_KEYS) -> Link:
+    expect_keys(where, data, required={"bandwidth_gb_per_s"}, allowed=set(allowed))
     shares = {
         key: number(f"{where}.{key}", data[key], LINK_RATIO)
         for key in ("p2p_efficiency", "all_to_all_efficiency")

@@ -86,7 +86,8 @@ def card_named(text: str) -> Named:
         raise ClusterError(f"{shortened(text)}: of this model the catalogue has {', '.join(model)} only.")
     raise ClusterError(
         f"the catalogue has no card {shortened(text)}; the nearest names are {', '.join(_nearest(words.model))}. Take "
-        "one of these if it is the card you mean, or describe yours in a cluster file under devices."
+        "one of these if it is the card you mean, or describe yours in a cluster file under devices, for which "
+        "ds-hetero cards NAME prints a stub."
     )
 
 

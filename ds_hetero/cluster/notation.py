@@ -5,7 +5,8 @@
     cards     4090   2x4090   4090x2   2x4090@4x8
 
 Behind ``@`` stands the slot of these cards, PCIe generation x lanes, where it is slower than the card. Inside a node of
-cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else over PCIe, as fast as its slowest slot.
+cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else over PCIe, as fast as its slowest slot,
+and half as fast through the host's memory where it has a GeForce, whose driver has no peer-to-peer.
 
 The line becomes the content of a cluster file, so that what it means can be saved, read and changed.
 """
@@ -16,10 +17,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry, pcie_bytes_per_s
+from ds_hetero.cluster.catalogue import CATALOGUE, THROUGH_HOST, CatalogueEntry, pcie_bytes_per_s
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.file_values import number
+from ds_hetero.cluster.file_values import number, whole_number
 from ds_hetero.cluster.names import Named, card_named
 from ds_hetero.common.limits import MAX_RANKS
 from ds_hetero.common.reading import JsonDict, shortened
@@ -63,12 +64,13 @@ class _Cards(NamedTuple):
     slot: tuple[int, int] | None
 
 
-def read_notation(gpus: str, network: str | None = None) -> Notation:
+def read_notation(gpus: str, network: str | None = None, nics: int | None = None) -> Notation:
     """Read a line of cards.
 
     Args:
         gpus: see the top of this module.
-        network: the link between nodes, see `network_gb_per_s`; needed if there are several.
+        network: one port of a node to the network, see `network_gb_per_s`; needed if there are several nodes.
+        nics: such ports of a node, which its cards share; 1 where left out.
 
     Raises:
         ClusterError: an unknown card, with the three nearest names; a name that fits several; a part of the line that
@@ -79,12 +81,13 @@ def read_notation(gpus: str, network: str | None = None) -> Notation:
     nodes = [_node(i, text) for i, text in enumerate(gpus.split("|"))]
     if len(nodes) > 1 and network is None:
         raise ClusterError(
-            f"--gpus names {len(nodes)} nodes. Say what joins them: --network 25 for 25 GB/s each way between two "
-            "ranks of different nodes, or --network 200Gbit/s."
+            f"--gpus names {len(nodes)} nodes. Say what joins them: --network 25 for a port of 25 GB/s each way, or "
+            "--network 200Gbit/s; --nics N where a node has N such ports."
         )
-    if len(nodes) == 1 and network is not None:
+    if len(nodes) == 1 and (network, nics) != (None, None):
+        option = "--nics" if network is None else "--network"
         raise ClusterError(
-            "--network joins nodes, and --gpus names one. Separate nodes by a bar: --gpus '5090 | 3090'."
+            f"{option} joins nodes, and --gpus names one. Separate nodes by a bar: --gpus '5090 | 3090'."
         )
     num_ranks = sum(_ranks(cards) for node in nodes for cards in node)
     if num_ranks > MAX_RANKS:
@@ -93,7 +96,8 @@ def read_notation(gpus: str, network: str | None = None) -> Notation:
     content: JsonDict = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
     if network is not None:
         rate = network_gb_per_s("--network", network)
-        content["network"] = {"bandwidth_gb_per_s": rate, "latency_us": NETWORK_LATENCY_US}
+        ports = whole_number("--nics", 1 if nics is None else nics)
+        content["network"] = {"bandwidth_gb_per_s": rate, "latency_us": NETWORK_LATENCY_US, "nics": ports}
     return Notation(content, tuple(dict.fromkeys(_remarks(cards for node in nodes for cards in node))))
 
 
@@ -205,10 +209,11 @@ def _ranks(cards: _Cards) -> int:
 
 
 def _pcie(cards: _Cards) -> float:
-    """PCIe lanes that a card of these gets in its slot."""
+    """Rate between these cards and others over the lanes of their slot."""
     entry = CATALOGUE[cards.named.name]
     generation, lanes = cards.slot or (entry.pcie_generation, entry.pcie_lanes)
-    return pcie_bytes_per_s(min(generation, entry.pcie_generation), min(lanes, entry.pcie_lanes))
+    rate = pcie_bytes_per_s(min(generation, entry.pcie_generation), min(lanes, entry.pcie_lanes))
+    return rate if entry.peer_to_peer else rate * THROUGH_HOST
 
 
 def _remarks(every: Iterable[_Cards]) -> Iterable[str]:

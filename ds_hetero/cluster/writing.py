@@ -43,8 +43,8 @@ def cluster_to_dict(cluster: Cluster) -> JsonDict:
         entry["link"] = _link_to_dict(node.link)
         if node.switch_bytes_per_s is not None:
             entry["link"]["total_gb_per_s"] = node.switch_bytes_per_s / GB
-        if node.nic_bytes_per_s is not None:
-            entry["nics"] = {"count": 1, "bandwidth_gb_per_s": node.nic_bytes_per_s / GB}
+        ports = node.nic_bytes_per_s
+        entry["nics"] = "per_rank" if ports is None else {"count": 1, "bandwidth_gb_per_s": ports / GB}
         out["nodes"].append(entry)
     out["network"] = _link_to_dict(cluster.network)
     out["links"] = [

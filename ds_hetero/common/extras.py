@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -48,18 +47,20 @@ class Package(NamedTuple):
 
 def installed_packages() -> list[Package]:
     """Return what planning and training need and `OPTIONAL`; empty where ds_hetero runs without being installed."""
+    from importlib import metadata  # takes as long to import as a tenth of what a plan takes
+
     from packaging.requirements import Requirement
 
     try:
-        lines = requires("ds-hetero") or ()
-    except PackageNotFoundError:
+        lines = metadata.requires("ds-hetero") or ()
+    except metadata.PackageNotFoundError:
         return []
     packages: dict[str, Package] = {}
     for needed in map(Requirement, lines):
         if needed.marker is None or needed.name in (*TRAINING, *OPTIONAL):
             try:
-                release: str | None = version(needed.name)
-            except PackageNotFoundError:
+                release: str | None = metadata.version(needed.name)
+            except metadata.PackageNotFoundError:
                 release = None
             is_tested = release is not None and needed.specifier.contains(release, prereleases=True)
             packages.setdefault(needed.name, Package(needed.name, release, str(needed.specifier), is_tested))

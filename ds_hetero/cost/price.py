@@ -1,79 +1,162 @@
-"""Price of a step where that of every device is known: all devices are paid for, idle ones too."""
+"""Price of a training for people: money, energy, days and the share of the peaks (MFU). Idle devices are billed too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.cost.objective import SECONDS_PER_HOUR
+from ds_hetero.cost.objective import IDLE_SHARE, SECONDS_PER_HOUR
+from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.terms.flops import training_flops
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models.shapes import ModelSpec
 
-MILLION = 1e6
+MILLION, BILLION = 1e6, 1e9
+JOULES_PER_KWH = 3.6e6
+_HOURS_PER_DAY = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """Money for an optimizer step, in the currency of the devices' prices.
+    """Price of an optimizer step on all devices of a cluster.
 
     Args:
-        per_step: of all devices.
-        idle_per_step: of those without work, a part of ``per_step``.
+        step_s: time of a step.
         tokens: of a step.
+        mfu: operations that the model needs, without those computed twice, over the peaks of all devices.
+        money: for a step, in the currency of the devices' prices; None where one of them is not known.
+        idle_money: the part of it for devices without work.
+        joules: for a step; None where the power of a device is not known.
         num_devices: that are paid for.
         num_idle: of them without work.
     """
 
-    per_step: float
-    idle_per_step: float
+    step_s: float
     tokens: int
+    mfu: float
+    money: float | None
+    idle_money: float
+    joules: float | None
     num_devices: int
     num_idle: int
 
     @property
-    def per_million_tokens(self) -> float:
+    def per_million_tokens(self) -> float | None:
         """Money for a million tokens."""
-        return MILLION * self.per_step / self.tokens
+        return None if self.money is None else MILLION * self.money / self.tokens
 
-    @property
-    def text(self) -> str:
-        """``0.504 per million tokens, 0.0165 per step``, and what idle devices are of it."""
-        text = f"{self.per_million_tokens:,.3g} per million tokens, {self.per_step:,.3g} per step"
+    def training_s(self, tokens: float) -> float:
+        """Time of a training on so many tokens."""
+        return tokens / self.tokens * self.step_s
+
+    def lines(self, tokens: float) -> list[str]:
+        """Say it to people, with a training on so many tokens."""
+        training_s = self.training_s(tokens)
+        energy_of = "" if self.joules is None else f", {self.joules / self.step_s:,.0f} W on average"
+        lines = [
+            f"training:   {amount_text(tokens)} tokens take {duration_text(training_s)}; {100 * self.mfu:.1f} % of the "
+            f"peaks (MFU){energy_of}"
+        ]
+        if self.joules is not None:
+            per_million = MILLION * self.joules / self.tokens / JOULES_PER_KWH
+            lines.append(
+                f"energy:     {per_million:,.3g} kWh per million tokens, {per_million * tokens / MILLION:,.3g} kWh for "
+                f"{amount_text(tokens)}; cards alone"
+            )
+        if self.money is not None:
+            lines.append(f"price:      {self._money_text(tokens)}")
+        return lines
+
+    def _money_text(self, tokens: float) -> str:
+        assert self.money is not None
+        per_token = self.money / self.tokens
+        text = (
+            f"{MILLION * per_token:,.3g} per million tokens, {self.money:,.3g} per step, {per_token * tokens:,.4g} for "
+            f"{amount_text(tokens)} tokens"
+        )
         if not self.num_idle:
             return text
-        left = MILLION * (self.per_step - self.idle_per_step) / self.tokens
+        left = MILLION * (self.money - self.idle_money) / self.tokens
         return (
             f"{text}, for all {self.num_devices} devices, the {self.num_idle} idle too; {left:,.3g} per million tokens "
             "if those are not rented"
         )
 
-    def to_dict(self) -> JsonDict:
-        """Plain data for ``--json``."""
+    def to_dict(self, tokens: float) -> JsonDict:
+        """Plain data for ``--json``, with a training on so many tokens."""
+        steps = tokens / self.tokens
         return {
+            "mfu": self.mfu,
             "per_million_tokens": self.per_million_tokens,
-            "per_step": self.per_step,
-            "idle_per_step": self.idle_per_step,
+            "per_step": self.money,
+            "idle_per_step": None if self.money is None else self.idle_money,
+            "joules_per_step": self.joules,
+            "training": {
+                "tokens": tokens,
+                "days": self.training_s(tokens) / SECONDS_PER_HOUR / _HOURS_PER_DAY,
+                "price": None if self.money is None else steps * self.money,
+                "kwh": None if self.joules is None else steps * self.joules / JOULES_PER_KWH,
+            },
         }
 
 
-def price_of(devices: Sequence[DeviceSpec], idle: Sequence[int], step_s: float, tokens: int) -> Price | None:
-    """Price a step; None where the price of a device is not known.
+def amount_text(tokens: float) -> str:
+    """``1B``, ``300M``, or the number."""
+    for unit, letter in ((BILLION, "B"), (MILLION, "M")):
+        if tokens >= unit:
+            return f"{tokens / unit:,.4g}{letter}"
+    return f"{tokens:,.0f}"
+
+
+def duration_text(seconds: float) -> str:
+    """Days, or hours where a day is more than it takes."""
+    hours = seconds / SECONDS_PER_HOUR
+    return f"{hours / _HOURS_PER_DAY:,.3g} days" if hours >= _HOURS_PER_DAY else f"{hours:,.3g} hours"
+
+
+def price_of(
+    devices: Sequence[DeviceSpec], busy: Mapping[int, float], step_s: float, tokens: int, flops_per_token: float
+) -> Price:
+    """Price a step.
 
     Args:
         devices: by rank.
-        idle: ranks without work.
+        busy: share of the step that ranks with work compute.
         step_s: time of a step.
         tokens: of a step.
+        flops_per_token: that the model needs, see `training_flops`.
     """
-    prices = [device.price_per_hour for device in devices if device.price_per_hour is not None]
-    if len(prices) < len(devices):
-        return None
     hours = step_s / SECONDS_PER_HOUR
-    idle_per_step = hours * sum(prices[rank] for rank in idle)
+    prices = [device.price_per_hour for device in devices if device.price_per_hour is not None]
+    watts = [_watts(device, busy.get(rank, 0.0)) for rank, device in enumerate(devices) if device.watts is not None]
+    idle = [rank for rank in range(len(devices)) if rank not in busy]
+    is_priced = len(prices) == len(devices)
     return Price(
-        per_step=hours * sum(prices),
-        idle_per_step=idle_per_step,
+        step_s=step_s,
         tokens=tokens,
+        mfu=tokens * flops_per_token / step_s / sum(device.peak_flops_per_s for device in devices),
+        money=hours * sum(prices) if is_priced else None,
+        idle_money=hours * sum(prices[rank] for rank in idle) if is_priced else 0.0,
+        joules=step_s * sum(watts) if len(watts) == len(devices) else None,
         num_devices=len(devices),
         num_idle=len(idle),
     )
+
+
+def price_of_prediction(
+    prediction: Prediction, devices: Sequence[DeviceSpec], model: ModelSpec, workload: Workload
+) -> Price:
+    """Price a step of one replica, whose ranks with work are those that compute."""
+    busy = {rank: busy_s / prediction.block_s for rank, busy_s in enumerate(prediction.busy_s) if busy_s}
+    tokens = workload.seq_len * workload.micro_batch * workload.micro_batches
+    flops = training_flops(model, workload.seq_len, causal=workload.causal)
+    return price_of(devices, busy, prediction.iteration_s, tokens, flops)
+
+
+def _watts(device: DeviceSpec, busy: float) -> float:
+    """Power of a device that computes for a share of the time."""
+    full = device.watts or 0.0
+    idle = IDLE_SHARE * full if device.idle_watts is None else device.idle_watts
+    return idle + min(busy, 1.0) * (full - idle)

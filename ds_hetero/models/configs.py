@@ -1,11 +1,12 @@
 """Models by their configuration: from a config.json to a `ModelSpec`.
 
 A model is a Hugging Face ``config.json``, a folder that holds one, the same inline, or the name of a preset in
-ds_configs/models, which are such files too.
+ds_configs/models, which are such files too; the Hub's names of the same models stand for presets as well.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError
 from ds_hetero.models.recurrent_layers import RecurrentLayers, recurrent_layers_of
 from ds_hetero.models.shapes import ModelSpec
+
+_TUNED = re.compile(r"(-(instruct|chat|hf|it|base|thinking|2507|bnb-4bit|unsloth))+$")
+_SAME_SHAPES = {
+    "llama-3-8b": "llama-3.1-8b",
+    "llama-3-70b": "llama-3.1-70b",
+    "llama-3.3-70b": "llama-3.1-70b",
+}
 
 
 def load_model(source: str | Path | JsonObject) -> ModelSpec:
@@ -35,7 +43,7 @@ def read_model_config(source: str | Path) -> Any:
     """Return the content of the config.json that a source stands for.
 
     Args:
-        source: a config.json, a folder with one, or the name of a preset.
+        source: a config.json, a folder with one, or the name of a preset, ours or the Hub's.
 
     Raises:
         ModelError: no such file or preset, or not JSON.
@@ -44,7 +52,7 @@ def read_model_config(source: str | Path) -> Any:
     try:
         return read_file(path, "model", ModelError)
     except ModelError as error:
-        if path.name == "config.json" or str(source) in model_names() or is_file(path):
+        if path.name == "config.json" or _preset_named(str(source)) or is_file(path):
             raise
         close = nearest(str(source), model_names(), cutoff=0.4)
         raise ModelError(
@@ -60,9 +68,18 @@ def _config_file(source: str | Path) -> tuple[Path, str]:
         return path / "config.json", path.resolve().name
     if is_file(path):
         return path, path.resolve().parent.name if path.name == "config.json" else path.stem
-    if str(source) in model_names():
-        return config_dir() / "models" / f"{source}.json", str(source)
-    return path, str(source)
+    preset = _preset_named(str(source))
+    return (path, str(source)) if preset is None else (config_dir() / "models" / f"{preset}.json", preset)
+
+
+def _preset_named(source: str) -> str | None:
+    """The preset of a name, or of one of the Hub: ``meta-llama/Llama-3.1-8B-Instruct`` has the shapes of its base."""
+    names = model_names()
+    if source in names:
+        return source
+    bare = _TUNED.sub("", source.lower().rpartition("/")[2]).removeprefix("meta-")
+    bare = _SAME_SHAPES.get(bare, bare)
+    return bare if bare in names else None
 
 
 def model_names() -> tuple[str, ...]:

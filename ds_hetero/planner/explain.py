@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.terms.memory import MemoryParts
+from ds_hetero.planner.candidates import ScheduleCandidate
 from ds_hetero.planner.planned import Rejected
 from ds_hetero.planner.search.memory_fit import longest_of_assignment
 from ds_hetero.values.schedule import Schedule
 
 AS_FAST = 1.0005  # times this close are the same in a table
+_WORTH = 0.1  # of the missing memory: a change that saves less is not named
 
 
 def idle_ranks(schedule: Schedule) -> tuple[int, ...]:
@@ -56,28 +60,45 @@ def slower_text(times: float) -> str:
     return f"{100 * (times - 1):.1f} % slower" if times < 2 else f"takes {times:.1f} times as long"
 
 
-def does_not_fit(cost: CostModel, predictions: Sequence[Prediction]) -> str:
+def does_not_fit(cost: CostModel, candidates: Sequence[ScheduleCandidate]) -> str:
     """By how much the best attempt misses, on which rank, and what would fit."""
     work = cost.workload
 
-    def excess(prediction: Prediction) -> float:
-        return float((np.array(prediction.memory_bytes) - cost.capacity_bytes_D).max())
+    def excess_D(candidate: ScheduleCandidate) -> Floats:
+        return np.asarray(candidate.prediction.memory_bytes) - cost.capacity_bytes_D
 
-    nearest = min(predictions, key=excess)
+    nearest = min(candidates, key=lambda candidate: float(excess_D(candidate).max()))
+    over_D = excess_D(nearest)
+    parts = cost.memory_parts(*cost.arrays(nearest.schedule)).of_rank(int(over_D.argmax()))
     longest = longest_of_assignment(cost)
     remedies = [f"sequences of up to about {longest} tokens"] if longest else []
-    if work.zero_stage < 3:
-        remedies.append("zero_stage=3")
-    if not work.activation_checkpointing:
-        remedies.append("activation checkpointing")
-    if not work.tiled_logits:
-        remedies.append("a tiled loss")
-    if not work.tiled_mlp:
-        remedies.append('MLPs in tiles ("tile_tokens")')
-    if work.micro_batch > 1:
-        remedies.append("micro_batch=1")
-    remedies.append("more or larger devices")
+    remedies += _remedies(cost, parts, _WORTH * float(over_D.max()))
     return (
         f"no schedule of {cost.model.name} with {work.seq_len} tokens fits on {cost.cluster.num_ranks} devices. "
-        f"At the nearest one {nearest.reason}. What would fit or help: {', '.join(remedies)}."
+        f"At the nearest one {nearest.prediction.reason}. What would fit or help: "
+        f"{', '.join((*remedies, 'more or larger devices'))}."
     )
+
+
+def _remedies(cost: CostModel, parts: MemoryParts, least: float) -> list[str]:
+    """Changes by the names that ``fit`` gives them, those first that save the most.
+
+    Args:
+        cost: of the training that does not fit.
+        parts: memory of the rank that misses by most.
+        least: bytes that a change has to be able to save.
+    """
+    work = cost.workload
+    states = parts.weights + parts.gradients + parts.optimizer_state
+    saved = {
+        "tiled loss": 0.0 if work.tiled_logits else parts.logits,
+        "tiled MLP and loss": 0.0 if work.tiled_mlp else parts.layer + (0.0 if work.tiled_logits else parts.logits),
+        "activation checkpointing": 0.0 if work.activation_checkpointing else parts.activations,
+        "activation offload": 0.0 if work.offload_activations else parts.activations,
+        "ZeRO stage 3": states if work.zero_stage < 3 else 0.0,
+        "optimizer offload": 0.0 if work.offload_optimizer or not work.zero_stage else parts.optimizer_state,
+        "smaller gradient buckets": parts.bucket if work.zero_stage else 0.0,
+        "one sequence per micro-batch": parts.activations + parts.logits if work.micro_batch > 1 else 0.0,
+    }
+    by_size = sorted(saved.items(), key=lambda item: -item[1])
+    return [name for name, size in by_size if size and size >= least]

@@ -18,6 +18,7 @@ from ds_hetero.values.schedule import Schedule
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts
     from ds_hetero.planner.pipelines.finish import Finished
+    from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +86,18 @@ class Planned(ABC):
         """Plain data for ``--json``."""
 
     @property
+    @abstractmethod
+    def busy(self) -> dict[int, float]:
+        """Share of the step that every rank with work computes."""
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens of a step over its time."""
         return self.tokens / self.step_s
 
-    def price(self, devices: Sequence[DeviceSpec]) -> Price | None:
+    def price(self, devices: Sequence[DeviceSpec], flops_per_token: float) -> Price:
         """Price a step on the devices of all ranks, see `price_of`."""
-        return price_of(devices, self.idle_ranks, self.step_s, self.tokens)
+        return price_of(devices, self.busy, self.step_s, self.tokens, flops_per_token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,12 @@ class PlannedSchedule(Planned):
     baseline_names: dict[str, str]
     baseline_reasons: dict[str, str]
     rejected: tuple[Rejected, ...]
+
+    @property
+    def busy(self) -> dict[int, float]:
+        """Share of a block that every rank with work computes."""
+        seconds, block_s = self.prediction.busy_s, self.prediction.block_s
+        return {rank: busy_s / block_s for rank, busy_s in enumerate(seconds) if rank not in self.idle_ranks}
 
     @property
     def schedule(self) -> Schedule:
@@ -147,6 +159,22 @@ class PlannedSchedule(Planned):
         }
 
 
+def busy_ranks(plan: Plan, candidate: PlanCandidate, step_s: float) -> dict[int, float]:
+    """Share of a step that the ranks of pipelines compute.
+
+    Args:
+        plan: of pipelines.
+        candidate: the same plan as the search sees it.
+        step_s: time of the step.
+    """
+    return {
+        rank: placed.micro_batches * (cut.forward_s[j] + cut.backward_s[j]) / step_s
+        for pipeline, placed, cut in zip(plan.pipelines, candidate.placed, candidate.cuts, strict=True)
+        for j, stage in enumerate(pipeline.stages)
+        for rank in stage.ranks
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedPipelines(Planned):
     """Pipelines of unequal stages, what judged them, and how they compare.
@@ -172,6 +200,13 @@ class PlannedPipelines(Planned):
     interrupted: bool
     rivals: dict[str, Rival]
     reasons: tuple[str, ...]
+
+    @property
+    def busy(self) -> dict[int, float]:
+        """Share of the step that every rank with work computes; all of it where sequence parallelism alone won."""
+        if self.finished is None:
+            return {rank: 1.0 for rank in self.plan.ranks if rank not in self.idle_ranks}
+        return busy_ranks(self.plan, self.finished.candidate, self.step_s)
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""

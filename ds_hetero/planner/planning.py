@@ -14,7 +14,7 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
-from ds_hetero.errors import PlanError
+from ds_hetero.errors import MemoryPlanError, PlanError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.explain import AS_FAST, compared, describe, does_not_fit, idle_ranks
@@ -52,8 +52,8 @@ def plan(
         The schedule with its prediction and its reasons, and as ``plan`` the `Plan` that a job runs.
 
     Raises:
-        PlanError: nothing fits into memory, and the message says by how many GiB on which rank and what would fit; or
-            there are fewer tokens than ranks; or an argument is out of range.
+        MemoryPlanError: nothing fits into memory; the message says by how many GiB on which rank, and what would fit.
+        PlanError: there are fewer tokens than ranks, or an argument is out of range.
     """
     started = time.perf_counter()
     if not isinstance(workload, Workload):
@@ -64,7 +64,7 @@ def plan(
     baselines = Baselines.under(cost)
     best = fastest(searched, baselines.candidates)
     if best is None:
-        raise PlanError(does_not_fit(cost, [c.prediction for c in (*searched, *baselines.candidates)]))
+        raise MemoryPlanError(does_not_fit(cost, (*searched, *baselines.candidates)))
     best_of = {kind: baselines.best(kind) for kind in COMPARED}
     return PlannedSchedule(
         plan=Plan.of_replicas((best.schedule,)),

@@ -82,8 +82,8 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples, circumstances:
         entry: JsonDict = {"name": node, "devices": [names[rank] for rank in members]}
         entry["link"], link_errors = _inside(node, members, samples)
         errors |= link_errors
-        if nic := _shared_nic(members, samples):
-            entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB}
+        nic = _shared_nic(members, samples)
+        entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic / GB} if nic else "per_rank"
         entries.append(entry)
     content: JsonDict = {
         "description": f"measured on {len(ranks)} ranks, {ranks[0].dtype}, "

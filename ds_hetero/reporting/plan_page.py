@@ -10,14 +10,17 @@ from typing import Any
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
+from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
-from ds_hetero.reporting.described_plan import DescribedPlan
+from ds_hetero.reporting.assumptions import assumptions
+from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
 from ds_hetero.reporting.run_file import RunFile, plan_digest
 from ds_hetero.reporting.sections.baselines_section import baselines
 from ds_hetero.reporting.sections.documents_section import add_documents
+from ds_hetero.reporting.sections.launch_section import add_launch, price_cards
 from ds_hetero.reporting.sections.links_picture import links_picture, links_table
 from ds_hetero.reporting.sections.pipelines_section import add_pipelines
 from ds_hetero.reporting.sections.run_section import add_run, measured_text
@@ -75,6 +78,7 @@ def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
         add_pipelines(page, described, run)
     if run is not None:
         add_run(page, run)
+    add_launch(page, described)
     text = json.dumps(described.to_dict())
     page.section("The plan file", details("As JSON, to copy", preformatted(text)))
     return page.render()
@@ -83,7 +87,7 @@ def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
 def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> None:
     costs = [described.cost_of(replica) for replica in range(described.num_replicas)]
     predictions = [cost.predict(described.schedule_of(replica)) for replica, cost in enumerate(costs)]
-    _add_summary(page, costs, predictions, run)
+    _add_summary(page, described.scenario, costs, predictions, run)
     for replica in _unlike(described):
         schedule, prediction, cost = described.schedule_of(replica), predictions[replica], costs[replica]
         measured = _measured(run, described.plan.schedules[replica].ranks)
@@ -124,18 +128,29 @@ def _unlike(described: DescribedPlan) -> list[int]:
 
 
 def _add_summary(
-    page: Page, costs: Sequence[CostModel], predictions: Sequence[Prediction], run: RunFile | None
+    page: Page,
+    scenario: PlanScenario,
+    costs: Sequence[CostModel],
+    predictions: Sequence[Prediction],
+    run: RunFile | None,
 ) -> None:
     work = costs[0].workload
     slowest = max(predictions, key=lambda prediction: prediction.iteration_s)
     step_s = slowest.iteration_s
     tokens = sum(cost.workload.seq_len * cost.workload.micro_batch * cost.workload.micro_batches for cost in costs)
+    prices = price_cards(
+        [
+            price_of_prediction(prediction, cost.cluster.devices, cost.model, cost.workload)
+            for cost, prediction in zip(costs, predictions, strict=True)
+        ]
+    )
     too_much = next((prediction.reason for prediction in predictions if prediction.reason), None)
     cards: JsonDict = {
         "Predicted step": time_text(step_s),
         "Tokens per second": f"{tokens / step_s:,.0f}",
         "Of the speed at perfect balance": f"{slowest.bound_s / slowest.block_s:.1%}",
         "Memory": "does not fit" if too_much else "every rank fits",
+        **prices,
     }
     if run is not None:
         cards["Measured step"] = measured_text(step_s, run)
@@ -149,6 +164,7 @@ def _add_summary(
         f"{', '.join((f'{attention} attention', *work.memory_savers))}.",
         f"What decides: {slowest.bottleneck.text}.",
         *([f"Memory: {too_much}."] if too_much else []),
+        f"Assumed: {'; '.join(assumptions(scenario))}.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,32 @@ class _Tokens(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
             self.fail(f"{value!r} is no number of tokens, such as 131072, or 128K for 128 x 1024.", param, ctx)
 
 
+class _Amount(click.ParamType):  # type: ignore[type-arg]
+    """Tokens of a whole training: ``300M`` is 300 x 10^6, ``1B`` 10^9."""
+
+    name = "amount"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read the number."""
+        text = str(value).upper()
+        unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+        try:
+            amount = float(text.rstrip("KMBT")) * unit
+        except ValueError:
+            amount = 0.0
+        if not 1 <= amount < 1e18:
+            self.fail(f"{value!r} is no number of tokens of a training, such as 300M or 1B.", param, ctx)
+        return amount
+
+
 TOKENS = _Tokens()
+TRAINED_TOKENS = click.option(
+    "--tokens",
+    "trained",
+    type=_Amount(),
+    default="1B",
+    help="Tokens of the whole training, for its days and its price.",
+)
 
 LAYOUT = click.option("--layout", help="zigzag or contiguous; left out, the planner's choice.")
 PARALLEL = click.option(
@@ -37,6 +63,21 @@ GLOBAL_BATCH = click.option("--global-batch", type=int, help="Sequences per opti
 PLAN_FILE = click.option("--plan", type=FILE, help="Plan file of pipelines, instead of --schedule.")
 SEED = click.option("--seed", type=int, default=0, help="Of the batches that are drawn from a distribution.")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+
+
+def same_line(command: click.Command) -> str:
+    """Return the line that asks another command the same: with the options that were given, as far as it takes them."""
+    context = click.get_current_context()
+    taken = {parameter.name for parameter in command.params}
+    words = ["ds-hetero", str(command.name)]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_given and name in taken and isinstance(parameter, click.Option):
+            value = context.params[name]
+            flag = parameter.opts[0] if value is not False else (parameter.secondary_opts or parameter.opts)[0]
+            words += [flag] if parameter.is_flag else [flag, shlex.quote(str(value))]
+    return " ".join(words)
 
 
 def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:

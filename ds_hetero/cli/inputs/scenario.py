@@ -44,11 +44,14 @@ CLUSTERS_OF_REPLICAS = click.option(
 _CLUSTER = (
     click.option("--cluster", help=f"{_CLUSTER_HELP}."),
     click.option("--gpus", help='Instead of --cluster: "5090,3090x2", or "8xH100 | 8xA100" for two nodes.'),
-    click.option("--network", help="Between the nodes of --gpus: 25 for GB/s of one direction, or 200Gbit/s."),
+    click.option("--network", help="Port of a node of --gpus to the others: 25 for GB/s one way, or 200Gbit/s."),
+    click.option("--nics", type=int, help="Such ports of a node, which its cards share; left out, 1."),
     click.option("--price", help="Money for one hour of a card, by card: 5090=0.5,3090=0.2."),
     click.option("--save-cluster", type=FILE, help="Write the cluster of --gpus here, .yaml or .json."),
 )
-_MODEL = click.option("--model", required=True, help="Hugging Face config.json or its folder, or a preset.")
+_MODEL = click.option(
+    "--model", required=True, help="Hugging Face config.json or its folder, a preset, or its name on the Hub."
+)
 _SEQ_LEN_HELP = "Tokens of a sequence, over all ranks; 128K is 128 x 1024, 1M is 1024K."
 _BATCH = (
     click.option("--micro-batch", type=int, default=1, help="Sequences per micro-batch."),
@@ -66,6 +69,9 @@ _MEMORY = (
     click.option("--tiled-mlp/--whole-mlp", default=False, help="Compute MLPs in tiles of tokens."),
     click.option("--offload-activations", is_flag=True, help="Checkpoints in the host's memory."),
     click.option("--offload-optimizer", is_flag=True, help="Optimizer state in the host's memory."),
+)
+_TILED_LOSS = click.option(
+    "--tiled-loss/--whole-loss", "tiled_logits", default=False, help="Compute the loss in tiles of tokens."
 )
 _COST_MODEL = click.option(
     "--cost-model",
@@ -127,7 +133,6 @@ class Scenario(PlanScenario):
 def scenario_options(
     cluster: Callable[..., Any] | None = None,
     *,
-    tiled_loss: bool = True,
     batch: bool = True,
     memory: bool = True,
     cost_model: bool = True,
@@ -136,15 +141,11 @@ def scenario_options(
 
     Args:
         cluster: the option that names clusters by file; left out, the options that describe one in any way.
-        tiled_loss: what holds where it is left out.
         batch: with ``--micro-batch`` and ``--micro-batches``.
         memory: with ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp``, ``--offload-activations`` and
             ``--offload-optimizer``.
         cost_model: with ``--cost-model``; without it is the calibrated one.
     """
-    tiled = click.option(
-        "--tiled-loss/--whole-loss", "tiled_logits", default=tiled_loss, help="Compute the loss in tiles of tokens."
-    )
     options = (
         *(_CLUSTER if cluster is None else (cluster,)),
         _MODEL,
@@ -152,7 +153,7 @@ def scenario_options(
         *(_BATCH if batch else ()),
         _CAUSAL,
         *(_MEMORY if memory else ()),
-        tiled,
+        _TILED_LOSS,
         *((_COST_MODEL,) if cost_model else ()),
     )
 
@@ -163,7 +164,7 @@ def scenario_options(
                 return {name: arguments.pop(name) for name in names if name in arguments}
 
             scenario = Scenario(
-                clusters=_read_clusters(**taken("cluster", "gpus", "network", "price", "save_cluster")),
+                clusters=_read_clusters(**taken("cluster", "gpus", "network", "nics", "price", "save_cluster")),
                 workload=Workload(**taken(*(field.name for field in fields(Workload)))),
                 model=load_model(arguments.pop("model")),
                 cost_model=arguments.pop("cost_model", "calibrated"),
@@ -182,6 +183,7 @@ def _read_clusters(
     cluster: str | Sequence[str] | None,
     gpus: str | None = None,
     network: str | None = None,
+    nics: int | None = None,
     price: str | None = None,
     save_cluster: Path | None = None,
 ) -> tuple[Cluster, ...]:
@@ -190,7 +192,8 @@ def _read_clusters(
     Args:
         cluster: file or name, or one per replica.
         gpus: line of cards, see `ds_hetero.cluster.notation`.
-        network: between its nodes.
+        network: port of a node to the others.
+        nics: such ports of a node.
         price: line of prices, see `ds_hetero.cluster.prices`.
         save_cluster: cluster file to write.
 
@@ -201,12 +204,12 @@ def _read_clusters(
     if (cluster is None) == (gpus is None):
         raise click.UsageError("give either --cluster or --gpus.")
     if gpus is None:
-        if network is not None or save_cluster is not None:
-            raise click.UsageError("--network and --save-cluster belong to --gpus.")
+        if (network, nics, save_cluster) != (None, None, None):
+            raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
         clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
         _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
         return tuple(c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
-    notation = read_notation(gpus, network)
+    notation = read_notation(gpus, network, nics)
     loaded = load_cluster(notation.content)
     if price is not None:
         prices = read_prices(price, loaded)

@@ -14,12 +14,14 @@ from ds_hetero.cli.outputs.printing import print_json, print_table, term_shares
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.published.hetero_ring import fit_formula, profile_table
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import strategy
+from ds_hetero.reporting.assumptions import assumed_line
 from ds_hetero.values.baselines import STRATEGIES
 
 if TYPE_CHECKING:
@@ -66,9 +68,11 @@ def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
         of_exact = {} if exact is None else {"exact": exact}
         print_json({"strategies": plain, "formula_r_squared": r_squared, **of_exact})
         return
-    columns = ("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring")
-    print_table(columns, _strategy_rows(rows), "Strategies")
-    print("\n".join(_remarks(rows)))
+    columns = ("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring", "MFU", "per M tokens")
+    has_prices = all(device.price_per_hour is not None for device in scenario.cluster.devices)
+    shown = len(columns) if has_prices else len(columns) - 1
+    print_table(columns[:shown], (row[:shown] for row in _strategy_rows(scenario, rows)), "Strategies")
+    print("\n".join((*_remarks(rows), assumed_line(scenario))))
     print(f"formula: R^2 = {r_squared:.3f} on its profile table")
     if exact is not None:
         gap = "found nothing" if exact["gap"] is None else f"is {100 * exact['gap']:.2f} % slower"
@@ -110,17 +114,20 @@ def _exact(scenario: Scenario) -> JsonDict:
     }
 
 
-def _strategy_rows(rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
+def _strategy_rows(scenario: Scenario, rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
     uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
     best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
     for name, row in rows.items():
         prediction: Prediction | None = row["predicted"]
         if prediction is None:
-            yield name, *["-"] * 6
+            yield name, *["-"] * 8
         else:
             gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
             rate = f"{prediction.tokens_per_s:,.0f}"
-            yield name, time_text(prediction.block_s), rate, gain, *term_shares(prediction)
+            price = price_of_prediction(prediction, scenario.cluster.devices, scenario.model, scenario.workload)
+            money = f"{price.per_million_tokens:,.3g}" if price.per_million_tokens is not None else "-"
+            shares = (*term_shares(prediction), f"{100 * price.mfu:.1f} %")
+            yield name, time_text(prediction.block_s), rate, gain, *shares, money
 
 
 def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON
+from ds_hetero.cli.inputs.options import AS_JSON, TRAINED_TOKENS
 from ds_hetero.cli.inputs.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cli.outputs.printing import print_json, print_table, rank_ranges
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.cost.price import Price, price_of_prediction
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
@@ -29,6 +30,7 @@ from ds_hetero.planner.memory import (
 )
 from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
 from ds_hetero.planner.memory.stack import PARTS
+from ds_hetero.reporting.assumptions import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
 
@@ -79,14 +81,22 @@ class _Outlook:
 
 
 @click.command
-@scenario_options(tiled_loss=False, cost_model=False)
+@scenario_options(cost_model=False)
 @click.option("--schedule", default="plan", help="Schedule file, or a strategy's name.")
 @click.option(
     "--what-if", multiple=True, help="add=3090, remove=1 or network=10: the same beside today's; may be repeated."
 )
 @click.option("--reduce-bucket-size", type=click.IntRange(min=0), default=500_000_000, help=_BUCKET_HELP)
+@TRAINED_TOKENS
 @AS_JSON
-def fit(scenario: Scenario, schedule: str, what_if: Sequence[str], reduce_bucket_size: int, as_json: bool) -> None:
+def fit(
+    scenario: Scenario,
+    schedule: str,
+    what_if: Sequence[str],
+    reduce_bucket_size: int,
+    trained: float,
+    as_json: bool,
+) -> None:
     """Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not."""
     scenario = scenario.with_workload(buffers=Buffers(reduce_bucket=reduce_bucket_size))
     source = schedule if schedule in STRATEGIES else read_schedule(schedule, scenario.cost)
@@ -105,9 +115,12 @@ def fit(scenario: Scenario, schedule: str, what_if: Sequence[str], reduce_bucket
             outlooks.append(_other_outlook(other.text, replace(scenario, clusters=(other.cluster,)), source, remedy))
     every = stacks(fitted.cost, fitted.schedule)
     if as_json:
-        print_json(_report(fitted, every, longest, advice, outlooks))
+        further = {"price": _price(fitted).to_dict(trained), "assumed": assumptions(scenario)}
+        print_json({**_report(fitted, every, longest, advice, outlooks), **further})
     else:
-        _print(scenario, fitted, every, longest, outlooks, advice)
+        _print_stacks(fitted, every)
+        _print_verdict(scenario, fitted, longest, trained)
+        _print_outlooks(outlooks, advice)
     if not fitted.fits:
         raise click.exceptions.Exit(1)
 
@@ -177,16 +190,14 @@ def _report(
     }
 
 
-def _print(
-    scenario: Scenario,
-    fitted: Fitted,
-    every: Sequence[Stack],
-    longest: int,
-    outlooks: Sequence[_Outlook],
-    advice: Sequence[Advice],
-) -> None:
+def _price(fitted: Fitted) -> Price:
+    cost = fitted.cost
+    return price_of_prediction(fitted.prediction, cost.cluster.devices, cost.model, cost.workload)
+
+
+def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, trained: float) -> None:
+    """Say whether it fits, how fast it is and what it costs."""
     prediction, work = fitted.prediction, scenario.workload
-    _print_stacks(fitted, every)
     verdict = "fits" if fitted.fits else f"does not fit: {prediction.reason}"
     lines = [
         f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, ZeRO stage {work.zero_stage}: {verdict}",
@@ -194,8 +205,14 @@ def _print(
         f"predicted:  {time_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
         f"{'' if fitted.fits else ', if it fitted'}",
         f"longest:    {_longest_text(longest)}",
+        *(_price(fitted).lines(trained) if fitted.fits else ()),
+        assumed_line(scenario),
     ]
     print("\n".join(lines))
+
+
+def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> None:
+    """Other clusters, and what would make it fit."""
     if len(outlooks) > 1:
         columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
         print_table(columns, map(_outlook_row, outlooks), "The same on other clusters")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE, GLOBAL_BATCH, LAYOUT, PARALLEL, SEED, batch_of_pipelines
+from ds_hetero.cli.inputs.options import (
+    AS_JSON,
+    FILE,
+    GLOBAL_BATCH,
+    LAYOUT,
+    PARALLEL,
+    SEED,
+    TRAINED_TOKENS,
+    batch_of_pipelines,
+    same_line,
+)
 from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
 from ds_hetero.cli.outputs.printing import (
     PLANS,
@@ -25,9 +35,13 @@ from ds_hetero.cli.outputs.printing import (
 )
 from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.cost.price import Price
+from ds_hetero.cost.terms.flops import training_flops
+from ds_hetero.errors import MemoryPlanError
 from ds_hetero.planner import plan as plan_schedule
 from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
+from ds_hetero.reporting.assumptions import assumed_line, assumptions
 from ds_hetero.values.plans.reading import SCENARIO
 
 if TYPE_CHECKING:
@@ -65,6 +79,7 @@ class _Answer(NamedTuple):
 @GLOBAL_BATCH
 @click.option("--objective", default="time", help="time, cost or energy, for --parallel full.")
 @click.option("--at-most-s", type=float, help="Longest step, for the objectives cost and energy.")
+@TRAINED_TOKENS
 @click.option("--lengths", help=_LENGTHS_HELP)
 @SEED
 @click.option("--out", type=FILE, help="Schedule or plan file to write, .json, or a page of it, .html.")
@@ -77,6 +92,7 @@ def plan(
     global_batch: int | None,
     objective: str,
     at_most_s: float | None,
+    trained: float,
     lengths: str | None,
     seed: int,
     out: Path | None,
@@ -91,11 +107,11 @@ def plan(
         raise click.UsageError("--lengths chooses layouts and tokens itself.")
     check_out(out, endings=PLANS)
     if samples is not None:
-        answer = _pipelines(scenario, samples, objective, at_most_s, as_json)
+        answer = _pipelines(scenario, samples, objective, at_most_s, trained, as_json)
     elif lengths is not None:
         answer = _for_lengths(scenario, lengths, seed)
     else:
-        answer = _schedule(scenario, layout, token_unit)
+        answer = _schedule(scenario, layout, token_unit, trained)
     if out is not None:
         write_plan(out, answer.plan, answer.scenario)
     if as_json:
@@ -105,39 +121,50 @@ def plan(
     print_written(out)
 
 
-def _schedule(scenario: Scenario, layout: str | None, token_unit: int) -> _Answer:
+def _schedule(scenario: Scenario, layout: str | None, token_unit: int, trained: float) -> _Answer:
     """Search the best schedule of one replica."""
-    planned = plan_schedule(
-        scenario.cluster,
-        scenario.model,
-        scenario.workload,
-        cost_model=scenario.cost_model,
-        layout=layout,
-        token_unit=token_unit,
-    )
+    try:
+        planned = plan_schedule(
+            scenario.cluster,
+            scenario.model,
+            scenario.workload,
+            cost_model=scenario.cost_model,
+            layout=layout,
+            token_unit=token_unit,
+        )
+    except MemoryPlanError as error:
+        from ds_hetero.cli.planning.fit import fit
+
+        raise MemoryPlanError(
+            f"{error} This says which changes are enough, and what they cost: {same_line(fit)}"
+        ) from None
     fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
     stage = faster_zero_stage(scenario.cost, planned)
     advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
-    show = partial(_show_schedule, scenario, planned, fewer, stage)
-    return _answer(scenario, planned, planned.schedule.to_dict(), show, advice=advice)
+    price = _price(scenario, planned)
+    lines = [*price.lines(trained), assumed_line(scenario)]
+    show = partial(_show_schedule, scenario, planned, lines, fewer, stage)
+    return _answer(scenario, planned, planned.schedule.to_dict(), show, price=price.to_dict(trained), advice=advice)
 
 
 def _answer(
-    scenario: Scenario, planned: Planned, plan_file: JsonObject, show: Callable[[], None], **advice: Any
+    scenario: Scenario, planned: Planned, plan_file: JsonObject, show: Callable[[], None], **further: Any
 ) -> _Answer:
-    price, described = planned.price(scenario.cluster.devices), scenario.to_dict()
-    data = {**planned.to_dict(), "price": price and price.to_dict(), **advice, SCENARIO: described}
+    described = scenario.to_dict()
+    data = {**planned.to_dict(), **further, "assumed": assumptions(scenario), SCENARIO: described}
     return _Answer(plan_file, described, data, show)
 
 
-def _price_lines(scenario: Scenario, planned: Planned) -> list[str]:
-    price = planned.price(scenario.cluster.devices)
-    return [] if price is None else [f"price:      {price.text}"]
+def _price(scenario: Scenario, planned: Planned) -> Price:
+    work = scenario.workload
+    flops = training_flops(scenario.model, work.seq_len, causal=work.causal)
+    return planned.price(scenario.cluster.devices, flops)
 
 
 def _show_schedule(
     scenario: Scenario,
     planned: PlannedSchedule,
+    further: Sequence[str],
     fewer: FewerRanks | None,
     stage: OtherStage | None,
 ) -> None:
@@ -151,7 +178,7 @@ def _show_schedule(
         *prediction_lines(planned.prediction),
         f"bound:      {100 * planned.of_bound:.1f} % of the speed at perfect balance with free communication",
     ]
-    lines += _price_lines(scenario, planned)
+    lines += further
     if planned.idle_ranks:
         lines.append(
             f"idle:       {rank_ranges(planned.idle_ranks)}; over these links they would cost more than they add"
@@ -266,7 +293,7 @@ def _candidates(planned: PlannedForLengths) -> Iterator[tuple[str, ...]]:
 
 
 def _pipelines(
-    scenario: Scenario, global_batch: int, objective: str, at_most_s: float | None, as_json: bool
+    scenario: Scenario, global_batch: int, objective: str, at_most_s: float | None, trained: float, as_json: bool
 ) -> _Answer:
     """Search pipelines of unequal stages."""
     from ds_hetero.planner.pipelines.planning import plan_pipelines
@@ -284,10 +311,13 @@ def _pipelines(
         progress=progress,
     )
     progress.end()
-    return _answer(scenario, planned, planned.plan.to_dict(), partial(_show_pipelines, scenario, planned))
+    price = _price(scenario, planned)
+    lines = [*price.lines(trained), assumed_line(scenario)]
+    show = partial(_show_pipelines, scenario, planned, lines)
+    return _answer(scenario, planned, planned.plan.to_dict(), show, price=price.to_dict(trained))
 
 
-def _show_pipelines(scenario: Scenario, planned: PlannedPipelines) -> None:
+def _show_pipelines(scenario: Scenario, planned: PlannedPipelines, further: Sequence[str]) -> None:
     from ds_hetero.cli.outputs.pipelines import print_pipelines
 
     if planned.finished is not None:
@@ -304,7 +334,7 @@ def _show_pipelines(scenario: Scenario, planned: PlannedPipelines) -> None:
     ]
     if planned.objective.name == "energy":
         lines.append(f"objective:  {planned.value:.4g} joules per token")
-    lines += _price_lines(scenario, planned)
+    lines += further
     lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(planned.reasons)]
     for rival in planned.rivals.values():
         if rival.value is None:

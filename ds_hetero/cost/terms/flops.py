@@ -77,3 +77,15 @@ def logit_flops(model: ModelSpec, *, tiled: bool) -> int:
 def logit_elements(model: ModelSpec) -> int:
     """fp32 elements that the loss reads and writes per token: logits, their softmax and its gradient, twice each."""
     return 6 * model.vocab_size
+
+
+def training_flops(model: ModelSpec, seq_len: int, *, causal: bool) -> float:
+    """Operations that a training needs per token, for MFU (PaLM, arXiv:2204.02311, appendix B): nothing computed twice.
+
+    Three times the forward of all products and of attention, of whose scores a causal mask needs half. Scans of
+    recurrent layers are left out.
+    """
+    scores = (0.5 if causal else 1.0) * seq_len * model.num_heads * model.head_dim
+    attention = model.attention_layers * (matmul_flops(model) + ATTENTION_FORWARD_FLOPS * scores)
+    recurrent = 0.0 if model.recurrent is None else model.recurrent.num_layers * recurrent_matmul_flops(model)
+    return 3 * (attention + recurrent + 2 * model.hidden_size * model.vocab_size)

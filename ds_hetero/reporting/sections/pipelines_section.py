@@ -11,19 +11,23 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import price_of
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner.explain import slower_text
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.pipelines.finish import Finished, memory_bytes
 from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_sequence
-from ds_hetero.planner.planned import Rival
+from ds_hetero.planner.planned import Rival, busy_ranks
 from ds_hetero.planner.published.registry import PLANNERS
+from ds_hetero.reporting.assumptions import assumptions
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
+from ds_hetero.reporting.sections.launch_section import price_cards
 from ds_hetero.reporting.sections.links_picture import links_table, scaled_links
 from ds_hetero.reporting.sections.rank_rows import MAX_ROWS
 from ds_hetero.reporting.sections.run_section import measured_text
@@ -87,15 +91,19 @@ def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = No
     plan, work, step_s = described.plan, described.scenario.workload, finished.step_s
     samples = sum((p.micro_batch_size or 0) * (p.micro_batches or 0) for p in plan.pipelines)
     saved = replace(work, activation_checkpointing=bool(plan.activation_checkpointing))
+    flops = training_flops(described.scenario.model, work.seq_len, causal=work.causal)
+    busy = busy_ranks(described.plan, finished.candidate, step_s)
     cards: JsonDict = {
         "Predicted step": time_text(step_s),
         "Tokens per second": f"{samples * work.seq_len / step_s:,.0f}",
         "Samples per step": samples,
+        **price_cards([price_of(costs.cluster.devices, busy, step_s, samples * work.seq_len, flops)]),
         "With": ", ".join(saved.memory_savers) or "nothing that saves memory",
     }
     if run is not None:
         cards["Measured step"] = measured_text(step_s, run)
-    page.section("In short", definitions(cards), *reasons_of(costs, finished))
+    assumed = f"Assumed: {'; '.join(assumptions(described.scenario))}."
+    page.section("In short", definitions(cards), *reasons_of(costs, finished), assumed)
     page.section("Ranks and links", _stages_table(described, costs, finished), links_table(costs.cluster))
     page.section("Memory", *_memory(page, described, costs, finished))
     measured = [] if run is None else _measured_step(page, described, run)

@@ -6,6 +6,7 @@ import sys
 
 import click
 import pytest
+import yaml
 
 from ds_hetero import __version__
 from ds_hetero.cli import main
@@ -14,6 +15,7 @@ from ds_hetero.cli.inputs.options import TOKENS
 from ds_hetero.cluster import CATALOGUE, load_cluster
 from ds_hetero.common.paths import config_dir
 from ds_hetero.cost.price import price_of
+from ds_hetero.models import load_model
 from ds_hetero.values.plans import read_plan
 from tests.unit.without import run_without
 
@@ -162,13 +164,64 @@ def test_plan_says_what_a_million_tokens_cost_and_bills_idle_cards(tmp_path, cap
     assert planned["price"]["per_million_tokens"] == pytest.approx(planned["price"]["per_step"] * 1e6 / 4096)
     assert [device.price_per_hour for device in load_cluster(rig).devices] == [0.5, 0.22]
     devices = load_cluster(rig).devices
-    price = price_of(devices, [1], 3600.0, 2_000_000)
-    assert price is not None and price.per_million_tokens == pytest.approx(0.36)
-    assert price.text == (
-        "0.36 per million tokens, 0.72 per step, for all 2 devices, the 1 idle too; 0.25 per million tokens if those "
-        "are not rented"
+    # Rank 1 is idle, rank 0 computes for 80 % of an hour: (209.5 + 71) TFLOP/s, 575 and 350 W, a quarter of it idle.
+    price = price_of(devices, {0: 0.8}, 3600.0, 2_000_000, 1e11)
+    assert price.per_million_tokens == pytest.approx(0.36) and price.mfu == pytest.approx(2e17 / 3600 / 280.5e12)
+    assert price.joules == pytest.approx(3600 * (575 * 0.85 + 350 * 0.25))
+    assert price.lines(1e9) == [
+        "training:   1B tokens take 20.8 days; 19.8 % of the peaks (MFU), 576 W on average",
+        "energy:     0.288 kWh per million tokens, 288 kWh for 1B; cards alone",
+        "price:      0.36 per million tokens, 0.72 per step, 360 for 1B tokens, for all 2 devices, the 1 idle too; "
+        "0.25 per million tokens if those are not rented",
+    ]
+    assert price.to_dict(4e6)["training"] == pytest.approx(
+        {"tokens": 4e6, "days": 1 / 12, "price": 1.44, "kwh": 1.1525}
     )
-    assert price_of([devices[0], CATALOGUE["T4"].device], [], 1.0, 1) is None
+    assert price_of([devices[0], CATALOGUE["T4"].device], {}, 1.0, 1, 1.0).money is None
+
+
+def test_mfu_of_a_plan_is_what_palm_counts(capsys):
+    """Six operations a weight of a product and token, and 12 x heads x head size x length, of which causal half."""
+    assert _ended("plan", *SMALL, "--seq-len", "4K", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    model = load_model(SMALL[SMALL.index("--model") + 1])
+    products = model.num_layers * model.layer_parameters + model.hidden_size * model.vocab_size
+    norms = 2 * model.num_layers * model.hidden_size
+    scores = model.num_layers * 12 * model.num_heads * model.head_dim * 4096 / 2
+    peaks = sum(CATALOGUE[f"RTX-{name}"].device.peak_flops_per_s for name in (5090, 3090))
+    expected = (6 * products + scores) * planned["predicted"]["tokens_per_s"] / peaks
+    assert planned["price"]["mfu"] == pytest.approx(expected, rel=12 * norms / (6 * products))
+
+
+def test_cards_lists_the_catalogue_and_prints_a_stub_that_a_cluster_file_takes(capsys):
+    assert _ended("cards", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["cards"]
+    assert [card["name"] for card in listed] == list(CATALOGUE)
+    assert listed[0]["peak_tflops"] * 1e12 == CATALOGUE[listed[0]["name"]].device.peak_flops_per_s
+    assert _ended("cards", "4090", "Radeon VII") == 1
+    printed = capsys.readouterr().out
+    assert "RTX-4090" in printed and "no card 'Radeon VII'" in printed
+    stub = yaml.safe_load(printed[printed.index("devices:") :])
+    nodes = [{"name": "a", "device": "Radeon-VII", "link": {"bandwidth_gb_per_s": 16}}]
+    assert load_cluster({"nodes": nodes, **stub}).devices[0].peak_flops_per_s == 100e12
+
+
+@pytest.mark.parametrize("command", ["plan", "fit", "compare"])
+def test_every_answer_says_what_it_assumes(command, capsys):
+    cards = ("--gpus", "2x4090 | 2x4090", "--network", "10GbE", "--model", "llama-3.2-1b", "--seq-len", "4K")
+    assert _ended(command, *cards) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("assumed: ")]
+    assert "share 1.25 GB/s of network" in line and "through the host's memory" in line and "the whole loss" in line
+
+
+def test_plan_that_does_not_fit_names_the_line_of_fit_which_runs(capsys):
+    job = ("--gpus", "3090x2", "--model", "Qwen/Qwen3-8B", "--seq-len", "4K", "--no-checkpointing")
+    assert _ended("plan", *job, "--layout", "zigzag") == 2
+    message = capsys.readouterr().err
+    line = message[message.index("ds-hetero fit") :].split()
+    assert line[2:] == ["--gpus", "3090x2", "--model", "Qwen/Qwen3-8B", "--seq-len", "4096", "--no-checkpointing"]
+    assert "optimizer offload" in message and _ended(*line[1:], "--json") == 1
+    assert json.loads(capsys.readouterr().out)["advice"][0]["fits"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 
 import pytest
 
@@ -74,11 +75,31 @@ def test_repeated_nodes_mixed_nodes_and_shared_ports():
     )
     assert [node.name for node in cluster.nodes] == ["a-0", "a-1", "m"]
     assert [device.name for device in cluster.devices] == ["RTX-4090"] * 4 + ["T4", "RTX-3090"]
-    assert cluster.nic_bytes_per_s.tolist() == [6e9, 6e9, float("inf")]
+    assert cluster.nic_bytes_per_s.tolist() == [6e9, 6e9, 2e9]  # of m one port, as fast as its best link
     assert cluster.switch_bytes_per_s.tolist() == [float("inf"), float("inf"), 12e9]
-    assert cluster.node_bytes_per_s.tolist() == [[32e9, 5e9, 1.25e9], [5e9, 32e9, 2e9], [1.25e9, 2e9, 8e9]]
+    assert cluster.node_bytes_per_s.tolist() == [[16e9, 5e9, 1.25e9], [5e9, 16e9, 2e9], [1.25e9, 2e9, 8e9]]
     assert len(cluster.link_classes) == 5
     assert cluster.rank_name(4) == "rank 4 (T4 on m)"
+
+
+@pytest.mark.parametrize(
+    ("of_network", "of_node", "shared"),
+    [
+        ({}, {}, 1e9),
+        ({"nics": 3}, {}, 3e9),
+        ({"nics": "per_rank"}, {}, inf),
+        ({"nics": 3}, {"nics": 2}, 2e9),
+        ({"nics": "per_rank"}, {"nics": 1}, 1e9),
+        ({}, {"nics": 8}, inf),
+    ],
+)
+def test_ports_of_a_node_are_one_unless_the_file_says_more(of_network, of_node, shared):
+    node = {"device": "L40S", "count": 4, **of_node}
+    data = {
+        "nodes": [{"name": "a", **node}, {"name": "b", "device": "L40S"}],
+        "network": {"bandwidth_gb_per_s": 1, **of_network},
+    }
+    assert cluster_from_dict(data).nic_bytes_per_s.tolist() == [shared, inf]  # one card needs no more than a port
 
 
 def test_measured_values_override_the_catalogue():

@@ -138,15 +138,26 @@ def test_counts_and_nodes(gpus, network, ranks):
     [
         ("8xH100", 450),  # NVLink
         ("H100 PCIe x2", 64),
-        ("5090,3090", 32),  # the older PCIe
-        ("5090,5090@5x8", 32),  # the narrower slot
-        ("2x3090@pcie3.0x4", 4),
-        ("3090@5x16,3090", 32),  # a card is no faster than itself
+        ("A6000,6000 Ada", 32),
+        ("5090,3090", 16),  # the older PCIe, and half of it: a GeForce has no peer-to-peer
+        ("5090,5090@5x8", 16),  # the narrower slot
+        ("2x3090@pcie3.0x4", 2),
+        ("3090@5x16,3090", 16),  # a card is no faster than itself
+        ("4090x2", 16),
+        ("RTX A6000,4090", 16),
         ("H100-SXM-80GB, A100-SXM-80GB", 32),  # no NVLink between them
     ],
 )
 def test_a_node_is_as_fast_as_what_joins_its_cards(gpus, gb_per_s):
     assert cluster_from_dict(read_notation(gpus).content).link(0, 1).bytes_per_s == gb_per_s * 1e9
+
+
+@pytest.mark.parametrize(("nics", "shared"), [(None, 25), (2, 50), (4, None)])
+def test_cards_of_a_node_share_one_port_unless_more_are_given(nics, shared):
+    cluster = cluster_from_dict(read_notation("4xL40S | 2xL40S", "200Gbit/s", nics).content)
+    alone = float("inf")
+    expected = [alone if shared is None else shared * 1e9, alone if nics in (2, 4) else shared * 1e9]
+    assert cluster.nic_bytes_per_s.tolist() == expected
 
 
 @pytest.mark.parametrize(

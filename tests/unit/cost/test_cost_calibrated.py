@@ -47,8 +47,7 @@ def cluster(
     link = {"bandwidth_gb_per_s": inside, "latency_us": latency} | ({"total_gb_per_s": total} if total else {})
     nodes = [{"name": f"n{i}", "device": f"d{i}", "count": size, "link": link} for i, size in enumerate(sizes)]
     for node in nodes:
-        if nics:
-            node["nics"] = {"bandwidth_gb_per_s": nics}
+        node["nics"] = {"bandwidth_gb_per_s": nics} if nics else "per_rank"
     return cluster_from_dict(
         {"nodes": nodes, "devices": devices, "network": {"bandwidth_gb_per_s": between, "latency_us": latency}}
     )

@@ -65,3 +65,11 @@ def test_cards_of_one_name_have_one_colour_and_stages_say_what_they_hold() -> No
     legend = figure.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["H100-SXM-80GB", "A100-SXM-80GB"]
     assert {text.get_text() for text in figure.axes[0].texts} == {"14 layers\n1 card", "28 layers\n1 card"}
+
+
+def test_the_page_says_what_it_costs_what_it_assumes_and_how_to_launch() -> None:
+    page = plan_page(_described())
+    assert "Of the peaks (MFU)" in page and "Energy of a million tokens" in page and "A billion tokens take" in page
+    assert "Price of a million tokens" not in page  # the catalogue has no prices
+    assert "cards of a node share 25 GB/s of network" in page
+    assert "&quot;schedule&quot;: &quot;plan.json&quot;" in page and "a slots=2\nb slots=1" in page
