@@ -33,10 +33,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.calls.loader import WholeLoader
 from ds_hetero.engine.calls.loader_by_mode import LoaderByMode
-from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches
+from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
 from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
-from ds_hetero.engine.sp_sizes import size_of_configuration
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.loader import ShardedLoader

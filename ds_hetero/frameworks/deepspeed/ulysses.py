@@ -23,7 +23,7 @@ from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.pipeline.one_worker import OneWorker, expect_one_worker
+from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import OneWorker, expect_one_worker
 from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.replica import Replica
 

@@ -37,11 +37,11 @@ from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import (
     LoneRank,
+    LoneWorker,
     clipping_of,
     lone_configuration,
 )
 from ds_hetero.frameworks.deepspeed.pipeline.moving import expect_movable, move_layers
-from ds_hetero.frameworks.deepspeed.pipeline.one_worker import LoneWorker
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,
