@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.results import FOLDER
-from ds_hetero.reporting.html import Markup, Page, heading, paragraph, table
+from ds_hetero.reporting.html import Markup, Page, heading, html_table, paragraph
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def _ring(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
         yield heading(f"{tokens} tokens, {scope}")
         yield _lines_chart(made, "Speed-up over even shares", speeds, "speed of the second rank", gains, "bound")
         yield _lines_chart(made, "Share of the bound", speeds, "speed of the second rank", shares)
-        yield table(
+        yield html_table(
             ("second rank at", *strategies, "bound"),
             (
                 (
@@ -117,7 +117,7 @@ def _mesh(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
         data = {"rows": [*(row["contender"] for row in longest), "bound"], "unit": "", "series": series}
         yield heading(f"{scope}, speeds {ratio}")
         yield made.chart("bars", f"Tokens per second at {longest[0]['tokens']} tokens", data, 80 + 34 * len(rates))
-        yield table(
+        yield html_table(
             ("contender", "tokens", "tokens/s", "over best uniform", "of the bound", "rounds", "spread"),
             (
                 (
@@ -144,7 +144,7 @@ def _growth(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
             for contender, ranks in dict.fromkeys((row["contender"], row["ranks"]) for row in rows)
         }
         yield _lines_chart(made, label, lengths, "tokens", series)
-    yield table(
+    yield html_table(
         ("contender", "ranks", "tokens", "s", "tokens/s", "bytes sent per token", "between nodes"),
         (
             (
@@ -164,14 +164,14 @@ def _replan(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     switched = ", ".join(map(str, summary["switched_at"])) or "none"
     label = f"Tokens per second by step; slowed down at step 0, new schedules at: {switched}"
     yield _lines_chart(made, label, [row["step"] for row in rows], "step", rates)
-    yield table(("", ""), summary.items())
+    yield html_table(("", ""), summary.items())
 
 
 # --- the others -------------------------------------------------------------------------------------
 
 
 def _versus_stock(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
-    yield table(
+    yield html_table(
         ("peer", "scope", "ranks", "tokens", "link", "peer / ours", "95 % interval"),
         (
             (
@@ -186,7 +186,7 @@ def _versus_stock(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 def _prediction(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines([f"Emulated: ranks of {', '.join(map(str, result['cores']))} cores; {result['link']}"])
     rows = [(row["name"], row["predicted_s"], row["measured_s"]) for row in result["rows"]]
-    yield table(
+    yield html_table(
         ("schedule", "predicted, s", "measured, s", "error"),
         (
             (name, f"{predicted_s:.2f}", f"{measured_s:.2f}", f"{predicted_s / measured_s - 1:+.1%}")
@@ -197,7 +197,7 @@ def _prediction(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 
 def _zero(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines([f"{result['ranks']} ranks, {result['tokens']} tokens; peer: stock ZeRO"])
-    yield table(
+    yield html_table(
         ("stage", "ours", "peer, s", "ours, s", "peer / ours", "95 % interval"),
         ((row["stage"], row["ours"], *_paired(row)) for row in result["rows"]),
     )
@@ -205,7 +205,7 @@ def _zero(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 
 def _gradient_sync(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(dict.fromkeys(job["link"] for job in result["jobs"]))
-    yield table(
+    yield html_table(
         ("degrees", "without overlap, s", "with, s", "ratio", "95 % interval"),
         ((job["degrees"], *_paired(job["overlap"])) for job in result["jobs"] if job["overlap"]),
     )
@@ -218,12 +218,12 @@ def _paired(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _memory(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     rows = result["rows"]
-    yield table(list(rows[0]), (list(row.values()) for row in rows))
+    yield html_table(list(rows[0]), (list(row.values()) for row in rows))
 
 
 def _hexiseq(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield paragraph("Nothing is measured here: all of it follows from the cost model and the search.")
-    yield table(
+    yield html_table(
         ("simulation", "model", "context", "strongest baseline", "gain", "possible", "of the bound"),
         (
             (
@@ -238,14 +238,14 @@ def _hexiseq(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
 def _planner(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     yield _lines(["Gap of the predicted time to the exact optimum, over random clusters."])
     rows = result["summary"]
-    yield table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
+    yield html_table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
 
 
 def _gpu(made: Page, result: dict[str, Any]) -> Iterable[Markup]:
     for name, rows in result["tables"].items():
         if rows:
             yield heading(name)
-            yield table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
+            yield html_table(list(rows[0]), (list(map(_short, row.values())) for row in rows))
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from ds_hetero.cluster import cluster_to_dict
 from ds_hetero.reporting.grid import points_of
-from ds_hetero.reporting.html import Page, table
+from ds_hetero.reporting.html import Page, html_table
 from tests.reported import SEQ_LEN, TWO_MACHINES, command, described, plan_file, run_of
 
 SECTIONS = [
@@ -155,7 +155,7 @@ def test_pipelines_and_documents_have_their_sections(browser, capsys, tmp_path):
 def test_a_page_of_benchmarks_draws_lines(browser, tmp_path):
     page = Page("Benchmarks")
     lines = page.chart("lines", "by length", {"x": [1, 2], "xName": "n", "series": [{"name": "a", "values": [1, 2]}]})
-    page.section("One", lines, table(("a", "b"), [("x", 1)], "numbers"))
+    page.section("One", lines, html_table(("a", "b"), [("x", 1)], "numbers"))
     (tmp_path / "page.html").write_text(page.render(), encoding="utf-8")
     opened, complaints = _open(browser, tmp_path / "page.html")
     assert opened.locator(".chart svg path").count() > 1 and complaints == []

@@ -253,7 +253,7 @@ def test_models_that_differ_between_ranks_are_refused_by_name_and_rank() -> None
 def test_section_and_plan_file_are_read_once_for_a_job(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(ring(1, 8, 8).to_json())
-    registry, ds_config = Registry(None), {"heterogeneity": {"schedule": str(file)}}
+    registry, ds_config = Registry(None, None), {"heterogeneity": {"schedule": str(file)}}
     request = registry.request_of(ds_config)
     assert request.plan is not None and not request.is_of_pipelines
     file.unlink()
