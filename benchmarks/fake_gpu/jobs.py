@@ -13,8 +13,9 @@ from ds_hetero.common.paths import config_dir
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Buffers, Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models import load_model
+from ds_hetero.models import load_model, model_from_config
 from ds_hetero.planner import plan, strategy
+from ds_hetero.planner.memory import stacks
 from ds_hetero.values.schedule import Schedule
 
 
@@ -62,6 +63,13 @@ class Setting:
     def schedule(self) -> Schedule:
         """Planned; in proportion to the ranks' speed where nothing fits into memory."""
         return _schedule(self)
+
+    def fit_bytes(self, rank: int, layers: int | None = None) -> float:
+        """Bytes that ``ds-hetero fit`` says of a rank's peak, without what the card's driver keeps for itself."""
+        model = model_from_config(config_of(self.model, layers, self.length), self.model)
+        cost = make_cost_model("calibrated", load_cluster(self.cluster), model, self.workload)
+        stack = stacks(cost, self.schedule())[rank]
+        return stack.total - stack.reserve
 
     def job(self, layers: int | None = None) -> Job:
         """The job, with all its layers or the first of them."""
