@@ -11,6 +11,7 @@ import deepspeed
 
 from ds_hetero.common.extras import untested_releases
 from ds_hetero.decision.start_text import announce
+from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
 from ds_hetero.engine.process import names as torch_names
@@ -54,6 +55,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
         expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
+    own_worker()
     adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)

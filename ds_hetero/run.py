@@ -4,6 +4,9 @@ torchrun --nproc-per-node 4 -m ds_hetero.run train.py --deepspeed ds_config.json
 torchrun --nproc-per-node 4 -m ds_hetero.run -m package.train --deepspeed ds_config.json
 deepspeed --module ds_hetero.run train.py --deepspeed ds_config.json
 
+python -m ds_hetero.run --elastic train.py --deepspeed ds_config.json     starts the processes of a node itself, and
+                                                                          again whenever one of them dies
+
 A command that starts the processes of the job itself, as ``trl sft`` does, starts them without this engine: run the
 module that trains instead.
 """
@@ -25,6 +28,10 @@ _USAGE = "python -m ds_hetero.run SCRIPT ARGS, or -m MODULE ARGS, or COMMAND ARG
 def main() -> None:
     """Register, then run what is named first on the command line with the arguments after it."""
     arguments = sys.argv[1:]
+    if arguments[:1] == ["--elastic"]:
+        from ds_hetero.elastic.node.launch import main as run_node
+
+        run_node(arguments[1:])
     local_rank = [arguments.pop(0)] if arguments and arguments[0].startswith("--local_rank") else []
     if not arguments:
         _refuse("no script was given")
@@ -36,6 +43,7 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     ds_hetero.register()
     runpy.run_path(script, run_name="__main__")
+    _note_success()
 
 
 def _run_module(arguments: list[str], local_rank: list[str]) -> None:
@@ -46,6 +54,14 @@ def _run_module(arguments: list[str], local_rank: list[str]) -> None:
     sys.argv = [arguments[0], *local_rank, *arguments[1:]]  # the module's file takes the first place
     ds_hetero.register()
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    _note_success()
+
+
+def _note_success() -> None:
+    from ds_hetero.elastic.worker import own_worker
+
+    if (worker := own_worker()) is not None:
+        worker.note_success()
 
 
 def _exists(module: str) -> bool:

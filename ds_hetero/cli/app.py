@@ -29,6 +29,7 @@ _ROOMS = {
         "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
         "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured "
         "that ran it.",
+        "elastic": "Say what an elastic job that runs on this node is doing, who is there, and what its memory holds.",
         "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
     },
     "installed": {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.engine.adapters import ResultsOfTokens
+from ds_hetero.engine.calls.elastic_loader import ElasticLoader
 from ds_hetero.engine.calls.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.calls.sharded_calls import call_sharded
 from ds_hetero.engine.forward_mode import Wanted, sharding
@@ -145,6 +146,34 @@ class Handle:
         """
         calls = self._choose("dataloader")
         return calls.dataloader(dataloader, calls.device if device is None else torch.device(device), batches)
+
+    def elastic(self, loader: Any, extra: Mapping[str, object] | None = None) -> ElasticLoader:
+        """Go on where the job was before ranks died or joined, and keep its state from here on; see docs/elastic.md.
+
+        Call it on every rank, once, between ``deepspeed.initialize`` and the first step. In a job that is not elastic
+        it only counts epochs.
+
+        Args:
+            loader: from `dataloader`.
+            extra: further state of the script, by name: objects with ``state_dict`` and ``load_state_dict``.
+
+        Returns:
+            A loader of the same batches, whose first epoch begins at the next sample.
+
+        Raises:
+            ConfigError: something cannot be kept.
+            CheckpointError: the memory holds a state of another model, or of another global batch.
+        """
+        job = self._prepared.elastic
+        wrapped = ElasticLoader(loader, (lambda: None) if job is None else job.leave_if_due)
+        if job is not None:
+            if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+                raise ConfigError(
+                    f"handle.elastic needs a loader that can be resumed, and a {type(loader).__name__} cannot: give it "
+                    "what handle.dataloader returns."
+                )
+            wrapped.resumed_step = job.resume({"loader": wrapped, **(extra or {})})
+        return wrapped
 
     def loss(self, outputs: Any, batch: Batch, num_items: Tensor | float | None = None) -> Tensor:
         """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
@@ -51,6 +51,22 @@ from ds_hetero.values.section import SECTION
 T = TypeVar("T")
 
 
+class ElasticState(Protocol):
+    """The state of an engine that outlives its process."""
+
+    def resume(self, objects: Mapping[str, Any]) -> int | None:
+        """Put back the newest save, with the script's ``objects``; the step that the job goes on from, if any."""
+
+    def before_step(self) -> None:
+        """Wait until the step may change what is being saved."""
+
+    def after_step(self, step: int) -> None:
+        """Commit and save what is due."""
+
+    def leave_if_due(self) -> None:
+        """End this process between two steps, if all ranks have agreed to."""
+
+
 @dataclass
 class PreparedModel:
     """A model that this engine trains.
@@ -64,6 +80,7 @@ class PreparedModel:
         zones: where the tokens of its documents lie; None where batches are cut by their length.
         advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
         steps: batches and losses of the Trainer where ranks take different ones.
+        elastic: keeps the engine's state in memory; None in a job that is not elastic.
     """
 
     model: SplitModel | WholeModel
@@ -74,6 +91,7 @@ class PreparedModel:
     zones: DocumentZones | None = None
     advice: DocumentAdvice | None = None
     steps: object = None
+    elastic: ElasticState | None = None
 
     def record_batch(self, batch: BatchLayout) -> None:
         """Take note that a sharded forward begins."""

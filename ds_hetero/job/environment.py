@@ -50,6 +50,11 @@ MAY_DIFFER = (
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_NCCL_RANK",
     "DS_HETERO_TRACEBACK",
+    "DS_HETERO_ELASTIC_AGENT",
+    "DS_HETERO_ELASTIC_NODE",
+    "DS_HETERO_ELASTIC_SHM",
+    "DS_HETERO_ELASTIC_SILENCE_S",
+    "DS_HETERO_ELASTIC_TOKEN",
 )
 """Variables of those families that describe one host, or only what is printed."""
 

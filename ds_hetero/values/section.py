@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ds_hetero.common.limits import MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, is_weight
+from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, MAX_STEPS, is_weight
 from ds_hetero.common.reading import JsonDict, JsonObject, check_content, shortened
 from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
@@ -63,6 +63,26 @@ class PlacementSection(BaseModel):
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
 
 
+class ElasticSection(BaseModel):
+    """``"elastic"``: how a job keeps its state in memory and goes on without ranks that die. See docs/elastic.md.
+
+    Args:
+        every_steps: optimizer steps between two saves; left out, as few as cost nothing.
+        copies: of every rank's part, on other nodes.
+        min_ranks: below which the job waits; left out, what the launcher was told.
+        memory_gib: of a node's shared memory that saves may take; left out, what is free.
+        notice_s: between SIGTERM and the end of a node, into which a step and a save have to fit.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    copies: int = Field(default=1, ge=0, le=8)
+    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)
+    memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
+    notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)
+
+
 def _as_object(value: Any) -> Any:
     return {"mode": value} if isinstance(value, str) else value
 
@@ -90,6 +110,7 @@ class HeterogeneitySection(BaseModel):
     replan: ReplanSection = ReplanSection()
     verify: Literal["first_batch", "always", "off"] = "first_batch"
     report: str | None = Field(default=None, min_length=1, max_length=4096)
+    elastic: ElasticSection | None = None
 
     @field_validator("zero_partition")
     @classmethod
@@ -150,10 +171,21 @@ _ACCEPTED = {
     "replan.min_gain": "a share >= 0 and < 1",
     "replan.report_only": "true or false",
     "report": "the path of a folder, in which rank 0 writes run.json",
+    "elastic": 'an object with "every_steps", "copies", "min_ranks", "memory_gib" and "notice_s", all of which have '
+    "defaults",
+    "elastic.every_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}, the optimizer steps between two saves",
+    "elastic.copies": "a whole number >= 0 and <= 8, the copies of every part on other nodes",
+    "elastic.min_ranks": f"a whole number >= 1 and <= {MAX_RANKS:,}, below which the job waits",
+    "elastic.memory_gib": "a number > 0, the shared memory of a node that saves may take",
+    "elastic.notice_s": "a number > 0 and <= 3600, the seconds between SIGTERM and the end of a node",
 }
 
 
-_OBJECTS: dict[str, type[BaseModel]] = {"placement": PlacementSection, "replan": ReplanSection}
+_OBJECTS: dict[str, type[BaseModel]] = {
+    "placement": PlacementSection,
+    "replan": ReplanSection,
+    "elastic": ElasticSection,
+}
 _NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
 
 

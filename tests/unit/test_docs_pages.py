@@ -13,7 +13,7 @@ import pytest
 
 import ds_hetero
 from ds_hetero.cli.app import COMMANDS
-from ds_hetero.values.section import HeterogeneitySection, PlacementSection, ReplanSection
+from ds_hetero.values.section import ElasticSection, HeterogeneitySection, PlacementSection, ReplanSection
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -61,7 +61,11 @@ def test_files_and_modules_named_on_a_page_exist(page):
 def test_every_key_of_the_section_is_documented_with_its_default():
     rows = {key.strip("`"): default for key, _, default in _table("configuration.md", "## Keys")}
     fields = dict(HeterogeneitySection.model_fields)
-    for outer, section in (("placement", PlacementSection), ("replan", ReplanSection)):
+    for outer, section in (
+        ("placement", PlacementSection),
+        ("replan", ReplanSection),
+        ("elastic", ElasticSection),
+    ):
         fields |= {f"{outer}.{name}": field for name, field in section.model_fields.items()}
     assert list(rows) == [
         name for key in HeterogeneitySection.model_fields for name in fields if name.split(".")[0] == key

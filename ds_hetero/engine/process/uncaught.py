@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.process.patching import Patches
 from ds_hetero.errors import HeteroError, PeerError, StepError
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
@@ -46,12 +47,20 @@ def _show(stock: Hook, kind: type[BaseException], error: BaseException, tracebac
         shown = error if lost is None else lost
         watch.say_last_words(STOPPED if isinstance(shown, (PeerError, StepError)) else FAILED, _text(shown))
         is_said = isinstance(error, HeteroError) and watch.is_said_by_rank_0(_text(error))
+    _leave_behind(error if lost is None else lost)
     if not _is_message(error) or os.environ.get(TRACEBACK_VARIABLE) == "1":
         stock(kind, error, traceback)
     elif not is_said:
         print(_text(error), file=sys.stderr, flush=True)
     if lost is not None:
         print(_text(lost), file=sys.stderr, flush=True)
+
+
+def _leave_behind(error: BaseException) -> None:
+    """In an elastic job, tell this process's agent why it ends, unless that is the end of another one."""
+    worker = own_worker()
+    if worker is not None and not isinstance(error, (PeerError, KeyboardInterrupt)):
+        worker.note_error(_text(error), is_refusal=isinstance(error, HeteroError) and not isinstance(error, StepError))
 
 
 def _is_message(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
 from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.deepspeed import registered, tiled_loss
+from ds_hetero.frameworks.deepspeed import elastic, registered, tiled_loss
 from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
 from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
@@ -85,6 +85,7 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Func
             expect_section_name(ds_config or {})
             if pending is not None and pending.error is not None:
                 raise pending.error
+            elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
             registry.note_unsplit(given.get("model"))
             return stock(*args, **kwargs)
         if pending is not None:
@@ -96,6 +97,8 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Func
             )
         try:
             request = registry.request_of(ds_config)
+            if request.is_of_pipelines:
+                elastic.refuse_other_engines("a model that is cut into pipelines")
             installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
             hooked, built = installer(registry, stock, given, ds_config).install()
             registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
@@ -128,6 +131,7 @@ class EngineInstaller(Installer):
         report_batches_of_replicas(engine, prepared.model.replica)
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()
+        prepared.elastic = elastic.prepare(engine, prepared.start)
         hooked = SplitEngine(
             engine=engine,
             model=prepared.model,
@@ -138,6 +142,7 @@ class EngineInstaller(Installer):
             note_destroyed=_noting_destroyed(prepared),
             stage3=optimizers.stage3_checkpoints(engine),
             backwards=BackwardsOfStep(engine),
+            elastic=prepared.elastic,
         )
         return hooked, built
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_hetero.frameworks.deepspeed.checkpoints.loading import load_any_layout, raise_on_all_ranks
 from ds_hetero.frameworks.deepspeed.checkpoints.saving import copy_script_last
+from ds_hetero.frameworks.deepspeed.elastic import save_after_step
 from ds_hetero.frameworks.deepspeed.hooks import split_hooks as split
 from ds_hetero.frameworks.deepspeed.hooks.hooks import (
     HookRow,
@@ -35,6 +36,7 @@ HOOKS = (
     HookRow("backward", split.scale_loss, SplitEngine),
     HookRow("_backward_prologue", split.begin_backward, SplitEngine),
     HookRow("_backward_epilogue", split.end_backward, SplitEngine),
+    HookRow("step", save_after_step, SplitEngine),
     HookRow("step", recording(STEP)),
     HookRow("step", time_step),
     HookRow("step", split.record_step, SplitEngine),

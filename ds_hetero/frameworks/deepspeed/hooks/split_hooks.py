@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.registry import ElasticState
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.frameworks.deepspeed.checkpoints.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import restore_random_states
@@ -20,6 +21,7 @@ from ds_hetero.frameworks.deepspeed.checkpoints.saving import save_whole
 from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
 from ds_hetero.frameworks.deepspeed.hooks.hooks import Hook, HookedEngine, recording
 from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
+from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.monitoring.prediction_check import PredictionCheck
 from ds_hetero.runtime.peers.calls import FORWARD
@@ -37,6 +39,7 @@ class SplitEngine(HookedEngine):
         note_destroyed: called before the engine is gone.
         stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
         backwards: watches over several backwards for one step.
+        elastic: keeps its state in memory; None in a job that is not elastic.
     """
 
     model: SplitModel | WholeModel
@@ -45,6 +48,7 @@ class SplitEngine(HookedEngine):
     note_destroyed: Callable[[], None]
     stage3: Stage3Checkpoints | None
     backwards: BackwardsOfStep
+    elastic: ElasticState | None = None
 
     @property
     def why_batch_is_fixed(self) -> str | None:
@@ -158,6 +162,8 @@ def save_checkpoint(hooked: SplitEngine, save: Function, *args: object, **kwargs
 def load_checkpoint(hooked: SplitEngine, load: Function, load_dir: str, tag: object, **kwargs: object) -> object:
     """Load the parts of one save only; go on with its random states and the plan that re-planning had come to."""
     engine = hooked.engine
+    if is_in_memory():
+        return load(load_dir, tag, **kwargs)
     weights_alone = kwargs.get("load_module_only", False) or not kwargs.get("load_optimizer_states", True)
     with_optimizer = not weights_alone or engine.zero_optimization_partition_weights()
     manifest = expect_one_save(engine, Path(load_dir, str(tag)), with_optimizer=with_optimizer)

@@ -27,6 +27,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from ds_hetero.errors import CheckpointError
+from ds_hetero.frameworks.deepspeed.in_memory import state_in_memory
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.stage3_shards import cut_of, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -108,6 +109,8 @@ def read_part(file: str) -> State:
     Raises:
         CheckpointError: it is missing or damaged.
     """
+    if (in_memory := state_in_memory(file)) is not None:
+        return in_memory
     try:
         content: State = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
     except FileNotFoundError:

@@ -1,0 +1,185 @@
+"""The job of the benchmark, and the same training by plain torch in one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB, LENGTH = 64, 64
+LR, CLIP, SAMPLES = 1e-4, 1.0, 40
+SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
+
+
+def make_model() -> Any:
+    """Two layers of Llama with dropout of nothing, the same weights everywhere."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            max_position_embeddings=128,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def make_loader() -> Any:
+    """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own."""
+    drawn = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, VOCAB, (LENGTH // 2 + 7 * i % (LENGTH // 2),), generator=drawn) for i in range(SAMPLES)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return torch.utils.data.DataLoader(
+        data,
+        batch_size=1,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(7),  # type: ignore[arg-type]
+    )
+
+
+def make_scheduler(optimizer: Any) -> Any:
+    """Warm up over 30 steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
+
+
+def train_alone(num_steps: int) -> list[dict[str, float]]:
+    """Loss, gradient norm and parameter norm of every step, in this process."""
+    model, rows = make_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler, loader = make_scheduler(optimizer), make_loader()
+    while len(rows) < num_steps:
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rows.append({"loss": loss.item(), "norm": norm.item(), "parameters": norm_of(list(model.parameters()))})
+    return rows[:num_steps]
+
+
+def norm_of(parameters: list[Tensor]) -> float:
+    """Euclidean norm of all parameters together, summed in float64."""
+    return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))
+
+
+def _section(world_size: int, every_steps: int) -> dict[str, Any]:
+    nodes = [
+        {"name": f"n{i}", "device": f"d{i}", "count": 1, "link": {"bandwidth_gb_per_s": 1000, "latency_us": 1}}
+        for i in range(world_size)
+    ]
+    devices = {
+        f"d{i}": {
+            "peak_tflops": 0.02 * SPEEDS[i],
+            "memory_gib": 8,
+            "memory_bandwidth_gb_per_s": 10 * SPEEDS[i],
+        }
+        for i in range(world_size)
+    }
+    network = {"bandwidth_gb_per_s": 1000, "latency_us": 1}
+    return {
+        "cluster": {"nodes": nodes, "network": network, "devices": devices},
+        "seq_len": LENGTH,
+        "zero_partition": list(SPEEDS[:world_size]),
+        "verify": "off",
+        "elastic": {"every_steps": every_steps},
+    }
+
+
+def _configuration(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": options.stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "heterogeneity": _section(world_size, options.every),
+    }
+
+
+class _Log:
+    """Events of all ranks, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, event: str, **details: Any) -> None:
+        line = {"event": event, "time": time.time(), "pid": os.getpid(), **details}
+        line["agent"] = os.environ["DS_HETERO_ELASTIC_AGENT"]
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """One rank of the job."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--pause-s", type=float, default=0.05)
+    parser.add_argument("--local_rank", type=int)
+    options = parser.parse_args()
+    log = _Log(options.log)
+    log("spawn")
+    import deepspeed
+    import torch.distributed as dist
+
+    import ds_hetero
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
+    handle = ds_hetero.register()
+    deepspeed.init_distributed("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    log("init", rank=rank, world_size=world_size)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=make_scheduler(optimizer),
+        config=_configuration(options, world_size),
+    )
+    log("built", rank=rank, world_size=world_size)
+    loader = handle.elastic(handle.dataloader(make_loader()))
+    log("ready", rank=rank, world_size=world_size, step=engine.global_steps)
+    _train(handle, engine, loader, options, log)
+    log("done", rank=rank, step=engine.global_steps)
+
+
+def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, log: _Log) -> None:
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    while engine.global_steps < options.steps:
+        for batch in loader:
+            loss = handle.loss(engine(**batch), batch)
+            engine.backward(loss)
+            engine.step()
+            whole = [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+            whole = [p if w is None else w for w, p in zip(whole, engine.module.parameters(), strict=True)]
+            if dist.get_rank() == 0:
+                numbers = {"loss": loss.item(), "norm": float(engine.get_global_grad_norm())}
+                size = dist.get_world_size()
+                log("step", step=engine.global_steps, world_size=size, **numbers, parameters=norm_of(whole))
+            time.sleep(options.pause_s)
+            if engine.global_steps >= options.steps:
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""torchrun's agent of one device, started by `launch`: ends with its parent, and says why it ends.
+
+python -m ds_hetero.elastic.node.agent TORCHRUN_ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
+
+from ds_hetero.elastic.node.children import end_with_parent
+from ds_hetero.elastic.node.rendezvous import AGENT_BACKEND, ENDED_WELL, create_handler
+
+NOTICE = 143
+REFUSED = 2
+
+_handlers: list[RendezvousHandler] = []
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    _handlers.append(create_handler(params))
+    return _handlers[-1]
+
+
+def main() -> None:
+    """Run torchrun with the handler registered, whether or not the package's entry points are installed."""
+    end_with_parent()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    registry.register(AGENT_BACKEND, _create)
+    try:
+        run.main()
+    except SignalException:
+        sys.exit(NOTICE)
+    except RendezvousClosedError as error:
+        if str(error) == ENDED_WELL:
+            return
+        print(f"ds_hetero: {error}", file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+    except ChildFailedError as error:
+        print(f"ds_hetero: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    finally:
+        for handler in _handlers:
+            handler.shutdown()
+
+
+if __name__ == "__main__":
+    main()

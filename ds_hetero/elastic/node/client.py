@@ -1,0 +1,72 @@
+"""The worker as torchrun starts it: asks the node's warm server for a process, or becomes one itself.
+
+    python -S -E client.py SERVER_SOCKET -- ARGUMENTS_OF_PYTHON
+
+It takes milliseconds, imports nothing but the standard library, passes signals on, and ends as the worker ends.
+"""
+
+import array
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+NUMBER = struct.Struct("i")
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the worker, here or in the server."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    path, arguments = sys.argv[1], sys.argv[3:]
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.connect(path)
+        _ask(server, arguments)
+    except OSError:
+        _become_worker(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: server.sendall(NUMBER.pack(received)))
+    _end_as(_number(server))
+
+
+def _ask(server: socket.socket, arguments: "list[str]") -> None:
+    """Hand over arguments, environment, folder and the two streams.
+
+    Raises:
+        OSError: the server has ended, or cannot start a process.
+    """
+    request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    streams = array.array("i", [1, 2])
+    server.sendmsg([NUMBER.pack(len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    server.sendall(request)
+    if _number(server) is None:
+        raise OSError("the server has ended")
+
+
+def _number(server: socket.socket) -> "int | None":
+    try:
+        raw = server.recv(NUMBER.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return NUMBER.unpack(raw)[0] if len(raw) == NUMBER.size else None
+
+
+def _become_worker(arguments: "list[str]") -> None:
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _end_as(code: "int | None") -> None:
+    if code is not None and code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(1 if code is None else code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""Keeper of a node: holds segments in shared memory, gives and takes copies, and serves the meeting of the agents.
+
+    python -m ds_hetero.elastic.node.keeper --job J --node N --host 127.0.0.1 --port 0 [--rules JSON]
+
+It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests, one a connection,
+are lines of JSON behind the job's token (`wire`); what a keeper stores it neither executes nor unpickles.
+
+    list              the whole segments of this node, and free bytes
+    get NAME          a segment
+    put NAME          a copy, checked before it counts
+    push NAME TO      send an own segment to another keeper
+    free KEPT         delete the segments that are older than a save
+    meet, attach      the connection of an agent, see `meeting`
+    newcomers, demand, status, event, end
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
+from ds_hetero.elastic.node.place import NodePlace, token_of
+from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect, welcome
+from ds_hetero.elastic.state.segments import (
+    HEADER_BYTES,
+    SUFFIX,
+    Header,
+    Save,
+    SegmentFile,
+    is_undamaged,
+    parse_header,
+    read_header,
+)
+
+REQUEST_TIMEOUT_S = 20.0
+SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
+_MAX_EVENTS = 1000
+_LOOK_S = 1.0
+_SEGMENT = re.compile(r"[A-Za-z0-9_.-]{1,200}\.seg")
+
+
+class Keeper:
+    """State of the process; each connection has a thread of its own.
+
+    Args:
+        place: of the node.
+        token: of the job.
+        rules: of the meeting.
+        memory_bytes: that copies and own segments may take; None for all that is free.
+    """
+
+    def __init__(self, place: NodePlace, token: bytes, rules: MeetingRules, memory_bytes: int | None = None) -> None:
+        self.place, self.token, self.memory_bytes = place, token, memory_bytes
+        self.meeting = AgentMeeting(rules)
+        self.events: deque[Message] = deque(maxlen=_MAX_EVENTS)
+        self.has_ended = threading.Event()
+        self._lock = threading.RLock()  # of the meeting
+        self._files: dict[str, tuple[threading.Lock, SegmentFile]] = {}
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept connections until `has_ended`."""
+        listener.settimeout(0.2)
+        looked_s = 0.0
+        while not self.has_ended.is_set():
+            now_s = time.monotonic()
+            if now_s - looked_s > _LOOK_S:
+                looked_s = now_s
+                self._send_elsewhere()
+            with self._lock:
+                self.meeting.tick(now_s)
+            try:
+                connected, _ = listener.accept()
+            except (TimeoutError, OSError):
+                continue
+            connected.settimeout(REQUEST_TIMEOUT_S)
+            threading.Thread(target=self._answer, args=(connected,), daemon=True).start()
+
+    def _answer(self, connected: socket.socket) -> None:
+        try:
+            wire = welcome(connected, self.token)
+        except OSError:
+            connected.close()
+            return
+        try:
+            request = wire.receive()
+            action: Callable[[Wire, Message], None] | None = getattr(self, f"do_{request.get('do')}", None)
+            if action is None:
+                raise WireError(f"there is no request {request.get('do')!r}")
+            action(wire, request)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            with contextlib.suppress(OSError):
+                wire.send({"error": str(error)})
+        finally:
+            wire.close()
+
+    def _send_elsewhere(self) -> None:
+        """Send newcomers to the keeper where the agents of this node meet, if this one has no round of its own."""
+        if self.meeting.number or not self.meeting.is_waited_for:
+            return
+        own = self.place.address()
+        for path in self.place.folder.glob("meeting-*.json"):
+            at = self.place.read(path.name)
+            if at is None or (at["host"], at["port"]) == own:
+                continue
+            with contextlib.suppress(OSError, KeyError):
+                if ask((at["host"], at["port"]), self.token, {"do": "status"})["round"]:
+                    with self._lock:
+                        self.meeting.redirect([at["host"], at["port"]])
+                    return
+
+    def do_list(self, wire: Wire, _: Message) -> None:
+        """Say which whole segments are here."""
+        segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
+        wire.send({"segments": segments, "free_bytes": self.free_bytes()})
+
+    def _segments(self) -> list[tuple[Path, Header]]:
+        paths = sorted(self.place.folder.glob(f"*{SUFFIX}"))
+        return [(path, header) for path in paths if (header := read_header(path)) is not None]
+
+    def free_bytes(self) -> int:
+        """Bytes that further segments may take."""
+        free = shutil.disk_usage(self.place.folder).free
+        if self.memory_bytes is None:
+            return free
+        used = sum(path.stat().st_size for path in self.place.folder.glob(f"*{SUFFIX}"))
+        return max(0, min(free, self.memory_bytes - used))
+
+    def do_get(self, wire: Wire, request: Message) -> None:
+        """Send a segment."""
+        path = self._path(request["name"])
+        header = read_header(path)
+        if header is None:
+            raise WireError(f"{path.name} is not whole")
+        wire.send({"header": header.to_bytes().hex()})
+        _send_content(wire, path, header)
+
+    def do_put(self, wire: Wire, request: Message) -> None:
+        """Take a copy: its size was said before, and its checksum is that of its header, or it does not count."""
+        path, header = self._path(request["name"]), parse_header(bytes.fromhex(request["header"]))
+        if header is None or header.job != self.place.job:
+            raise WireError("the header is not sound, or of another job")
+        lock, file = self._files.setdefault(path.name, (threading.Lock(), SegmentFile(path)))
+        with lock:
+            have = path.stat().st_size if path.exists() else 0
+            if header.file_bytes - have > self.free_bytes():
+                raise WireError(f"{header.file_bytes:,} bytes do not fit into {self.free_bytes():,} that are free")
+            if not path.exists():
+                file.close()
+            content = file.begin(header.end_bytes)
+            try:
+                wire.send({"ready": True})
+                wire.receive_into(content)
+                if zlib.crc32(content) != header.crc32:
+                    raise WireError("the checksum is not that of the header")
+            finally:
+                content.release()
+            file.finish(header)
+        wire.send({"stored": True})
+
+    def do_push(self, wire: Wire, request: Message) -> None:
+        """Send an own segment to another keeper."""
+        path = self._path(request["name"])
+        header = read_header(path)
+        if header is None:
+            raise WireError(f"{path.name} is not whole")
+        host, port = request["to"]
+        other = connect(str(host), int(port), self.token, REQUEST_TIMEOUT_S)
+        try:
+            other.send({"do": "put", "name": request["as"], "header": header.to_bytes().hex()})
+            _expect(other.receive(), "ready")
+            _send_content(other, path, header)
+            _expect(other.receive(), "stored")
+        finally:
+            other.close()
+        wire.send({"stored": True})
+
+    def do_free(self, wire: Wire, request: Message) -> None:
+        """Delete the segments older than a save, but those that are written again; without a save, all."""
+        kept = None if request.get("kept") is None else Save(**request["kept"])
+        in_use = tuple(request.get("in_use", ()))
+        for path in sorted(self.place.folder.glob(f"*{SUFFIX}")):
+            header = read_header(path)
+            is_old = kept is None or (header is not None and header.save < kept)
+            if is_old and not (in_use and path.name.startswith(in_use)):
+                lock, file = self._files.setdefault(path.name, (threading.Lock(), SegmentFile(path)))
+                with lock:
+                    path.unlink(missing_ok=True)
+                    file.close()
+        wire.send({"freed": True})
+
+    def do_newcomers(self, wire: Wire, _: Message) -> None:
+        """Say who waits to be let in."""
+        with self._lock:
+            wire.send({"newcomers": self.meeting.newcomers})
+
+    def do_demand(self, wire: Wire, request: Message) -> None:
+        """Take what the job's section asks for: the least number of agents, and memory."""
+        if request.get("least") is not None:
+            with self._lock:
+                self.meeting.demand(int(request["least"]), time.monotonic())
+        if request.get("memory_bytes") is not None:
+            self.memory_bytes = int(request["memory_bytes"])
+        wire.send({"taken": True})
+
+    def do_event(self, wire: Wire, request: Message) -> None:
+        """Remember an event for `do_status`."""
+        self.events.append(request["event"])
+        wire.send({"noted": True})
+
+    def do_status(self, wire: Wire, _: Message) -> None:
+        """Say everything that is known here."""
+        with self._lock:
+            meeting = self.meeting
+            known = {
+                "job": self.place.job,
+                "node": self.place.node,
+                "round": meeting.number,
+                "members": meeting.members,
+                "is_broken": meeting.is_broken,
+                "newcomers": meeting.newcomers,
+                "closed": meeting.closed,
+            }
+        segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
+        wire.send({**known, "free_bytes": self.free_bytes(), "segments": segments, "events": list(self.events)[-50:]})
+
+    def do_end(self, wire: Wire, _: Message) -> None:
+        """End the keeper; the segments stay unless they were freed."""
+        wire.send({"ended": True})
+        self.has_ended.set()
+
+    def do_meet(self, wire: Wire, request: Message) -> None:
+        """Serve an agent for as long as its connection lasts."""
+        sending = threading.Lock()
+
+        def tell(message: Message) -> None:
+            with sending, contextlib.suppress(OSError):  # its own thread notices
+                wire.send(message)
+
+        agent, is_done = str(request["agent"]), False
+        try:
+            while request.get("do") != "leave":
+                self._take_from(agent, request, tell)
+                wire.socket.settimeout(SILENCE_S)
+                request = wire.receive()
+            is_done = bool(request.get("is_done"))
+        except OSError:
+            return  # the agent is gone
+        finally:
+            with self._lock:
+                self.meeting.drop(agent, tell, time.monotonic(), is_done=is_done)
+
+    def _take_from(self, agent: str, request: Message, tell: Callable[[Message], None]) -> None:
+        """Let the meeting know what an agent says."""
+        kind, now_s = request.get("do"), time.monotonic()
+        with self._lock:
+            if kind == "meet":
+                self.meeting.join(agent, request["info"], request["last"], request["round"], tell, now_s)
+            elif kind == "attach":
+                self.meeting.attach(agent, request["info"], request["round"], tell, now_s)
+            elif kind == "store":
+                self.meeting.pass_on({"store": request["store"], "number": request["number"]})
+
+    do_attach = do_meet
+
+    def _path(self, name: object) -> Path:
+        if not isinstance(name, str) or not _SEGMENT.fullmatch(name) or name.startswith("."):
+            raise WireError(f"{name!r} is no name of a segment")
+        return self.place.folder / name
+
+
+def _send_content(wire: Wire, path: Path, header: Header) -> None:
+    with path.open("rb") as file:
+        wire.socket.sendfile(file, offset=HEADER_BYTES, count=header.end_bytes)
+
+
+def _expect(reply: Message, key: str) -> None:
+    if key not in reply:
+        raise WireError(str(reply.get("error", reply)))
+
+
+def ask(address: tuple[str, int], token: bytes, message: Message) -> Message:
+    """Ask a keeper one thing.
+
+    Raises:
+        OSError: it cannot be reached, has another token, or refuses.
+    """
+    wire = connect(*address, token, REQUEST_TIMEOUT_S)
+    try:
+        wire.send(message)
+        reply = wire.receive()
+    finally:
+        wire.close()
+    if "error" in reply:
+        raise WireError(reply["error"])
+    return reply
+
+
+def fetch(address: tuple[str, int], token: bytes, name: str, path: Path) -> Header:
+    """Get a segment from a keeper into a file of this node.
+
+    Raises:
+        OSError: it cannot be reached, does not have it, or it came damaged.
+    """
+    wire = connect(*address, token, REQUEST_TIMEOUT_S)
+    try:
+        wire.send({"do": "get", "name": name})
+        reply = wire.receive()
+        _expect(reply, "header")
+        header = parse_header(bytes.fromhex(reply["header"]))
+        if header is None:
+            raise WireError(f"{name} has no sound header")
+        file = SegmentFile(path)
+        content = file.begin(header.end_bytes)
+        try:
+            wire.receive_into(content)
+        finally:
+            content.release()
+        file.finish(header)
+        file.close()
+    finally:
+        wire.close()
+    if not is_undamaged(path, header):
+        path.unlink(missing_ok=True)
+        raise WireError(f"{name} came damaged")
+    return header
+
+
+def main() -> None:
+    """Run the keeper of a node until it is ended."""
+    parser = argparse.ArgumentParser(description="keeper of a node of an elastic job; started by ds_hetero.run")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--rules", default="{}")
+    parser.add_argument("--memory-bytes", type=int)
+    options = parser.parse_args()
+    place = NodePlace.of(options.job, options.node)
+    place.make()
+    lock = open(place.folder / ".lock", "w")  # noqa: SIM115  held while the process lives
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        sys.exit(f"a keeper of job {place.job} runs on node {place.node} already")
+    listener = socket.create_server((options.host, options.port), backlog=128)
+    keeper = Keeper(place, token_of(place.job), MeetingRules(**json.loads(options.rules)), options.memory_bytes)
+    signal.signal(signal.SIGTERM, lambda *_: keeper.has_ended.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    host, port = listener.getsockname()[:2]
+    place.write("keeper.json", {"host": host, "port": port, "pid": os.getpid()})
+    keeper.serve(listener)
+
+
+if __name__ == "__main__":
+    main()

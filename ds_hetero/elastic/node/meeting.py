@@ -1,0 +1,247 @@
+"""Meeting of the agents of a job: who is there, in which order, and when they have to meet anew. No sockets, no clock.
+
+A *round* is one world: its members keep a connection each. It is broken when a member's connection is gone or a member
+comes to meet again, because its workers have ended. All members are told, end their workers and come; the next round
+begins as soon as all that are left are there. Newcomers wait for that moment, which rank 0 brings about at a commit.
+
+What a meeting knows lies with the members as well: another server can take over with what they bring (`attach`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ds_hetero.elastic.node.wire import Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetingRules:
+    """When a round may begin.
+
+    Args:
+        least: agents that a round needs.
+        start: agents that the first round waits for; None for as many as come within ``patience_s``.
+        majority: a server that takes over needs more than half of the round before as well, so that the two halves
+            of a network that is cut do not both go on.
+        patience_s: that the first round waits for more than the least.
+        rejoin_s: that a broken round waits for members who are connected and do not come.
+        attach_s: that a server which has taken over waits for members who have not come to it yet.
+        wait_s: that too few wait for more, before the job ends.
+    """
+
+    least: int = 1
+    start: int | None = None
+    majority: bool = True
+    patience_s: float = 30.0
+    rejoin_s: float = 45.0
+    attach_s: float = 6.0
+    wait_s: float = 600.0
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """An agent that is connected.
+
+    Args:
+        tell: sends it a message.
+        info: what it says of itself; equal ``terms`` are a condition.
+        joined_s: since when it waits for a round; None while its workers run.
+    """
+
+    tell: Callable[[Message], None]
+    info: Message
+    joined_s: float | None
+
+
+class AgentMeeting:
+    """The agents of one job.
+
+    Args:
+        rules: when a round may begin.
+    """
+
+    def __init__(self, rules: MeetingRules) -> None:
+        self.rules = rules
+        self.number = 0  # of the latest round
+        self.members: list[str] = []  # of the latest round, in order of ranks
+        self.closed: str | None = None
+        self.is_broken = True
+        self._here: dict[str, _Member] = {}
+        self._awaited_s: dict[str, float] = {}  # members of a round that was taken over, until they attach
+        self._broken_s = 0.0
+        self._half = 0  # of the members of a round that was taken over
+        self._failures: dict[str, tuple[int, int]] = {}  # round and step of the latest failure of each text
+
+    def join(
+        self, agent: str, info: Message, last: Message, round_: Message, tell: Callable[[Message], None], now_s: float
+    ) -> None:
+        """An agent comes to meet.
+
+        Args:
+            agent: its name, the same over all rounds.
+            info: node, address, and ``terms`` that all have to share.
+            last: what ended its workers: ``error``, ``step``, ``is_refusal``.
+            round_: the round that it was in: ``number``, ``members``; number 0 for a newcomer.
+            tell: sends it messages.
+            now_s: time.
+        """
+        if self.closed is not None:
+            tell({"closed": self.closed})
+            return
+        if (difference := self._difference(agent, info)) is not None:
+            tell({"closed": difference})
+            return
+        self._take_over(round_, now_s)
+        was_running = agent in self.members and not self.is_broken
+        self._awaited_s.pop(agent, None)
+        self._here[agent] = _Member(tell=tell, info=info, joined_s=now_s)
+        if not self._may_go_on(last, int(round_["number"])):
+            return
+        if was_running:
+            self.break_round(f"the workers of {info.get('node')} ended", now_s)
+        self.tick(now_s)
+
+    def attach(self, agent: str, info: Message, round_: Message, tell: Callable[[Message], None], now_s: float) -> None:
+        """An agent whose workers run has lost its server and comes to this one, with the round that it is in."""
+        self._take_over(round_, now_s)
+        self._awaited_s.pop(agent, None)
+        self._here[agent] = _Member(tell=tell, info=info, joined_s=None)
+        if self.number > round_["number"] or self.is_broken:
+            tell({"broken": "the round is over"})
+
+    def _take_over(self, round_: Message, now_s: float) -> None:
+        """Go on with a round that this server has not begun."""
+        if self.number < round_["number"]:
+            self.number, self.members, self.is_broken = round_["number"], list(round_["members"]), False
+            self._awaited_s = {name: now_s for name in self.members if name not in self._here}
+            self._half = len(self.members) // 2 if self.rules.majority else 0
+
+    def drop(self, agent: str, tell: Callable[[Message], None], now_s: float, *, is_done: bool = False) -> None:
+        """The connection of an agent is gone, or it has said good-bye; one that has come back on another stays."""
+        member = self._here.get(agent)
+        if member is None or member.tell is not tell:
+            return
+        del self._here[agent]
+        if is_done:
+            self.closed = "the job has ended well"
+            for other in list(self._here.values()):
+                if other.joined_s is not None:
+                    other.tell({"closed": self.closed})
+        elif agent in self.members and not self.is_broken:
+            self.break_round(f"{agent} is gone", now_s)
+        self.tick(now_s)
+
+    def break_round(self, reason: str, now_s: float) -> None:
+        """Let all members end their workers and come to meet."""
+        self.is_broken, self._broken_s = True, now_s
+        for agent in self.members:
+            member = self._here.get(agent)
+            if member is not None and member.joined_s is None:
+                member.tell({"broken": reason})
+
+    def demand(self, least: int, now_s: float) -> None:
+        """Let rounds of fewer than ``least`` agents wait for more, the one that runs too."""
+        self.rules = replace(self.rules, least=least)
+        if not self.is_broken and len(self.members) < least:
+            self.break_round(f"{len(self.members)} agents are fewer than min_ranks {least}", now_s)
+
+    def close(self, reason: str) -> None:
+        """End the job with a reason."""
+        self.closed = reason
+        for member in list(self._here.values()):
+            member.tell({"closed": reason})
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether agents wait for a round."""
+        return any(one.joined_s is not None for one in self._here.values())
+
+    def redirect(self, address: list[object]) -> None:
+        """Send all who wait to another server."""
+        for name, one in list(self._here.items()):
+            if one.joined_s is not None:
+                self._here.pop(name).tell({"redirect": address})
+
+    @property
+    def newcomers(self) -> list[str]:
+        """Agents that wait while a round runs."""
+        return [] if self.is_broken else [name for name, one in self._here.items() if one.joined_s is not None]
+
+    def tick(self, now_s: float) -> None:
+        """Begin a round if it is time; give up on those who do not come."""
+        for agent, since_s in list(self._awaited_s.items()):
+            if now_s - since_s > self.rules.attach_s:
+                del self._awaited_s[agent]
+                if not self.is_broken:
+                    self.break_round(f"{agent} has not come back", now_s)
+        if self.closed is not None or not self.is_broken:
+            return
+        running = [name for name in self.members if (one := self._here.get(name)) and one.joined_s is None]
+        if running and now_s - self._broken_s > self.rules.rejoin_s:
+            for name in running:
+                self._here.pop(name).tell({"closed": f"it did not come to meet within {self.rules.rejoin_s:.0f} s"})
+            running = []
+        waiting = [name for name, one in self._here.items() if one.joined_s is not None]
+        if running or not waiting or self._awaited_s:
+            return
+        first_s = min(one.joined_s for one in self._here.values() if one.joined_s is not None)
+        if self._may_begin(len(waiting), now_s - first_s):
+            self._begin(waiting, now_s)
+        elif now_s - first_s > self.rules.wait_s:
+            least = max(self.rules.least, self._half + 1)
+            self.close(
+                f"{len(waiting)} of at least {least} agents were there for {self.rules.wait_s:.0f} s. "
+                "Their state stays in memory: start the same command again on enough nodes, or with a smaller "
+                "--min-ranks."
+            )
+
+    def _may_begin(self, count: int, waited_s: float) -> bool:
+        if count < self.rules.least or count <= self._half:
+            return False
+        if self.number or count >= (self.rules.start or 10**9):
+            return True
+        return waited_s > self.rules.patience_s
+
+    def _begin(self, waiting: list[str], now_s: float) -> None:
+        self.number += 1
+        self._half = 0
+        self.members = sorted(waiting, key=lambda name: (str(self._here[name].info.get("node")), name))
+        self.is_broken = False
+        listed = {"number": self.number, "members": self.members, "infos": [self._here[m].info for m in self.members]}
+        for rank, name in enumerate(self.members):
+            self._here[name].joined_s = None
+            self._here[name].tell({"round": {**listed, "rank": rank}})
+
+    def pass_on(self, message: Message) -> None:
+        """Tell all members something that one of them has said, such as where the store of the round is."""
+        for name in self.members:
+            if (member := self._here.get(name)) is not None:
+                member.tell(message)
+
+    def _difference(self, agent: str, info: Message) -> str | None:
+        """Why a newcomer does not fit those who are there."""
+        for name, member in self._here.items():
+            theirs, own = member.info.get("terms", {}), info.get("terms", {})
+            if name != agent and (differing := [key for key in {**theirs, **own} if theirs.get(key) != own.get(key)]):
+                key = sorted(differing)[0]
+                return (
+                    f"{agent} cannot join: its {key} is {own.get(key)!r}, and that of {name} is {theirs.get(key)!r}. "
+                    "All agents need the same; the job that runs goes on without it."
+                )
+        return None
+
+    def _may_go_on(self, last: Message, number: int) -> bool:
+        """End the job where workers refuse, or fail in the same way without a step in between."""
+        error, step = last.get("error"), int(last.get("step", -1))
+        if not error:
+            return True
+        before, step_before = self._failures.get(error, (number, -1))
+        if last.get("is_refusal"):
+            self.close(error)
+            return False
+        if before < number and step <= step_before:
+            self.close(f"the same error ended the workers twice at step {max(step, 0)}: {error}")
+            return False
+        self._failures[error] = number, step
+        return True

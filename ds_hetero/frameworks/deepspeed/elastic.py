@@ -1,0 +1,272 @@
+"""An engine of an elastic job: what its state is, when it is saved, and how a new world puts it back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.start_text import announce
+from ds_hetero.elastic.state.content import Content
+from ds_hetero.elastic.state.restart import Kept, find_newest
+from ds_hetero.elastic.state.snapshots import SaveRules, Snapshots
+from ds_hetero.elastic.worker import Worker, own_worker
+from ds_hetero.errors import CheckpointError, ConfigError
+from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
+from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory
+from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
+from ds_hetero.values.section import SECTION, ElasticSection
+
+logger = logging.getLogger(__name__)
+
+Objects = Mapping[str, Any]  # with ``state_dict`` and ``load_state_dict``, by a name of the script's
+
+_latest: weakref.ref[ElasticEngine] | None = None
+
+
+class ElasticEngine:
+    """An engine whose state outlives its process.
+
+    Args:
+        engine: DeepSpeed's.
+        worker: this process.
+        section: ``"elastic"`` of the configuration, or its defaults.
+    """
+
+    def __init__(self, engine: Any, worker: Worker, section: ElasticSection) -> None:
+        _expect_supported(engine)
+        self._engine, self._worker, self._section = weakref.ref(engine), worker, section
+        self._model = _fingerprint(engine)
+        self._group = dist.new_group(backend="gloo")
+        self._objects: Objects = {}
+        self._begin_s = time.perf_counter()
+        self.snapshots: Snapshots | None = None
+
+    def resume(self, objects: Objects) -> int | None:
+        """Put back the newest save, and save from here on.
+
+        Args:
+            objects: of the script, that are a part of its state.
+
+        Returns:
+            The step that the job goes on from; None where it begins.
+
+        Caller: every rank, once.
+        """
+        if self.snapshots is not None:
+            raise ConfigError("handle.elastic was called twice for one engine.")
+        for name, one in objects.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise ConfigError(
+                    f"handle.elastic cannot keep {name!r}: a {type(one).__name__} has no state_dict and "
+                    "load_state_dict."
+                )
+        self._objects = dict(objects)
+        self._demand()
+        kept = find_newest(self._worker, self._group, self._model)
+        if kept is not None:
+            self._put_back(kept)
+        start = [f"{time.time_ns():020d}-{secrets.token_hex(4)}"]
+        dist.broadcast_object_list(start, 0, group=self._group)
+        self.snapshots = Snapshots(
+            self._worker,
+            self._group,
+            SaveRules(
+                model=self._model,
+                start=start[0],
+                every_steps=self._section.every_steps,
+                copies=self._section.copies,
+                notice_s=self._section.notice_s,
+                resumed=None if kept is None else kept.save,
+            ),
+            self._take,
+            self._say,
+        )
+        self._say_begin(kept)
+        return None if kept is None else kept.save.step
+
+    def before_step(self) -> None:
+        """Wait until the step may change what is being saved.
+
+        Raises:
+            ConfigError: the script has not said what to resume.
+        """
+        if self.snapshots is None:
+            raise ConfigError(
+                "this job is elastic, but its script does not say what to resume: call handle.elastic(loader) before "
+                "the first step of a loop of your own. The HF Trainer, TRL and accelerate cannot be elastic yet: start "
+                "them without --elastic."
+            )
+        self.snapshots.before_step()
+
+    def after_step(self, step: int) -> None:
+        """Commit and save what is due; see `Snapshots.after_step`."""
+        assert self.snapshots is not None
+        self.snapshots.after_step(step)
+
+    def leave_if_due(self) -> None:
+        """Between two steps: end, if all ranks have agreed to; see `Snapshots.leave_if_due`."""
+        if self.snapshots is not None:
+            self.snapshots.leave_if_due()
+
+    def _demand(self) -> None:
+        """Tell the keepers what the section asks for."""
+        least, gib = self._section.min_ranks, self._section.memory_gib
+        try:
+            if least is not None and dist.get_rank() == 0:
+                self._worker.ask_meeting({"do": "demand", "least": least})
+            if gib is not None:
+                self._worker.ask_keeper({"do": "demand", "memory_bytes": int(gib * 2**30)})
+        except OSError as error:
+            logger.warning("the keeper does not take what the section asks for: %s", error)
+
+    def _take(self) -> Content:
+        """This rank's state, by reference but for what may change before the next step."""
+        engine = self._engine()
+        assert engine is not None
+        at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
+        device = get_accelerator()
+        with parts_in_memory(engine) as parts:
+            return Content(
+                {
+                    "parts": parts,
+                    "batch": engine.train_batch_size(),
+                    "objects": {name: one.state_dict() for name, one in self._objects.items()},
+                    "random": process_states(),
+                    "device_random": None if device.device_name() == "cpu" else device.get_rng_state(),
+                },
+                at_once,
+            )
+
+    def _put_back(self, kept: Kept) -> None:
+        engine = self._engine()
+        assert engine is not None
+        rank = dist.get_rank()
+        own = kept.contents[rank if rank < kept.save.world_size else 0]
+        if own["batch"] != engine.train_batch_size():
+            raise CheckpointError(
+                f"the job was saved with {own['batch']} samples in a global batch, and has {engine.train_batch_size()} "
+                f"with these {dist.get_world_size()} ranks: it would not train as one process. Let the number of ranks "
+                "not change the batch: one replica over all ranks, or samples that divide among any number of them."
+            )
+        if own["objects"].keys() != self._objects.keys():
+            raise CheckpointError(
+                f"the job was saved with {sorted(own['objects'])} as its own state, and handle.elastic was given "
+                f"{sorted(self._objects)}. Give it the same names."
+            )
+        load_parts(engine, {name: state for content in kept.contents for name, state in content["parts"].items()})
+        for name, one in self._objects.items():
+            one.load_state_dict(own["objects"][name])
+        set_process_states(own["random"])
+        if own["device_random"] is not None and get_accelerator().device_name() != "cpu":
+            get_accelerator().set_rng_state(own["device_random"])
+
+    def _say_begin(self, kept: Kept | None) -> None:
+        seconds = {"prepared_s": round(time.perf_counter() - self._begin_s, 3)}
+        if kept is None:
+            self._say("begin", round=self._worker.round_number, **seconds)
+            return
+        self._say(
+            "resume",
+            round=self._worker.round_number,
+            step=kept.save.step,
+            ranks=f"{kept.save.world_size} -> {dist.get_world_size()}",
+            fetched_bytes=kept.fetched_bytes,
+            found_s=round(kept.seconds, 3),
+            **seconds,
+        )
+
+    def _say(self, kind: str, **details: object) -> None:
+        """Say an event on rank 0, and have the keepers remember it."""
+        if dist.get_rank() != 0:
+            return
+        announce(f"elastic: {kind}, {', '.join(f'{name} {value}' for name, value in details.items())}")
+        event = {"kind": kind, "time": time.time(), "ranks": dist.get_world_size(), **details}
+        with contextlib.suppress(OSError):  # it was said above
+            self._worker.ask_meeting({"do": "event", "event": json.loads(json.dumps(event, default=str))})
+
+
+def prepare(engine: Any, start: JobStart) -> ElasticEngine | None:
+    """Make an engine elastic if its job is; None where it is not.
+
+    Caller: every rank.
+
+    Raises:
+        ConfigError: the section asks for it in a job that is not elastic, or the engine cannot be; on every rank.
+    """
+    global _latest
+    worker, section = own_worker(), start.section
+    if worker is None:
+        if section.elastic is not None:
+            raise ConfigError(
+                f'"{SECTION}.elastic" needs a launcher that starts ranks again: python -m ds_hetero.run --elastic '
+                "SCRIPT on every node, or torchrun --rdzv-backend ds_hetero. Leave the key out under others."
+            )
+        return None
+    if len(start.plan.pipelines) > 1 or section.batch is not None:
+        refuse_other_engines("a plan of several replicas, whose global batch would change with the number of ranks,")
+    if _latest is not None and _latest() is not None:
+        raise ConfigError("an elastic job trains one engine; this process has made a second one.")
+    job = ElasticEngine(engine, worker, section.elastic or ElasticSection())
+    _latest = weakref.ref(job)
+    return job
+
+
+def refuse_other_engines(what: str) -> None:
+    """Refuse to begin an elastic job with an engine whose state would be lost.
+
+    Raises:
+        ConfigError: the job is elastic.
+    """
+    if own_worker() is not None:
+        raise ConfigError(
+            f"{what} cannot be kept by an elastic job yet: it would begin anew after a fault. Start it without "
+            "--elastic."
+        )
+
+
+def save_after_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the engine's step: wait for copies before it; commit and save after an optimizer step."""
+    if hooked.elastic is None:
+        return step(*args, **kwargs)
+    hooked.elastic.before_step()
+    before = hooked.engine.global_steps
+    result = step(*args, **kwargs)
+    if hooked.engine.global_steps > before:
+        hooked.elastic.after_step(hooked.engine.global_steps)
+    return result
+
+
+def _expect_supported(engine: Any) -> None:
+    stage = engine.zero_optimization_stage()
+    offload = engine.zero_offload_optimizer(), engine.zero_offload_param()
+    refused = {
+        "offloading to NVMe": any(one is not None and str(one.device).endswith("nvme") for one in offload),
+        "ZeRO-3 with hpZ": engine.zero_hpz_partition_size() > 1,
+        "mixtures of experts of DeepSpeed's own": engine.has_moe_layers,
+        "universal checkpoints": engine.load_universal_checkpoint(),
+        "ZeRO-0 in bf16 or fp16": stage == 0 and (engine.bfloat16_enabled() or engine.fp16_enabled()),
+        "an engine without an optimizer": engine.optimizer is None,
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{name} cannot be kept by an elastic job yet. Start it without --elastic.")
+
+
+def _fingerprint(engine: Any) -> str:
+    """Of names and shapes of the parameters, and of the stage: what a save must agree in to be loaded."""
+    shapes = [
+        (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), str(parameter.dtype), parameter.requires_grad)
+        for name, parameter in engine.module.named_parameters()
+    ]
+    return hashlib.sha256(repr((engine.zero_optimization_stage(), shapes)).encode()).hexdigest()[:16]

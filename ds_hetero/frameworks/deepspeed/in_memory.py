@@ -1,0 +1,114 @@
+"""A checkpoint of DeepSpeed's that is no files: its parts are taken by reference, and loaded from memory.
+
+DeepSpeed's own methods say what belongs to a checkpoint and put it back, through their checkpoint engine; so any layout
+of the parts loads under any other, as from disk.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ds_hetero.errors import CheckpointError
+from ds_hetero.frameworks.deepspeed.protocols import Engine
+
+_TAG = "memory"
+
+_states: dict[str, dict[str, Any]] = {}  # of the checkpoint that is being loaded, by path
+
+
+def state_in_memory(path: str) -> dict[str, Any] | None:
+    """The state that stands for a file; None where the file is one."""
+    return _states.get(path)
+
+
+def is_in_memory() -> bool:
+    """Whether the checkpoint that is being loaded is no files."""
+    return bool(_states)
+
+
+class _Taker:
+    """Stands in for DeepSpeed's checkpoint engine while a state is taken, or put back."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+        self.parts: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep a reference to what would be written."""
+        self.parts[os.path.basename(path)] = state_dict
+
+    def load(self, path: str, map_location: object = None) -> Any:
+        """Return what would be read."""
+        state = state_in_memory(path)
+        return self._stock.load(path, map_location=map_location) if state is None else state
+
+    def makedirs(self, *_: object, **__: object) -> None:
+        """Nothing is written."""
+
+
+@contextmanager
+def _in_place(engine: Any) -> Iterator[_Taker]:
+    stock, taker = engine.checkpoint_engine, _Taker(engine.checkpoint_engine)
+    engine.checkpoint_engine = taker
+    try:
+        yield taker
+    finally:
+        engine.checkpoint_engine = stock
+
+
+@contextmanager
+def parts_in_memory(engine: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a checkpoint that this rank would write, by file name: references, valid until the next step.
+
+    With ZeRO-3 the parameters that it holds gathered are put away inside, and gathered again at the end.
+
+    Caller: every rank.
+    Collectives: with ZeRO-3 and unequal weights, those of `equal_shards`; with ZeRO-3, a gather at the end.
+    """
+    kind = type(engine)
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    try:
+        with _in_place(engine) as taker:
+            kind._save_checkpoint(engine, "", _TAG, client_state={})
+            if engine.save_zero_checkpoint:
+                copy_script, engine._copy_recovery_script = engine._copy_recovery_script, lambda *_: None
+                try:
+                    kind._save_zero_checkpoint(engine, "", _TAG)
+                finally:
+                    engine._copy_recovery_script = copy_script
+        yield taker.parts
+    finally:
+        if engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+
+
+def load_parts(engine: Engine, parts: Mapping[str, Any]) -> None:
+    """Load a checkpoint whose files are ``parts``, by name.
+
+    Caller: every rank.
+    Collectives: those of DeepSpeed's ``load_checkpoint``.
+
+    Raises:
+        CheckpointError: it is of another model, or of another ZeRO stage; on every rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder, _in_place(engine):
+        (Path(folder) / _TAG).mkdir()
+        try:
+            for name, state in parts.items():
+                path = Path(folder, _TAG, name)
+                path.touch()  # DeepSpeed and the hooks ask whether it is there
+                _states[str(path)] = state
+            loaded, _ = type(engine).load_checkpoint(engine, folder, _TAG)  # type: ignore[attr-defined]
+        finally:
+            _states.clear()
+    if loaded is None:
+        raise CheckpointError("DeepSpeed did not load the state that was kept in memory; its message is above.")

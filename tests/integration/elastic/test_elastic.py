@@ -1,0 +1,68 @@
+"""A job of three emulated nodes whose parts are killed for real; every step is compared with one process."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.elastic.__main__ import FaultRun
+from benchmarks.elastic.nodes import Cluster, warm_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+EVERY = 2
+
+
+@pytest.fixture(scope="module")
+def warm_socket(tmp_path_factory):
+    with warm_server(tmp_path_factory.mktemp("warm")) as path:
+        yield path
+
+
+@pytest.mark.parametrize(
+    ("stage", "faults"), [(1, ("worker", "node", "join", "keeper")), (3, ("twice", "notice", "join"))]
+)
+def test_a_job_goes_on_exactly_after_every_fault(tmp_path, warm_socket, stage, faults):
+    cluster = Cluster(tmp_path, [1, 1, 1], ["--stage", str(stage), "--every", str(EVERY)], warm_socket)
+    try:
+        run = FaultRun(cluster, random.Random(stage), EVERY, limit_s=90)
+        assert run.start(), _logs(cluster)
+        for fault in faults:
+            line = run.give(fault)
+            assert not line["hang"], (line, _logs(cluster))
+            assert line["lost_steps"] <= (0 if fault in ("notice", "keeper") else 2 * EVERY - 1), line
+            assert line["steps_missing"] == 0, line
+            # float32, whose rounding differs with the number of ranks
+            assert line["loss_difference"] < 1e-6 and line["parameter_difference"] < 1e-7, line
+    finally:
+        cluster.end()
+
+
+def _logs(cluster):
+    return {path.name: path.read_text()[-1500:] for path in cluster.folder.glob("*.log")}
+
+
+def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed, torch, ds_hetero\n"
+        'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+        "ds_hetero.register()\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        'deepspeed.initialize(model=model, config={"train_batch_size": 1})\n'
+    )
+    cluster = Cluster(tmp_path, [1], [], warm_socket)
+    options = ["--elastic", "--job", cluster.job, "--node", "n0", "--ranks", "1", "--warm", str(warm_socket)]
+    job = subprocess.run(
+        [sys.executable, "-m", "ds_hetero.run", *options, str(script)],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    cluster.end()
+    assert job.returncode == 2, job.stderr
+    assert job.stderr.rstrip().splitlines()[-1].endswith("Start it without --elastic."), job.stderr
+    assert 'an engine without a "heterogeneity" section cannot be kept' in job.stderr

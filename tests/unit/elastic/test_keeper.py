@@ -1,0 +1,208 @@
+"""Keepers over real sockets of this machine, each in a thread."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import zlib
+from dataclasses import asdict, replace
+
+import pytest
+
+from ds_hetero.elastic.node.keeper import Keeper, ask, fetch
+from ds_hetero.elastic.node.meeting import MeetingRules
+from ds_hetero.elastic.node.place import NODE, TOKEN, NodePlace, token_of
+from ds_hetero.elastic.node.wire import WireError, connect
+from ds_hetero.elastic.state.segments import Header, Save, SegmentFile, is_undamaged, read_header
+from ds_hetero.errors import ConfigError
+
+TOKEN_BYTES = b"t" * 32
+SAVE = Save(step=4, start="1", world_size=2)
+
+
+@pytest.fixture
+def keepers(tmp_path):
+    made = []
+
+    def make(node="n0", memory_bytes=None):
+        place = NodePlace(job="job", node=node, folder=tmp_path / node)
+        place.make()
+        keeper = Keeper(place, TOKEN_BYTES, MeetingRules(least=1, start=1), memory_bytes)
+        listener = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=keeper.serve, args=(listener,), daemon=True)
+        thread.start()
+        made.append((keeper, listener, thread))
+        return keeper, listener.getsockname()[:2]
+
+    yield make
+    for keeper, listener, thread in made:
+        keeper.has_ended.set()
+        thread.join(5)
+        listener.close()
+
+
+def _write(keeper, name, content=b"content", **changes):
+    fields = {"job": "job", "model": "m", "save": SAVE, "rank": 0}
+    header = Header(**{**fields, **changes}, end_bytes=len(content), crc32=zlib.crc32(content), index_bytes=0)
+    file = SegmentFile(keeper.place.folder / name)
+    room = file.begin(len(content))
+    room[:] = content
+    room.release()
+    file.finish(header)
+    file.close()
+    return header
+
+
+def test_a_segment_is_pushed_listed_and_fetched(keepers, tmp_path):
+    (one, at_one), (two, at_two) = keepers("n0"), keepers("n1")
+    content = bytes(range(256)) * 20_000  # several chunks
+    header = _write(one, "own-a-A.seg", content)
+    push = {"do": "push", "name": "own-a-A.seg", "to": at_two, "as": "from-a-A.seg"}
+    assert ask(at_one, TOKEN_BYTES, push) == {"stored": True}
+    (listed,) = ask(at_two, TOKEN_BYTES, {"do": "list"})["segments"]
+    assert listed == {"name": "from-a-A.seg", **asdict(header)}
+    assert fetch(at_two, TOKEN_BYTES, "from-a-A.seg", tmp_path / "got.seg") == header
+    assert (tmp_path / "got.seg").read_bytes()[4096:] == content
+    _write(one, "own-a-A.seg", b"newer", save=replace(SAVE, step=6))
+    ask(at_one, TOKEN_BYTES, push)
+    assert read_header(two.place.folder / "from-a-A.seg").save.step == 6
+
+
+def test_another_token_is_refused_on_either_side(keepers):
+    _, address = keepers()
+    with pytest.raises(OSError, match="closed"):
+        ask(address, b"x" * 32, {"do": "list"})
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def pretend():
+            connected, _ = impostor.accept()
+            connected.sendall(b'{"question": "1"}\n')
+            connected.recv(1000)
+            connected.sendall(b'{"answer": "whatever"}\n')
+            with contextlib.suppress(OSError):
+                connected.recv(1)
+            connected.close()
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(WireError, match="another token"):
+            connect(*impostor.getsockname()[:2], TOKEN_BYTES, 5)
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ({"do": "get", "name": "../secret.seg"}, "no name"),
+        ({"do": "get", "name": "none.seg"}, "not whole"),
+        ({"do": "put", "name": "x.seg", "header": "00"}, "not sound"),
+        ({"do": "put", "name": "x.seg"}, "header"),
+        ({"do": "_answer"}, "no request"),
+        ({"do": "free", "kept": {"step": 1}}, "missing"),
+        ({}, "no request"),
+    ],
+)
+def test_nonsense_is_answered_and_harms_nothing(keepers, message, answer):
+    keeper, address = keepers()
+    header = _write(keeper, "own-a-A.seg")
+    with pytest.raises(WireError, match=answer):
+        ask(address, TOKEN_BYTES, message)
+    assert read_header(keeper.place.folder / "own-a-A.seg") == header
+
+
+def test_a_copy_that_is_cut_off_or_damaged_does_not_count(keepers):
+    keeper, address = keepers()
+    header = Header(job="job", model="m", save=SAVE, rank=1, end_bytes=8, crc32=zlib.crc32(b"12345678"), index_bytes=0)
+    for sent in (b"1234", b"1234567X"):
+        wire = connect(*address, TOKEN_BYTES, 5)
+        wire.send({"do": "put", "name": "from-b-A.seg", "header": header.to_bytes().hex()})
+        assert wire.receive() == {"ready": True}
+        wire.socket.sendall(sent)
+        if len(sent) == 8:
+            assert "checksum" in wire.receive()["error"]
+        wire.close()
+        assert read_header(keeper.place.folder / "from-b-A.seg") is None
+    assert ask(address, TOKEN_BYTES, {"do": "list"})["segments"] == []
+
+
+def test_a_copy_of_another_job_or_without_room_is_refused(keepers):
+    (one, at_one), (_, at_two) = keepers("n0"), keepers("n1", memory_bytes=10_000)
+    push = {"do": "push", "to": at_two, "as": "from-a-A.seg"}
+    _write(one, "own-a-A.seg", job="other")
+    with pytest.raises(WireError, match="another job"):
+        ask(at_one, TOKEN_BYTES, {**push, "name": "own-a-A.seg"})
+    _write(one, "own-a-B.seg", bytes(20_000))
+    with pytest.raises(WireError, match=r"24,096 bytes do not fit into 10,000"):
+        ask(at_one, TOKEN_BYTES, {**push, "name": "own-a-B.seg"})
+
+
+def test_what_is_older_than_a_save_is_freed_but_not_what_is_written_again(keepers):
+    keeper, address = keepers()
+    _write(keeper, "own-a-A.seg", save=replace(SAVE, step=2))
+    _write(keeper, "own-gone-A.seg", save=replace(SAVE, step=2))
+    _write(keeper, "from-b-A.seg", save=replace(SAVE, step=2))
+    _write(keeper, "from-b-B.seg")
+    _write(keeper, "got-1.seg", save=replace(SAVE, step=2))
+    ask(address, TOKEN_BYTES, {"do": "free", "kept": asdict(SAVE), "in_use": ["own-a-"]})
+    assert sorted(path.name for path in keeper.place.folder.glob("*.seg")) == ["from-b-B.seg", "own-a-A.seg"]
+    ask(address, TOKEN_BYTES, {"do": "free"})
+    assert list(keeper.place.folder.glob("*.seg")) == []
+
+
+def test_the_meeting_is_served_and_a_lost_connection_breaks_it(keepers):
+    keeper, address = keepers()
+    keeper.meeting.rules = MeetingRules(least=1, start=2)
+    hello = {"do": "meet", "round": {"number": 0, "members": []}, "last": {}}
+    one, two = (connect(*address, TOKEN_BYTES, 5) for _ in range(2))
+    one.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
+    two.send({**hello, "agent": "b", "info": {"node": "b", "terms": {}}})
+    assert one.receive()["round"]["members"] == two.receive()["round"]["members"] == ["a", "b"]
+    one.send({"do": "store", "store": ["host", 1], "number": 1})
+    assert two.receive() == one.receive() == {"store": ["host", 1], "number": 1}
+    one.close()
+    assert "broken" in two.receive()
+    assert ask(address, TOKEN_BYTES, {"do": "status"})["is_broken"]
+    two.close()
+
+
+def test_the_keeper_runs_without_torch():
+    code = "import ds_hetero.elastic.node.keeper, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_and_secrets_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="name of a node"):
+        NodePlace.of_environment({"DS_HETERO_ELASTIC_JOB": "j", NODE: "../x"})
+    with pytest.raises(ConfigError, match="16 characters"):
+        token_of("job", {TOKEN: "short"})
+    kept = token_of("job", {"XDG_CACHE_HOME": str(tmp_path)})
+    assert (
+        kept == token_of("job", {"XDG_CACHE_HOME": str(tmp_path)}) != token_of("b", {"XDG_CACHE_HOME": str(tmp_path)})
+    )
+    assert (tmp_path / "ds_hetero/elastic-token").stat().st_mode & 0o077 == 0
+
+
+def test_damage_in_a_fetched_segment_is_an_error(keepers, tmp_path):
+    keeper, address = keepers()
+    header = _write(keeper, "own-a-A.seg")
+    raw = bytearray((keeper.place.folder / "own-a-A.seg").read_bytes())
+    raw[4100] ^= 1
+    (keeper.place.folder / "own-a-A.seg").write_bytes(raw)
+    with pytest.raises(WireError, match="damaged"):
+        fetch(address, TOKEN_BYTES, "own-a-A.seg", tmp_path / "got.seg")
+    assert not is_undamaged(keeper.place.folder / "own-a-A.seg", header)
+
+
+def test_a_newcomer_is_sent_to_the_keeper_where_the_round_is(keepers):
+    (one, at_one), (_, at_two) = keepers("n0"), keepers("n1")
+    hello = {"do": "meet", "round": {"number": 0, "members": []}, "last": {}}
+    running = connect(*at_two, TOKEN_BYTES, 5)
+    running.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
+    assert "round" in running.receive()
+    one.meeting.rules = MeetingRules(least=1, start=2)  # a round would begin there after a while
+    one.place.write("keeper.json", {"host": at_one[0], "port": at_one[1]})
+    one.place.write("meeting-n0-0.json", {"host": at_two[0], "port": at_two[1]})
+    newcomer = connect(*at_one, TOKEN_BYTES, 5)
+    newcomer.send({**hello, "agent": "b", "info": {"node": "b", "terms": {}}})
+    assert newcomer.receive() == {"redirect": list(at_two)}
+    running.close()
+    newcomer.close()

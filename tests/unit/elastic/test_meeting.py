@@ -1,0 +1,210 @@
+from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
+
+NEW = {"number": 0, "members": []}
+
+
+class Agent:
+    def __init__(self, meeting, name, terms=None):
+        self.meeting, self.name, self.heard, self.round_ = meeting, name, [], NEW
+        self.info = {"node": name, "address": "here", "terms": terms or {"release": "1"}}
+        self.tell = self.heard.append
+
+    def join(self, now_s, **last):
+        self.meeting.join(self.name, self.info, last, self.round_, self.tell, now_s)
+        self._note()
+        return self
+
+    def attach(self, now_s):
+        self.meeting.attach(self.name, self.info, self.round_, self.tell, now_s)
+        return self
+
+    def leave(self, now_s, **how):
+        self.meeting.drop(self.name, self.tell, now_s, **how)
+
+    def _note(self):
+        rounds = [message["round"] for message in self.heard if "round" in message]
+        self.round_ = rounds[-1] if rounds else NEW
+
+    def last(self):
+        self._note()
+        return self.heard[-1] if self.heard else None
+
+
+def _three(rules=None):
+    meeting = AgentMeeting(rules or MeetingRules(least=2, start=3))
+    agents = [Agent(meeting, name) for name in "bac"]
+    for agent in agents:
+        agent.join(0.0)
+    for agent in agents:
+        agent.last()
+    return meeting, *agents
+
+
+def test_the_first_round_begins_with_all_in_order_of_names():
+    meeting = AgentMeeting(MeetingRules(least=2, start=3))
+    first, second = Agent(meeting, "b").join(0.0), Agent(meeting, "a").join(1.0)
+    assert first.heard == second.heard == []
+    third = Agent(meeting, "c").join(2.0)
+    assert [one.last()["round"]["rank"] for one in (second, first, third)] == [0, 1, 2]
+    assert third.last()["round"]["members"] == ["a", "b", "c"]
+
+
+def test_the_first_round_begins_with_the_least_after_a_while():
+    meeting = AgentMeeting(MeetingRules(least=2, start=3, patience_s=30))
+    first, _ = Agent(meeting, "a").join(0.0), Agent(meeting, "b").join(1.0)
+    meeting.tick(29.0)
+    assert first.heard == []
+    meeting.tick(31.0)
+    assert first.last()["round"]["members"] == ["a", "b"]
+
+
+def test_a_lost_agent_breaks_the_round_and_the_rest_meets_at_once():
+    _, b, a, c = _three()
+    c.leave(5.0)
+    assert "broken" in a.last() and "broken" in b.last()
+    a.join(6.0)
+    assert "round" not in a.last()  # b is connected and has not come
+    b.join(6.5)
+    assert a.last()["round"] == {**b.last()["round"], "rank": 0} and a.last()["round"]["members"] == ["a", "b"]
+
+
+def test_workers_that_ended_break_the_round_for_all():
+    _, b, a, c = _three()
+    b.join(5.0)
+    assert "broken" in a.last() and "broken" in c.last() and "broken" not in b.last()
+    c.join(5.1)
+    a.join(5.2)
+    assert b.last()["round"]["number"] == 2
+
+
+def test_a_newcomer_waits_until_the_round_is_broken():
+    meeting, b, a, c = _three()
+    d = Agent(meeting, "d").join(4.0)
+    assert d.heard == [] and meeting.newcomers == ["d"]
+    for agent in (a, b, c):  # they leave at a commit
+        agent.join(5.0)
+    assert d.last()["round"]["members"] == ["a", "b", "c", "d"] and meeting.newcomers == []
+
+
+def test_a_newcomer_with_other_terms_is_refused_and_disturbs_nobody():
+    meeting, b, a, c = _three()
+    d = Agent(meeting, "d", {"release": "2"}).join(4.0)
+    assert "'2'" in d.last()["closed"] and "release" in d.last()["closed"]
+    assert meeting.closed is None and all("closed" not in agent.last() for agent in (a, b, c))
+
+
+def test_who_comes_back_on_another_connection_is_not_dropped_with_the_old_one():
+    meeting, b, *_ = _three()
+    old = b.tell
+    b.heard, b.tell = [], lambda message: b.heard.append(message)
+    b.attach(3.0)
+    meeting.drop("b", old, 3.1)
+    assert not meeting.is_broken
+
+
+def test_too_few_wait_and_then_the_job_ends_with_the_reason():
+    meeting, b, a, c = _three(MeetingRules(least=2, start=3, wait_s=100))
+    a.leave(1.0)
+    b.leave(1.0)
+    c.join(2.0)
+    meeting.tick(50.0)
+    assert "closed" not in c.last()
+    meeting.tick(103.0)
+    assert "1 of at least 2" in c.last()["closed"] and "memory" in c.last()["closed"]
+
+
+def test_the_least_may_be_raised_while_a_round_runs():
+    meeting, _, a, _ = _three()
+    meeting.demand(4, 5.0)
+    assert "min_ranks 4" in a.last()["broken"]
+
+
+def test_a_member_that_does_not_come_is_left_behind():
+    meeting, b, a, c = _three(MeetingRules(least=1, start=3, rejoin_s=45))
+    c.leave(1.0)
+    a.join(2.0)
+    meeting.tick(40.0)
+    assert "round" not in a.last()
+    meeting.tick(47.0)
+    assert a.last()["round"]["members"] == ["a"] and "closed" in b.last()
+
+
+def test_a_refusal_ends_the_job_for_all():
+    _, b, a, c = _three()
+    b.join(3.0, error="ConfigError: no", is_refusal=True, step=-1)
+    assert all(agent.last() == {"closed": "ConfigError: no"} for agent in (a, b, c))
+
+
+def test_one_error_twice_without_a_step_ends_the_job_and_errors_of_one_round_count_once():
+    _, b, a, c = _three()
+    for agent in (a, b, c):
+        agent.join(3.0, error="ValueError: x", step=7)
+    assert a.last()["round"]["number"] == 2
+    for agent in (b, c):
+        agent.last()
+    a.join(9.0, error="ValueError: x", step=7)
+    assert "twice at step 7" in c.last()["closed"]
+
+
+def test_one_error_again_after_further_steps_does_not():
+    _, b, a, c = _three()
+    for step in (7, 9, 12):
+        for agent in (a, b, c):
+            agent.join(3.0, error="ValueError: x", step=step)
+        for agent in (a, b, c):
+            assert "round" in agent.last()
+
+
+def test_after_a_good_end_nobody_begins_again():
+    _, b, a, c = _three()
+    a.leave(9.0, is_done=True)
+    assert "broken" not in b.last()
+    c.join(9.5)
+    assert c.last() == {"closed": "the job has ended well"}
+
+
+def _taken_over(rules, *, num_lost=1):
+    _, b, a, c = _three(MeetingRules(least=1, start=3))
+    other = AgentMeeting(rules)
+    left = [a, b, c][num_lost:]
+    for agent in left:
+        agent.meeting, agent.heard = other, [{"round": agent.round_}]
+        agent.tell = agent.heard.append
+    return other, left
+
+
+def test_another_server_goes_on_with_a_round_that_agents_bring():
+    other, (b, c) = _taken_over(MeetingRules(least=1, attach_s=6))
+    b.attach(10.0)
+    c.attach(11.0)
+    other.tick(12.0)
+    assert not other.is_broken
+    other.tick(17.0)
+    assert "a has not come back" in b.last()["broken"] and "broken" in c.last()
+    c.join(18.0)
+    b.join(18.1)
+    assert b.last()["round"]["members"] == ["b", "c"] and b.last()["round"]["number"] == 2
+
+
+def test_another_server_waits_for_members_that_may_still_come():
+    other, (b, c) = _taken_over(MeetingRules(least=1, attach_s=6))
+    b.join(10.0)
+    assert "round" not in b.heard[1:] and other.number == 1
+    c.join(12.0)
+    other.tick(15.0)
+    assert len(b.heard) == 1  # a may be about to come
+    other.tick(17.0)
+    assert b.last()["round"]["members"] == ["b", "c"]
+
+
+def test_less_than_half_does_not_go_on_at_another_server_unless_it_was_allowed():
+    other, (c,) = _taken_over(MeetingRules(least=1, wait_s=50), num_lost=2)
+    c.join(10.0)
+    other.tick(17.0)
+    assert len(c.heard) == 1
+    other.tick(61.0)
+    assert "1 of at least 2" in c.last()["closed"]
+    allowed, (c,) = _taken_over(MeetingRules(least=1, majority=False), num_lost=2)
+    c.join(10.0)
+    allowed.tick(17.0)
+    assert c.last()["round"]["members"] == ["c"]

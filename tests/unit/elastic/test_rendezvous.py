@@ -1,0 +1,36 @@
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from ds_hetero.elastic.node import rendezvous
+from ds_hetero.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", rendezvous.PRIVATE_NAMES)
+def test_private_names_still_exist(name):
+    module, _, attributes = name.partition(":")
+    owner = import_module(module)
+    for attribute in attributes.split("."):
+        owner = getattr(owner, attribute)
+
+
+def test_the_variable_that_spares_reads_of_the_dead_is_still_read():
+    api = import_module("torch.distributed.elastic.agent.server.api")
+    assert "TORCH_ELASTIC_WORKER_IDENTICAL" in Path(api.__file__).read_text()
+
+
+def test_torchrun_finds_the_handler_by_its_entry_point():
+    setup = (Path(__file__).parents[3] / "setup.cfg").read_text()
+    value = "ds_hetero.elastic.node.rendezvous:get_handler"
+    assert f"torchrun.handlers =\n    ds_hetero = {value}\n" in setup
+    assert EntryPoint("ds_hetero", value, "torchrun.handlers").load()() is rendezvous.create_handler
+
+
+@pytest.mark.parametrize("endpoint", ["", "host", "host:0", "host:x", ":12"])
+def test_an_endpoint_that_nobody_could_reach_is_refused(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_HETERO_ELASTIC_SHM", str(tmp_path))
+    with pytest.raises(ConfigError, match="--rdzv-endpoint must be HOST:PORT"):
+        rendezvous.create_handler(RendezvousParameters("ds_hetero", endpoint, "job", 1, 2))
