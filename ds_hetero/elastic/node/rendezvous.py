@@ -39,7 +39,6 @@ from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "ds_hetero"
 AGENT_BACKEND = "ds_hetero_agent"  # of our own agents, which need no entry point
 ENDED_WELL = "the job has ended well"
 PRIVATE_NAMES = (
@@ -65,9 +64,13 @@ class KeeperRendezvous(RendezvousHandler):
         endpoint: of the keeper that serves the meeting at first.
         address: under which other nodes reach this one.
         terms: what all agents must share.
+        backend: name under which it was asked for.
     """
 
-    def __init__(self, place: NodePlace, agent: str, endpoint: tuple[str, int], address: str, terms: Message) -> None:
+    def __init__(
+        self, place: NodePlace, agent: str, endpoint: tuple[str, int], address: str, terms: Message, backend: str
+    ) -> None:
+        self._backend = backend
         self._place, self._agent, self._address, self._terms = place, agent, address, terms
         self._token = token_of(place.job)
         # One that was killed goes where it was: the meeting may have left the keeper that it was begun at.
@@ -88,7 +91,7 @@ class KeeperRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """The name under which torchrun finds it."""
-        return BACKEND
+        return self._backend
 
     @property
     def use_agent_store(self) -> bool:
@@ -310,7 +313,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
         start_keeper(place, address, own_port, rules)
     agent = os.environ.get(place_of.AGENT) or f"{node}-0"
-    return KeeperRendezvous(place, agent, (host, int(port)), address, _terms())
+    return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
