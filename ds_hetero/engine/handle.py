@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -147,7 +147,7 @@ class Handle:
         calls = self._choose("dataloader")
         return calls.dataloader(dataloader, calls.device if device is None else torch.device(device), batches)
 
-    def elastic(self, loader: Any, extra: Mapping[str, object] | None = None) -> ElasticLoader:
+    def elastic(self, loader: object, extra: Mapping[str, object] | None = None) -> ElasticLoader:
         """Go on where the job was before ranks died or joined, and keep its state from here on; see docs/elastic.md.
 
         Call it on every rank, once, between ``deepspeed.initialize`` and the first step. In a job that is not elastic
