@@ -2,11 +2,13 @@
 
     plan = plan_of_batches([6, 2], training, world_size=2)     # replicas of one rank; 8 samples a micro-step
 
-A list says the samples of every rank's micro-batch. ``"by_speed"`` begins with equal ones and keeps their sum.
+A list says the samples of every rank's micro-batch. ``"by_speed"`` begins with batches by the memory of the devices and
+keeps their sum.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -17,18 +19,23 @@ from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import schedules_for_world
 from ds_hetero.values.section import SECTION
-from ds_hetero.values.splits import share
 
 _KEY = f'"{SECTION}.batch"'
 
 
-def plan_of_batches(batch: Sequence[int] | Literal["by_speed"], training: TrainingFacts, world_size: int) -> Plan:
+def plan_of_batches(
+    batch: Sequence[int] | Literal["by_speed"],
+    training: TrainingFacts,
+    world_size: int,
+    memory_bytes: Sequence[int] = (),
+) -> Plan:
     """Return the plan of replicas of one rank, whose micro-batches have these samples.
 
     Args:
         batch: of the section.
         training: of DeepSpeed's configuration.
         world_size: ranks of the job.
+        memory_bytes: of every rank's device, by which ``"by_speed"`` begins; equal batches where it is not known.
 
     Raises:
         ConfigError: there is not one number per rank, or the configuration says another global batch; or none, of which
@@ -42,8 +49,8 @@ def plan_of_batches(batch: Sequence[int] | Literal["by_speed"], training: Traini
                 f'{_KEY}: "by_speed" shares the global batch out, which the configuration does not say. Give '
                 '"train_micro_batch_size_per_gpu", the mean over the ranks, or "train_batch_size".'
             )
-        sizes = share(total, [1] * world_size)
-        if min(sizes) < 1:
+        sizes = balanced_batches(total, [1 / m for m in memory_bytes or [1] * world_size], [total] * world_size)
+        if sum(sizes) > total:
             raise ConfigError(
                 f'{_KEY}: "by_speed" has {total} samples for {world_size} ranks, of which every one takes at least '
                 "one. Make the global batch larger, or start fewer processes."
@@ -58,6 +65,27 @@ def plan_of_batches(batch: Sequence[int] | Literal["by_speed"], training: Traini
         _expect_total(sizes, training, steps, world_size)
     split = BatchSplit(micro_batch_sizes=sizes, micro_batches=(steps,) * world_size)
     return Plan.of_replicas(schedules_for_world(ulysses(1, 1, 1), world_size), split)
+
+
+def balanced_batches(total: int, s_per_sample: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Samples of every rank by which the slowest takes the least time; every rank gets one at least.
+
+    Samples are dealt out one by one to the rank that would have computed them first, which is the optimum.
+
+    Args:
+        total: samples of all ranks.
+        s_per_sample: seconds of one on every rank.
+        most: samples that the memory of every rank has room for; together at least ``total``.
+    """
+    sizes = [1] * len(most)
+    ends = [(2 * seconds, rank) for rank, seconds in enumerate(s_per_sample) if most[rank] > 1]
+    heapq.heapify(ends)
+    for _ in range(total - len(sizes)):
+        _, rank = heapq.heappop(ends)
+        sizes[rank] += 1
+        if sizes[rank] < most[rank]:
+            heapq.heappush(ends, ((sizes[rank] + 1) * s_per_sample[rank], rank))
+    return tuple(sizes)
 
 
 def as_whole(model: ModelFacts) -> ModelFacts:

@@ -22,6 +22,7 @@ from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.process.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.job.capabilities import requested_kernel
+from ds_hetero.job.monitoring.batch_search import BatchSearch
 from ds_hetero.job.monitoring.document_advice import DocumentAdvice
 from ds_hetero.job.monitoring.document_costs import CostRenewal, agree_on_placer
 from ds_hetero.job.monitoring.document_zones import DocumentZones
@@ -320,6 +321,8 @@ class Registry:
         documents = None if prepared.zones is None else DocumentObserver(prepared.zones, renewal)
         searches = wanted and not by_documents
         replanning = Replanning(start.plan, ScheduleSearch(start), change_plan) if searches else None
+        if start.section.changes_batches:
+            replanning = Replanning(start.plan, BatchSearch(start.section), change_plan)
         prepared.is_destroyed = False
         prepared.monitor = self.watch(start, prepared.model.clock, steps_per_print, writer, replanning, documents)
         return prepared.monitor

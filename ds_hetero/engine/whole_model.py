@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.calls import REMEDY
@@ -46,6 +48,8 @@ class WholeModel:
         self.model, self.replica = model, replica
         self.loss_convention: str | None = None
         self._batch: MicroBatchWeights | None = None  # that the next loss is of
+        self.changes_batches = False
+        self._readers: list[weakref.ref[ReplicaSampler | ReplicaStream]] = []
         self._steps_done = self._num_backwards = 0
         self._following: list[MicroBatchWeights] = []  # of the same optimizer step
         self._has_loss = self._has_run = False  # of that batch; in the engine's present step
@@ -161,7 +165,8 @@ class WholeModel:
                 f'"tile_tokens": {section.tile_tokens} tiles models of transformers that are split over a sequence, '
                 f"and {name} is not. Leave the key out."
             )
-        if section.replan.enabled:
+        self.changes_batches = section.changes_batches
+        if section.replan.enabled and section.batch is None:
             raise ConfigError(
                 f'"replan": {{"enabled": true}} moves tokens between the ranks of a replica, but {name} runs whole on '
                 'every rank. "replan": {"report_only": true} names slow ranks; give each as many samples as it is fast '
@@ -260,8 +265,36 @@ class WholeModel:
         return has_run
 
     def change_replica(self, replica: Replica) -> None:
-        """Go on under another schedule of the same rank."""
+        """Go on with other batches, from the first step on that no rank has drawn.
+
+        Caller: every rank of the world, between two steps.
+        Collectives: one `on_all_ranks`.
+        """
         self.replica = replica
+        readers = [reader for weak in self._readers if (reader := weak()) is not None]
+        newest = on_all_ranks(lambda: max((reader.newest_step for reader in readers), default=-1))
+        for reader in readers if replica.batch_split is not None else ():
+            assert replica.batch_split is not None
+            reader.change(replica.batch_split, max(newest) + 1)
+
+    def note_reader(self, reader: ReplicaSampler | ReplicaStream | None) -> None:
+        """Let a reader of samples follow the batches of the ranks; the same on all of them.
+
+        Raises:
+            BatchError: batches are to change, and the loader's cannot.
+        """
+        split = self.replica.batch_split
+        if self.changes_batches and not isinstance(reader, ReplicaSampler):
+            raise BatchError(
+                "batches that follow the speeds of the ranks are cut by a sampler over a dataset with a length; this "
+                f"loader is of {'a stream' if reader is not None else 'batches of its own'}. Give a DataLoader over a "
+                f'dataset with a length, or the batch of every rank: "{SECTION}": {{"batch": [6, 2]}}.'
+            )
+        if reader is None or any(weak() is reader for weak in self._readers):
+            return
+        self._readers.append(weakref.ref(reader))
+        if split is not None and reader.split != split:
+            reader.change(split, reader.newest_step + 1)
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeModel:
         """Hooks of a copied model go on working; the replica is the same."""

@@ -10,6 +10,7 @@ from ds_hetero.decision.decide_pipelines import check_pipeline_section, inners_o
 from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
 from ds_hetero.job.start import World, expect_same_sections
+from ds_hetero.runtime.devices import device_memory_bytes
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.section import HeterogeneitySection
@@ -70,7 +71,7 @@ def agree_on_request(
         training: of the configuration, which says the global batch.
 
     Caller: every rank of the world.
-    Collectives: one `on_all_ranks`.
+    Collectives: one `on_all_ranks`, or two.
 
     Raises:
         HeteroError: on every rank, when sections are wrong or differ, the plan does not fit the world, or its stages do
@@ -81,8 +82,8 @@ def agree_on_request(
         section = read()
         if section is None or world.rank > 0:
             return Request(section, None)
-        if section.batch is not None and section.parallel == "sequence":
-            return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size))
+        if takes_batches(section):
+            return Request(section, None)
         plan = given_plan(section, world.size)
         if plan is not None and is_of_pipelines(plan, section):
             check_pipeline_section(section, inners_of(plan))
@@ -90,4 +91,14 @@ def agree_on_request(
 
     by_rank = world.on_all_ranks(read_own)
     expect_same_sections([request.section for request in by_rank])
-    return by_rank[0]
+    section = by_rank[0].section
+    if section is None or section.batch is None or not takes_batches(section):
+        return by_rank[0]
+    memory = world.on_all_ranks(device_memory_bytes) if section.batch == "by_speed" else []
+    known = memory if all(memory) else []
+    return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size, known))
+
+
+def takes_batches(section: HeterogeneitySection) -> bool:
+    """Whether a section says batches of ranks that run the whole model."""
+    return section.batch is not None and section.parallel == "sequence"

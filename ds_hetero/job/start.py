@@ -317,7 +317,11 @@ def announce_start(start: JobStart) -> None:
         announce(f"the schedule\n{forecast_text(start.forecasts)}")
     elif start.no_forecast_reason:
         announce(f"no prediction of the step time: {start.no_forecast_reason}")
-    if start.section.replan.enabled and all(schedule.sp_size == 1 for schedule in start.plan.schedules):
+    if (
+        start.section.replan.enabled
+        and start.section.batch is None
+        and all(schedule.sp_size == 1 for schedule in start.plan.schedules)
+    ):
         announce(
             '"replan" changes nothing here: it moves tokens between the ranks of a replica, and every replica is one '
             'rank. "replan": {"report_only": true} names slow ranks, and "ds-hetero replicas" shares out samples.'

@@ -50,3 +50,9 @@ def has_native_bf16(device: torch.device) -> bool:
     if device.type == "cpu" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def device_memory_bytes() -> int:
+    """Memory of this rank's accelerator; 0 on the host, where ranks share it."""
+    device = default_device()
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

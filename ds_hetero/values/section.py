@@ -112,6 +112,11 @@ class HeterogeneitySection(BaseModel):
     report: str | None = Field(default=None, min_length=1, max_length=4096)
     elastic: ElasticSection | None = None
 
+    @property
+    def changes_batches(self) -> bool:
+        """Whether the batches of the ranks follow their speeds."""
+        return self.batch == "by_speed" or (self.batch is not None and self.replan.enabled)
+
     @field_validator("zero_partition")
     @classmethod
     def _usable_weights(cls, value: str | list[float]) -> str | list[float]:

@@ -207,7 +207,8 @@ class Replanning:
             return False
         if plan.fingerprint == self.plan.fingerprint:
             return False
-        self._announce(f"goes on with the plan that re-planning had come to: {plan.schedules[0].to_json()}")
+        came_to = str(plan.batch_split) if plan.batch_split != self.plan.batch_split else plan.schedules[0].to_json()
+        self._announce(f"goes on with the plan that re-planning had come to: {came_to}")
         self.plan = plan
         self._change_plan(plan)
         return True
@@ -231,7 +232,8 @@ class Replanning:
         before, self._s_per_token_before = self._s_per_token_before, None
         if before is not None and self._world.rank == 0:
             part = _s_per_token(seen) / before
-            announce(f"step {step}: since {self.changes[-1].event}, a token takes {part:.1%} of the time it took")
+            unit = "token" if any(rank.tokens for rank in seen.ranks) else "step"
+            announce(f"step {step}: since {self.changes[-1].event}, a {unit} takes {part:.1%} of the time it took")
 
 
 def _expect_same_job(saved: Plan, plan: Plan) -> None:
@@ -243,12 +245,20 @@ def _expect_same_job(saved: Plan, plan: Plan) -> None:
     ranks, saved_ranks = ([pipeline.ranks for pipeline in of.pipelines] for of in (plan, saved))
     if not saved.is_replicas or ranks != saved_ranks:
         raise PlanError(f"it is for other replicas, of the ranks {shortened(saved_ranks)}.")
-    if saved.batch_split != plan.batch_split:
+    if _shape(saved) != _shape(plan):
         raise PlanError(f"its replicas take other batches, {saved.batch_split}.")
     heads, saved_heads = ((s.num_heads, s.num_kv_heads) for s in (plan.schedules[0], saved.schedules[0]))
     if heads != saved_heads:
         raise PlanError(f"its model has num_heads={saved_heads[0]}, num_kv_heads={saved_heads[1]}.")
 
 
+def _shape(plan: Plan) -> object:
+    """What does not change of the batches: all of replicas that share sequences, the sum of those of one rank."""
+    split = plan.batch_split
+    if split is None or has_schedules_to_change(plan):
+        return split
+    return split.samples, split.micro_batches
+
+
 def _s_per_token(seen: JobTimes) -> float:
-    return max(rank.step_s for rank in seen.ranks) / sum(rank.tokens for rank in seen.ranks)
+    return max(rank.step_s for rank in seen.ranks) / (sum(rank.tokens for rank in seen.ranks) or seen.ranks[0].steps)

@@ -5,6 +5,7 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,15 @@ def _trained(rank: int, stage: int | None, options: dict[str, Any]) -> Any:
     if stage is not None:
         ds_hetero.register()
     ds = None if stage is None else {**_config(stage), "train_micro_batch_size_per_gpu": "auto"}
+    if options.pop("by_speed", False) and ds is not None:
+        ds["heterogeneity"] = {"batch": "by_speed", "replan": {"enabled": True, "interval_steps": 3}}
+        options["model"] = llama()
+        options["model"].register_forward_pre_hook(lambda *_: time.sleep(0.2 * rank))
     trainer = make_trainer(ds, 0, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options)
     trainer.train()
     metrics = trainer.evaluate()
+    if ds is not None and ds["heterogeneity"]["batch"] == "by_speed":
+        assert ds_hetero.register().plan.batch_split.micro_batch_sizes == (3, 1)
     return logged(trainer), parameters(trainer.model, stage or 0), metrics["eval_loss"]
 
 
@@ -65,6 +72,14 @@ def test_trainer_equals_one_process(stage: int, accumulated: int) -> None:
         assert_same_logs(logs, expected_logs, norm=stage > 0)
         assert_same_parameters(trained, expected)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_trainer_by_speed_equals_one_process() -> None:
+    expected_logs, expected, _ = one_process(_trained, None, {"num_samples": 15})
+    for logs, trained, _ in ranks(_trained, 2, 3, {"num_samples": 15, "by_speed": True}):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
 
 
 def test_trainer_resumes_amid_an_epoch(tmp_path: Any) -> None:
@@ -154,3 +169,71 @@ def _loop(rank: int, loop: str) -> Any:
     trained = parameters(model, 1 if loop == "accelerate" else 3)
     model.eval()
     return losses, norms, trained, sum(len(batch["labels"]) for batch in small)
+
+
+# --- by speed -----------------------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Rows to numbers; a rank takes ``s_per_sample`` for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 1)
+        self.s_per_sample = 0.0
+
+    def forward(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(self.s_per_sample * len(rows))
+        return (self.last(torch.tanh(self.first(rows)))[:, 0] - values).square().mean()
+
+
+def _rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(6, generator=generator), torch.randn((), generator=generator), i) for i in range(count)]
+
+
+@pytest.mark.alone
+def test_batches_follow_the_speeds_and_stay_exact() -> None:
+    steps = 34
+    model, expected = Slow(), []
+    optimizer = adam(model)
+    for rows, values, _ in DataLoader(_rows(8 * steps), 8):
+        optimizer.zero_grad()
+        loss = model(rows, values)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    of_ranks = run_deepspeed(_by_speed, 2, steps)
+    for step, loss in enumerate(expected):
+        parts = [ranks[0][step] for ranks in of_ranks]
+        assert sorted(number for numbers, _ in parts for number in numbers) == list(range(8 * step, 8 * step + 8))
+        np.testing.assert_allclose(sum(len(n) * value for n, value in parts) / 8, loss, rtol=1e-5)
+    for _, batches, trained in of_ranks:
+        assert_same_parameters(trained, parameters(model))
+        assert batches[0] == (4, 4) and (6, 2) in batches  # 3:1, and then the other rank is the slow one
+        assert batches[-1] in ((2, 6), (3, 5))
+
+
+def _by_speed(rank: int, steps: int) -> Any:
+    """By step the numbers of samples and their loss; the batches of all steps; parameters."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = Slow()
+    config = {**_config(2), "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    config["heterogeneity"] = {"batch": "by_speed", "replan": {"enabled": True, "interval_steps": 4}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    seen, batches = [], []
+    for step, (rows, values, numbers) in enumerate(handle.dataloader(DataLoader(_rows(8 * steps), 8))):
+        slow = rank == (1 if step < steps // 2 else 0)
+        model.s_per_sample = 0.03 if slow else 0.01
+        batches.append(handle.plan.batch_split.micro_batch_sizes)
+        loss = engine(rows, values)
+        engine.backward(loss)
+        engine.step()
+        seen.append((numbers.tolist(), float(loss.detach())))
+    return seen, batches, parameters(model, 2)

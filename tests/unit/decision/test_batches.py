@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_hetero.decision.batches import plan_of_batches
+from ds_hetero.decision.batches import balanced_batches, plan_of_batches
 from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.section import read_section
@@ -20,6 +20,17 @@ def test_by_speed_begins_with_equal_batches_of_the_same_sum() -> None:
     for training in (TrainingFacts(micro_batch_size=4), TrainingFacts(train_batch_size=24, accumulation_steps=2)):
         split = plan_of_batches("by_speed", training, 3).batch_split
         assert split is not None and split.micro_batch_sizes == (4, 4, 4)
+
+
+def test_by_speed_begins_by_the_memory_of_unlike_devices() -> None:
+    split = plan_of_batches("by_speed", TrainingFacts(micro_batch_size=4), 2, [24, 8]).batch_split
+    assert split is not None and split.micro_batch_sizes == (6, 2)
+
+
+def test_samples_are_dealt_out_by_speed_and_room() -> None:
+    assert balanced_batches(8, [1.0, 3.0], [8, 8]) == (6, 2)
+    assert balanced_batches(8, [1.0, 3.0], [5, 8]) == (5, 3)
+    assert balanced_batches(9, [1.0, 1.0, 50.0], [9, 9, 9]) == (4, 4, 1)
 
 
 @pytest.mark.parametrize("micro", [3, 4])

@@ -96,8 +96,9 @@ class UnlikeSteps:
         taken: list[Batch] = []
 
         def read() -> tuple[list[UnitCounts], int]:
-            taken.extend(islice(batches, num_batches))
             reader = reader_inside(self._trainer.callback_handler.train_dataloader)
+            self._model.note_reader(reader)
+            taken.extend(islice(batches, num_batches))
             return [
                 UnitCounts.of(one, num_rows(one)) for one in taken
             ], 0 if reader is None else reader.oldest_checksum()

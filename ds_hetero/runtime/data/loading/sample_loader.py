@@ -26,7 +26,14 @@ from ds_hetero.runtime.data.loading.batch_mode import describe_loader, expect_un
 from ds_hetero.runtime.data.loading.epochs import STATE_VERSION, Epochs, expect_compatible
 from ds_hetero.runtime.data.loading.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS, LoaderNames
-from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.data.loading.sampling import (
+    ReplicaSampler,
+    ReplicaStream,
+    all_samples,
+    reader_of,
+    replica_samples,
+    steps_in_epoch,
+)
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.peers.calls import own_calls
@@ -60,6 +67,9 @@ class Trainee(Protocol):
     @property
     def training(self) -> bool:
         """Whether batches are trained on, not evaluated."""
+
+    def note_reader(self, reader: ReplicaSampler | ReplicaStream | None) -> None:
+        """Let a reader of samples follow the batches of the ranks; None: there is one that cannot."""
 
     def give(self, batch: MicroBatchWeights | None) -> None:
         """The next loss will be of this micro-batch; None: of one that is not known."""
@@ -116,6 +126,7 @@ class SampleLoader:
         self._checksum_before_step: int | None = 0
         self._epoch: int | None = None
         self._reader = reader_of(self.dataloader)
+        trainee.note_reader(self._reader)
         self._short_step = ShortStep()
         self._has_read, self._latest = False, None  # a micro-batch, which fills up the steps that have too few
         self._start = self._progress = Progress()
@@ -227,6 +238,8 @@ class SampleLoader:
             number: of the step in the epoch.
         """
         split, replica_id = self._split
+        if self._reader is not None:
+            split = self._reader.split_at(number)
         taken: list[Any] = []
         counts: list[UnitCounts] = []
         checksum, error = 0, None

@@ -52,11 +52,27 @@ class _Steps:
         expected: what `checksum` is to be after the steps that are left out; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, split: BatchSplit) -> None:
         self.first_step = 0
+        self.newest_step = -1  # that was drawn in this epoch
+        self._splits = [(0, split)]  # and the steps of the epoch from which they hold
         self.checksum: int | None = 0
         self.expected: int | None = None
         self._drawn: dict[int, Drawn] = {}
+
+    @property
+    def split(self) -> BatchSplit:
+        """How the steps to come are shared."""
+        return self._splits[-1][1]
+
+    def split_at(self, step: int) -> BatchSplit:
+        """How a step of this epoch is shared."""
+        return next(split for first, split in reversed(self._splits) if first <= step)
+
+    def change(self, split: BatchSplit, step: int) -> None:
+        """Share steps from this one on by another split of as many samples; all ranks alike, before it is drawn."""
+        assert split.samples == self.split.samples and step > self.newest_step, (split, step, self.newest_step)
+        self._splits.append((step, split))
 
     def take_drawn(self, step: int) -> Drawn:
         """Return what was drawn for a step, once."""
@@ -75,6 +91,7 @@ class _Steps:
             BatchError: those of the steps that are left out are not what they were.
         """
         first_step, self.checksum = self.first_step, 0
+        self.newest_step, self._splits = -1, [(0, self.split)]
         self._drawn.clear()
         steps = _chunks(samples, size)
         for chosen in islice(steps, first_step):
@@ -82,7 +99,7 @@ class _Steps:
         if first_step:
             expect_same_checksum(self.checksum, self.expected, f"{first_step} steps")
         for step, chosen in enumerate(steps, first_step):
-            self._drawn[step] = _drawn(chosen)
+            self._drawn[step], self.newest_step = _drawn(chosen), step
             yield chosen
 
     def _add(self, drawn: Drawn) -> None:
@@ -100,8 +117,8 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
     """
 
     def __init__(self, batch_sampler: Any, split: BatchSplit, replica: int) -> None:
-        super().__init__()
-        self.batch_sampler, self.split, self.replica = batch_sampler, split, replica
+        super().__init__(split)
+        self.batch_sampler, self.replica = batch_sampler, replica
 
     @property
     def sampler(self) -> Any:
@@ -131,7 +148,8 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         samples = chain.from_iterable(self.batch_sampler)
         for chosen in self._samples_by_step(samples, self.split.samples):
-            yield from (chosen[a:b] for a, b in self.split.micro_batches_of(self.replica, len(chosen)))
+            split = self.split_at(self.newest_step)
+            yield from (chosen[a:b] for a, b in split.micro_batches_of(self.replica, len(chosen)))
 
     def __len__(self) -> int:
         full, rest = divmod(self.num_samples, self.split.samples)
@@ -163,8 +181,8 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
-        super().__init__()
-        self.dataset, self.split, self.replica = dataset, split, replica
+        super().__init__(split)
+        self.dataset, self.replica = dataset, replica
         self.batch_size, self.drop_last = batch_size, drop_last
 
     def set_epoch(self, epoch: int) -> None:
