@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ds_hetero.decision.batches import balanced_batches
 from ds_hetero.job.monitoring.times import JobTimes
@@ -41,7 +41,7 @@ class BatchChange:
     def __str__(self) -> str:
         return f'goes on with "batch": {list(self.batch)}, predicted to save {self.gain:.1%} of a step'
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For ``run.json``."""
         return {"step": self.step, "batch": list(self.batch), "gain": self.gain}
 
