@@ -253,7 +253,7 @@ def _expect_same_job(saved: Plan, plan: Plan) -> None:
 
 
 def _shape(plan: Plan) -> object:
-    """What does not change of the batches: all of replicas that share sequences, the sum of those of one rank."""
+    """Part of the batches that stays: all of replicas that share sequences, the sum of those of one rank."""
     split = plan.batch_split
     if split is None or has_schedules_to_change(plan):
         return split
