@@ -4,19 +4,21 @@ Peaks are dense bf16 with fp32 accumulation, as the vendor prints them (half of 
 without bf16 have their fp16 rate. Bandwidth of the device's own link (NVLink, Infinity Fabric, PCIe) is per
 direction: half of the bidirectional figure that vendors print. It is the default for the link inside a node.
 
-Efficiencies are assumptions of this project until `ds-hetero profile` has measured the device: achieved shares as
-published for FlashAttention-2 (arXiv:2307.08691: 73 % of the A100's peak forward, 63 % backward) and
-FlashAttention-3 (arXiv:2407.08608: 75 % of the H100's forward, about 55 % backward), and half-sizes of about half a
-wave of 128-row tiles over all multiprocessors.
+Shares of these peaks that training reaches are of kinds of cards (`ds_hetero.cluster.catalogue_rows`), those of
+attention of kinds and kernels (`ds_hetero.cluster.attention_rates`), each with its source. `python -m
+benchmarks.real_cards` holds what they predict against public measurements; `ds-hetero profile` measures one's own.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from ds_hetero.cluster.catalogue_rows import ROWS, CardRow
+from ds_hetero.cluster.attention_rates import Rates, with_attention
+from ds_hetero.cluster.catalogue_rows import MEASURED_ERROR, ROWS, CardRow
 from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.units import GB, GIB, TERA
 
 THROUGH_HOST = 0.5
@@ -41,6 +43,7 @@ class CatalogueEntry:
         platform: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices.
         ranks: devices that PyTorch sees of one card; ``device`` is one of them.
         peer_to_peer: whether the driver lets such cards write into each other's memory; False of GeForce.
+        attention: rates of kernels that run there, the one that an installation would choose first.
         bf16_flops_per_s: the most it reaches in bf16 where it has none and computes in fp32; None where it has.
     """
 
@@ -52,7 +55,27 @@ class CatalogueEntry:
     platform: str
     ranks: int
     peer_to_peer: bool
+    attention: Rates
     bf16_flops_per_s: float | None
+
+
+NOMINAL_SHARE = 0.8
+"""Share of a link's printed rate that collectives reach: 0.78 of NVLink 3 by all-reduces of 8 A100, 0.88 of NVLink 4 by
+copies of an H200, 0.70 to 0.74 of an MI300X (stas00/ml-engineering, network and accelerator benchmarks)."""
+
+FRAGMENTATION = 0.06
+"""Memory that an allocator holds beside tensors, as a share: fsdp_qlora and Qwen, reserved against predicted."""
+
+PROFILED_ERROR = 0.15
+"""Error of steps on cards whose rates somebody measured: of those that the catalogue has from measurements."""
+
+UNMEASURED_ERROR = 0.45
+"""Error of steps on cards that no measurement backs: see `DeviceSpec.error`."""
+
+
+def usual_reserve(memory_bytes: int) -> int:
+    """Bytes of a card that no tensor gets: 1.5 GiB for the driver's context and NCCL, an eighth of small cards."""
+    return min(int(1.5 * GIB), memory_bytes // 8)
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
@@ -61,21 +84,54 @@ def pcie_bytes_per_s(generation: int, lanes: int) -> float:
 
 
 def _entry(row: CardRow) -> CatalogueEntry:
+    kind, is_cpu = row.kind, row.platform == "cpu"
+    memory_bytes = int(row.gib * GIB)
     device = DeviceSpec(
         name=row.name,
         peak_flops_per_s=row.tflops * TERA,
-        memory_bytes=int(row.gib * GIB),
+        memory_bytes=memory_bytes,
         memory_bytes_per_s=row.gb_per_s * GB,
-        reserved_bytes=0 if row.name == "CPU" else int(1.5 * GIB),
+        reserved_bytes=0 if is_cpu else usual_reserve(memory_bytes),
+        fragmentation=0.0 if is_cpu else FRAGMENTATION,
+        error=MEASURED_ERROR.get(row.name, UNMEASURED_ERROR),
+        measured=row.name in MEASURED_ERROR,
         source=row.source,
-        efficiency=row.efficiency,
+        efficiency=kind.efficiency,
         watts=row.watts,
     )
     in_fp32 = None if row.fp32_tflops is None else row.fp32_tflops * TERA
+    if kind.attention:
+        device = with_attention(device, next(iter(kind.attention)), kind.attention)
     peer_to_peer = not _GEFORCE.match(row.name)
     rate = row.link_gb_per_s * GB * (1 if peer_to_peer else THROUGH_HOST)
     link = row.link if peer_to_peer else f"{row.link} through the host"
-    return CatalogueEntry(device, link, rate, *row.pcie, row.platform, row.ranks, peer_to_peer, in_fp32)
+    return CatalogueEntry(device, link, rate, *row.pcie, row.platform, row.ranks, peer_to_peer, kind.attention, in_fp32)
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}
+
+
+def with_kernel(cluster: Cluster, kernel: str | None) -> Cluster:
+    """Return the cluster with the rates of a kernel of attention on all its devices of the catalogue.
+
+    Raises:
+        ClusterError: the kernel does not run on one of them.
+    """
+    if kernel is None:
+        return cluster
+
+    def changed(device: DeviceSpec) -> DeviceSpec:
+        entry = CATALOGUE.get(device.name)
+        return device if entry is None else with_attention(device, kernel, entry.attention)
+
+    nodes = tuple(replace(node, devices=tuple(map(changed, node.devices))) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)
+
+
+def confidence(devices: Iterable[DeviceSpec]) -> str:
+    """Say whose rates of attention are meant, and of which cards there is no measurement."""
+    kinds = {device.name: device for device in devices}.values()
+    kernels = dict.fromkeys(device.attention_kernel or "as measured" for device in kinds)
+    text = f"attention: {', '.join(kernels)}"
+    unknown = [device.name for device in kinds if not device.measured]
+    return text + (f"; no measurement of this card: {', '.join(unknown)}" if unknown else "")

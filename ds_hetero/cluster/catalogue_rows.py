@@ -10,10 +10,35 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ds_hetero.cluster.attention_rates import (
+    ADA_SERVER,
+    AMPERE,
+    BLACKWELL,
+    CDNA2,
+    CDNA3,
+    CONSUMER,
+    EDGE_KEYS,
+    GA102,
+    HALF_KEYS,
+    HEAD_WIDTH,
+    HOPPER,
+    OTHER,
+    SMALL,
+    TURING,
+    Rates,
+)
 from ds_hetero.cluster.device import Efficiency
 
 NO_DATASHEET = "no public datasheet"
 """How the source of a row begins whose numbers are assumed."""
+
+
+class CardKind(NamedTuple):
+    """Cards that reach the same shares of their peaks: outside attention, by kernel of attention, and where from."""
+
+    efficiency: Efficiency
+    attention: Rates
+    source: str
 
 
 class CardRow(NamedTuple):
@@ -28,7 +53,7 @@ class CardRow(NamedTuple):
         link_gb_per_s: GB/s of that link per pair and direction.
         pcie: generation and width of the card's own connector.
         watts: power under load; None if not known.
-        efficiency: achieved shares of the peaks.
+        kind: of cards that reach the same shares of their peaks.
         source: where the numbers are printed.
         platform: what PyTorch calls such devices.
         ranks: devices that PyTorch sees of one card; the numbers are those of one device.
@@ -43,38 +68,63 @@ class CardRow(NamedTuple):
     link_gb_per_s: float
     pcie: tuple[int, int]
     watts: float | None
-    efficiency: Efficiency
+    kind: CardKind
     source: str
     platform: str = "cuda"
     ranks: int = 1
     fp32_tflops: float | None = None
 
 
-def _assumed(multiprocessors: int, matmul: float, forward: float, backward: float) -> Efficiency:
-    return Efficiency(
-        matmul=matmul,
-        attention_forward=forward,
-        attention_backward=backward,
-        memory=0.8,
-        matmul_half_tokens=256,
-        attention_half_rows=64 * multiprocessors,
-        attention_half_kv=256,
-        kernel_overhead_s=30e-6,
-        attention_overhead_s=10e-6,
+def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, source: str) -> CardKind:
+    """Half-sizes are about half a wave of 128-row tiles over all multiprocessors."""
+    return CardKind(
+        efficiency=Efficiency(
+            matmul=matmul,
+            memory=memory,
+            matmul_half_tokens=256,
+            attention_half_rows=64 * multiprocessors,
+            attention_half_kv=HALF_KEYS,
+            attention_edge_keys=EDGE_KEYS,
+            attention_width=HEAD_WIDTH,
+            layer_host_s=LAYER_HOST_S,
+            attention_overhead_s=10e-6,
+        ),
+        attention=attention,
+        source=source,
     )
 
 
-# Assumed shares of the peak by generation: large products, attention forward, attention backward.
-_BLACKWELL = _assumed(148, 0.70, 0.65, 0.50)
-_HOPPER = _assumed(132, 0.70, 0.65, 0.50)
-_AMPERE = _assumed(108, 0.80, 0.65, 0.55)
-_ADA = _assumed(142, 0.65, 0.55, 0.45)  # L40S and L40 meet their power limit first
-_CONSUMER = _assumed(100, 0.80, 0.70, 0.55)
-_SMALL = _assumed(60, 0.75, 0.60, 0.50)
-_TURING = _assumed(60, 0.60, 0.35, 0.30)
-_CDNA2 = _assumed(110, 0.55, 0.35, 0.25)
-_CDNA3 = _assumed(304, 0.55, 0.40, 0.30)
-_OTHER = _assumed(64, 0.50, 0.35, 0.25)  # nothing of this project has run there
+LAYER_HOST_S = 0.6e-3
+"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.host_time` for what comes on top."""
+
+_FIT = "fitted to steps of llm-foundry, xtuner, torchtune and others: python -m benchmarks.real_cards"
+_BEST = "large products as in stas00/ml-engineering (MAMF), less 0.15 as on the H100; memory as on the H100"
+_N8192 = "products of n = 8192 in mli/transformers-benchmarks; memory assumed"
+_ASSUMED = "assumed: no measurement of this card"
+_HOPPER = _kind(132, 0.63, 0.52, HOPPER, _FIT)
+_A100_80 = _kind(108, 0.765, 0.62, AMPERE, _FIT)
+_A100_40 = _kind(108, 0.73, 0.71, AMPERE, _FIT)
+_BLACKWELL = _kind(148, 0.63, 0.58, BLACKWELL, _BEST)
+_PRO_BLACKWELL = _kind(148, 0.70, 0.75, CONSUMER, _ASSUMED)
+_ADA = _kind(142, 0.65, 0.75, ADA_SERVER, _ASSUMED)  # L40S and L40 meet their power limit first
+_GA102 = _kind(84, 0.61, 0.75, GA102, _N8192)
+_CONSUMER = _kind(100, 0.80, 0.75, CONSUMER, _ASSUMED)
+_SMALL = _kind(60, 0.75, 0.75, SMALL, _ASSUMED)
+_A30 = _kind(56, 0.75, 0.75, SMALL, _ASSUMED)
+_L4 = _kind(58, 0.55, 0.75, SMALL, _ASSUMED)
+_A10 = _kind(72, 0.60, 0.75, SMALL, _ASSUMED)
+_TURING = _kind(60, 0.60, 0.75, TURING, _ASSUMED)
+_CDNA2 = _kind(110, 0.50, 0.60, CDNA2, _ASSUMED)
+_CDNA3 = _kind(304, 0.50, 0.60, CDNA3, _BEST)
+_OTHER = _kind(64, 0.50, 0.60, OTHER, _ASSUMED)  # nothing of this project has run there
+_CPU = CardKind(Efficiency(), {}, "none: run ds-hetero profile")
+
+MEASURED_ERROR = {
+    "A100-SXM-80GB": 0.15,
+    "A100-SXM-40GB": 0.15,
+    "H100-SXM-80GB": 0.15,
+}
+"""Cards whose steps were measured, with the error that 8 of 10 steps stay below; `benchmarks.real_cards` prints it."""
 
 _P3, _P4, _P5, _P6 = (3, 16), (4, 16), (5, 16), (6, 16)
 _V100 = "NVIDIA V100 datasheet; fp16, the device has no bf16"
@@ -92,19 +142,19 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("H100-PCIe-80GB", 756.5, 80, 2039, "PCIe 5 x16", 64, _P5, 350, _HOPPER, "NVIDIA H100 datasheet, PCIe"),
     CardRow("H800-SXM-80GB", 989.5, 80, 3350, "NVLink 4", 200, _P5, 700, _HOPPER, "H100 SXM5 with NVLink of 400 GB/s bidirectional"),
     CardRow("H20-96GB", 148, 96, 4000, "NVLink 4", 450, _P5, 400, _HOPPER, "NVIDIA HGX H20 product brief"),
-    CardRow("A100-SXM-80GB", 312, 80, 2039, "NVLink 3", 300, _P4, 400, _AMPERE, "NVIDIA A100 datasheet, 80GB SXM"),
-    CardRow("A100-SXM-40GB", 312, 40, 1555, "NVLink 3", 300, _P4, 400, _AMPERE, "NVIDIA A100 datasheet, 40GB SXM"),
-    CardRow("A100-PCIe-80GB", 312, 80, 1935, "PCIe 4 x16", 32, _P4, 300, _AMPERE, "NVIDIA A100 datasheet, 80GB PCIe"),
-    CardRow("A100-PCIe-40GB", 312, 40, 1555, "PCIe 4 x16", 32, _P4, 250, _AMPERE, "NVIDIA A100 datasheet, 40GB PCIe"),
-    CardRow("A800-SXM-80GB", 312, 80, 2039, "NVLink 3", 200, _P4, 400, _AMPERE, "A100 SXM with NVLink of 400 GB/s bidirectional"),
-    CardRow("A800-PCIe-80GB", 312, 80, 1935, "PCIe 4 x16", 32, _P4, 300, _AMPERE, "NVIDIA A800 datasheet, 80GB PCIe"),
-    CardRow("A40", 149.7, 48, 696, "PCIe 4 x16", 32, _P4, 300, _CONSUMER, "NVIDIA A40 datasheet"),
-    CardRow("A30", 165, 24, 933, "PCIe 4 x16", 32, _P4, 165, _assumed(56, 0.75, 0.6, 0.5), "NVIDIA A30 datasheet"),
+    CardRow("A100-SXM-80GB", 312, 80, 2039, "NVLink 3", 300, _P4, 400, _A100_80, "NVIDIA A100 datasheet, 80GB SXM"),
+    CardRow("A100-SXM-40GB", 312, 40, 1555, "NVLink 3", 300, _P4, 400, _A100_40, "NVIDIA A100 datasheet, 40GB SXM"),
+    CardRow("A100-PCIe-80GB", 312, 80, 1935, "PCIe 4 x16", 32, _P4, 300, _A100_80, "NVIDIA A100 datasheet, 80GB PCIe"),
+    CardRow("A100-PCIe-40GB", 312, 40, 1555, "PCIe 4 x16", 32, _P4, 250, _A100_40, "NVIDIA A100 datasheet, 40GB PCIe"),
+    CardRow("A800-SXM-80GB", 312, 80, 2039, "NVLink 3", 200, _P4, 400, _A100_80, "A100 SXM with NVLink of 400 GB/s bidirectional"),
+    CardRow("A800-PCIe-80GB", 312, 80, 1935, "PCIe 4 x16", 32, _P4, 300, _A100_80, "NVIDIA A800 datasheet, 80GB PCIe"),
+    CardRow("A40", 149.7, 48, 696, "PCIe 4 x16", 32, _P4, 300, _GA102, "NVIDIA A40 datasheet"),
+    CardRow("A30", 165, 24, 933, "PCIe 4 x16", 32, _P4, 165, _A30, "NVIDIA A30 datasheet"),
     CardRow("A16", 17.9, 16, 200, "PCIe 4 x16, a quarter", 8, (4, 4), 62.5, _SMALL, "NVIDIA A16 datasheet, one of 4 GPUs of a board", ranks=4),
     CardRow("L40S", 362, 48, 864, "PCIe 4 x16", 32, _P4, 350, _ADA, "NVIDIA L40S datasheet"),
     CardRow("L40", 181, 48, 864, "PCIe 4 x16", 32, _P4, 300, _ADA, "NVIDIA L40 datasheet"),
-    CardRow("L4", 121, 24, 300, "PCIe 4 x16", 32, _P4, 72, _assumed(58, 0.55, 0.5, 0.4), "NVIDIA L4 datasheet"),
-    CardRow("A10", 125, 24, 600, "PCIe 4 x16", 32, _P4, 150, _assumed(72, 0.6, 0.5, 0.4), "NVIDIA A10 datasheet"),
+    CardRow("L4", 121, 24, 300, "PCIe 4 x16", 32, _P4, 72, _L4, "NVIDIA L4 datasheet"),
+    CardRow("A10", 125, 24, 600, "PCIe 4 x16", 32, _P4, 150, _A10, "NVIDIA A10 datasheet"),
     CardRow("V100-SXM-32GB", 125, 32, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100, fp32_tflops=15.7),
     CardRow("V100-SXM-16GB", 125, 16, 900, "NVLink 2", 150, _P3, 300, _TURING, _V100, fp32_tflops=15.7),
     CardRow("V100-PCIe-32GB", 112, 32, 900, "PCIe 3 x16", 16, _P3, 250, _TURING, _V100, fp32_tflops=14.0),
@@ -112,9 +162,9 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("P100-SXM-16GB", 21.2, 16, 732, "NVLink 1", 80, _P3, 300, _TURING, _P100, fp32_tflops=10.6),
     CardRow("P100-PCIe-16GB", 18.7, 16, 732, "PCIe 3 x16", 16, _P3, 250, _TURING, _P100, fp32_tflops=9.3),
     CardRow("T4", 65, 16, 320, "PCIe 3 x16", 16, _P3, 70, _TURING, "NVIDIA T4 datasheet; fp16, the device has no bf16", fp32_tflops=8.1),
-    CardRow("RTX-PRO-6000", 503.8, 96, 1792, "PCIe 5 x16", 64, _P5, 600, _BLACKWELL, "NVIDIA RTX Blackwell PRO architecture whitepaper, Workstation Edition"),
+    CardRow("RTX-PRO-6000", 503.8, 96, 1792, "PCIe 5 x16", 64, _P5, 600, _PRO_BLACKWELL, "NVIDIA RTX Blackwell PRO architecture whitepaper, Workstation Edition"),
     CardRow("RTX-6000-Ada", 364.2, 48, 960, "PCIe 4 x16", 32, _P4, 300, _ADA, "NVIDIA RTX 6000 Ada datasheet, a quarter of its fp8 rate with sparsity"),
-    CardRow("RTX-A6000", 154.8, 48, 768, "PCIe 4 x16", 32, _P4, 300, _CONSUMER, "NVIDIA RTX A6000 datasheet, half of its rate with sparsity"),
+    CardRow("RTX-A6000", 154.8, 48, 768, "PCIe 4 x16", 32, _P4, 300, _GA102, "NVIDIA RTX A6000 datasheet, half of its rate with sparsity"),
     CardRow("RTX-5090", 209.5, 32, 1792, "PCIe 5 x16", 64, _P5, 575, _CONSUMER, "NVIDIA RTX Blackwell architecture whitepaper, appendix A"),
     CardRow("RTX-5080", 112.6, 16, 960, "PCIe 5 x16", 64, _P5, 360, _CONSUMER, "NVIDIA RTX Blackwell architecture whitepaper, appendix A"),
     CardRow("RTX-5070Ti", 87.9, 16, 896, "PCIe 5 x16", 64, _P5, 300, _CONSUMER, "NVIDIA RTX Blackwell architecture whitepaper: twice its fp32 rate"),
@@ -125,6 +175,31 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("RTX-3080Ti", 68.2, 12, 912, "PCIe 4 x16", 32, _P4, 350, _CONSUMER, "twice its fp32 rate, as for GA102"),
     CardRow("RTX-3080-10GB", 59.5, 10, 760, "PCIe 4 x16", 32, _P4, 320, _CONSUMER, "NVIDIA Ampere GA102 whitepaper, appendix A"),
     CardRow("RTX-3060-12GB", 25.5, 12, 360, "PCIe 4 x16", 32, _P4, 170, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for GA102"),
+    CardRow("RTX-5070", 61.7, 12, 672, "PCIe 5 x16", 64, _P5, 250, _CONSUMER, "NVIDIA RTX Blackwell architecture whitepaper: twice its fp32 rate"),
+    CardRow("RTX-5060Ti-16GB", 47.4, 16, 448, "PCIe 5 x8", 32, (5, 8), 180, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate"),
+    CardRow("RTX-4090D", 147.1, 24, 1008, "PCIe 4 x16", 32, _P4, 425, _CONSUMER, "NVIDIA GeForce RTX 4090 D specifications: twice its fp32 rate of 73.5"),
+    CardRow("RTX-4090-48GB", 165.2, 48, 1008, "PCIe 4 x16", 32, _P4, 450, _CONSUMER, NO_DATASHEET + "; an RTX 4090 with twice its memory, sold by third parties"),
+    CardRow("RTX-4080Super", 104.4, 16, 736.3, "PCIe 4 x16", 32, _P4, 320, _CONSUMER, "NVIDIA GeForce specifications: twice its fp32 rate, as for AD103"),
+    CardRow("RTX-4070Ti", 80.2, 12, 504.2, "PCIe 4 x16", 32, _P4, 285, _CONSUMER, "NVIDIA GeForce specifications: twice its fp32 rate, as for AD104"),
+    CardRow("RTX-4070", 58.3, 12, 504.2, "PCIe 4 x16", 32, _P4, 200, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for AD104"),
+    CardRow("RTX-4060Ti-16GB", 44.1, 16, 288, "PCIe 4 x8", 16, (4, 8), 165, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for AD106"),
+    CardRow("RTX-4060Ti-8GB", 44.1, 8, 288, "PCIe 4 x8", 16, (4, 8), 160, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for AD106"),
+    CardRow("RTX-3090Ti", 80, 24, 1008, "PCIe 4 x16", 32, _P4, 450, _CONSUMER, "NVIDIA GeForce specifications: twice its fp32 rate, as for GA102"),
+    CardRow("RTX-3080-12GB", 61.3, 12, 912, "PCIe 4 x16", 32, _P4, 350, _CONSUMER, "NVIDIA GeForce specifications: twice its fp32 rate, as for GA102"),
+    CardRow("RTX-3070", 40.6, 8, 448, "PCIe 4 x16", 32, _P4, 220, _SMALL, "NVIDIA Ampere GA102 whitepaper: twice its fp32 rate"),
+    CardRow("RTX-3060Ti", 32.4, 8, 448, "PCIe 4 x16", 32, _P4, 200, _SMALL, "NVIDIA GeForce specifications: twice its fp32 rate, as for GA104"),
+    CardRow("RTX-A5000", 111.1, 24, 768, "PCIe 4 x16", 32, _P4, 230, _GA102, "NVIDIA RTX A5000 datasheet, half of its rate with sparsity"),
+    CardRow("RTX-A4000", 76.7, 16, 448, "PCIe 4 x16", 32, _P4, 140, _GA102, "NVIDIA RTX A4000 datasheet, half of its rate with sparsity"),
+    CardRow("Quadro-RTX-8000", 130.5, 48, 672, "PCIe 3 x16", 16, _P3, 295, _TURING, "NVIDIA Quadro RTX 8000 datasheet; fp16, the device has no bf16", fp32_tflops=16.3),
+    CardRow("P40", 11.8, 24, 346, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA Tesla P40 datasheet; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.8),
+    CardRow("GTX-1080Ti", 11.3, 11, 484, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA GeForce specifications; fp32, its fp16 is slower and it has no bf16", fp32_tflops=11.3),
+    CardRow("GTX-1080", 8.9, 8, 320, "PCIe 3 x16", 16, _P3, 180, _TURING, "NVIDIA GeForce GTX 1080 whitepaper; fp32, its fp16 is slower and it has no bf16", fp32_tflops=8.9),
+    CardRow("A10G", 70, 24, 600, "PCIe 4 x16", 32, _P4, 300, _GA102, "NVIDIA A10G as AWS prints it for G5 instances: 70 TFLOPS of fp16 tensor cores"),
+    CardRow("GH200-96GB", 989.5, 96, 4000, "NVLink 4", 450, _P5, 1000, _HOPPER, "NVIDIA GH200 datasheet, HBM3"),
+    CardRow("GH200-144GB", 989.5, 144, 4900, "NVLink 4", 450, _P5, 1000, _HOPPER, "NVIDIA GH200 datasheet, HBM3e"),
+    CardRow("GB10", 125, 119, 273, "ConnectX-7", 25, _P5, 140, _PRO_BLACKWELL, "NVIDIA DGX Spark datasheet: an eighth of its fp4 rate with sparsity; 128 GB shared with the host"),
+    CardRow("RX-7900XTX", 122.8, 24, 960, "PCIe 4 x16", 32, _P4, 355, _OTHER, "AMD Radeon RX 7900 XTX specifications: twice its fp32 rate", "rocm"),
+    CardRow("W7900", 122.6, 48, 864, "PCIe 4 x16", 32, _P4, 295, _OTHER, "AMD Radeon PRO W7900 datasheet", "rocm"),
     CardRow("RTX-2080Ti", 53.8, 11, 616, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA Turing whitepaper, reference card; fp16, the device has no bf16", fp32_tflops=13.4),
     CardRow("Titan-RTX", 130.5, 24, 672, "PCIe 3 x16", 16, _P3, 280, _TURING, "NVIDIA Titan RTX specifications; fp16, the device has no bf16", fp32_tflops=16.3),
     CardRow("MI355X", 2516.6, 288, 8000, "Infinity Fabric", 76.8, _P5, 1400, _CDNA3, "AMD Instinct MI355X datasheet", "rocm"),
@@ -137,5 +212,5 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("Gaudi-2", 432, 96, 2460, "three ports of 100 Gb/s per pair", 37.5, _P4, 600, _OTHER, "Intel Gaudi 2 white paper, HL-225H", "hpu"),
     CardRow("Max-1550", 839, 128, 3276.8, "Xe Link", 53, _P5, 600, _OTHER, "Intel Data Center GPU Max 1550 product brief, both tiles", "xpu"),
     CardRow("Arc-B580", 116.5, 12, 456, "PCIe 4 x8", 16, (4, 8), 190, _OTHER, "Intel Arc B580 specifications, half of its int8 rate", "xpu"),
-    CardRow("CPU", 0.1, 4, 10, "shared memory", 5, _P4, None, Efficiency(), "placeholder for one core; run ds-hetero profile", "cpu"),
+    CardRow("CPU", 0.1, 4, 10, "shared memory", 5, _P4, None, _CPU, "placeholder for one core; run ds-hetero profile", "cpu"),
 )  # fmt: skip

@@ -37,6 +37,8 @@ DEVICE_KEYS = {
     "memory_gib": ("memory_bytes", GIB, POSITIVE),
     "memory_bandwidth_gb_per_s": ("memory_bytes_per_s", GB, POSITIVE),
     "reserved_gib": ("reserved_bytes", GIB, _NOT_NEGATIVE),
+    "fragmentation": ("fragmentation", 1.0, Bounds(0, 10)),
+    "error": ("error", 1.0, Bounds(0, 10)),
     "watts": ("watts", 1.0, POSITIVE),
     "idle_watts": ("idle_watts", 1.0, _NOT_NEGATIVE),
     "price_per_hour": ("price_per_hour", 1.0, _NOT_NEGATIVE),

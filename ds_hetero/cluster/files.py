@@ -24,7 +24,9 @@ profile: {...}                                          # optional: raw measurem
 ```
 
 Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry measured values:
-``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth, and ``all_to_all_latency_us``.
+``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth (``efficiency`` for both; 1 where
+left out, `NOMINAL_SHARE` where the link is the catalogue's), and ``all_to_all_latency_us``. A device may name the
+kernel whose rates of the catalogue it has (``attention: flash_attn_2``).
 All ranks of a node share its ports to the network: one, unless ``nics`` says more; ``nics: per_rank`` gives every
 rank one of its own. A `Cluster` is in SI units: reading a file converts its units once.
 """
@@ -39,7 +41,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.attention_rates import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, PROFILED_ERROR, UNMEASURED_ERROR, usual_reserve
 from ds_hetero.cluster.device import DeviceSpec, Efficiency
 from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
@@ -67,9 +70,11 @@ MAX_OVERRIDES = 1_000_000  # pairs of nodes
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 PER_RANK = "per_rank"  # of nics: a port for every rank
 
+_DEVICE_WORDS = ("efficiency", "source", "attention", "measured")
 _LINK_KEYS = {
     "bandwidth_gb_per_s",
     "latency_us",
+    "efficiency",
     "p2p_efficiency",
     "all_to_all_efficiency",
     "all_to_all_latency_us",
@@ -79,7 +84,8 @@ _LINK_KEYS = {
 def _efficiency_bounds(name: str) -> Bounds:
     if name.endswith("_s"):
         return OVERHEAD_S
-    return SHARE if name in ("matmul", "attention_forward", "attention_backward", "memory") else SIZE
+    shares = ("matmul", "attention_forward", "attention_backward", "attention_narrow", "memory")
+    return SHARE if name in shares else SIZE
 
 
 _EFFICIENCY_KEYS = {field.name: _efficiency_bounds(field.name) for field in fields(Efficiency)}
@@ -199,31 +205,54 @@ def _devices(data: JsonObject) -> dict[str, DeviceSpec]:
         raise ClusterError(f"devices must map names to their numbers, got {shortened(data)}.")
     catalogue = {name: entry.device for name, entry in CATALOGUE.items()}
     for name, entry in data.items():
-        where = f"devices.{shortened(name)[1:-1]}"
-        known = catalogue.get(name)
-        required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
-        expect_keys(where, entry, required=required, allowed={*DEVICE_KEYS, "efficiency", "source"})
-        values: JsonDict = {
-            field: number(f"{where}.{key}", entry[key], bounds) * unit
-            for key, (field, unit, bounds) in DEVICE_KEYS.items()
-            if key in entry
-        }
-        for field in ("memory_bytes", "reserved_bytes"):
-            if field in values:
-                values[field] = int(values[field])
-        if "source" in entry:
-            values["source"] = str(entry["source"])
-        if "efficiency" in entry:
-            base = known.efficiency if known else Efficiency()
-            values["efficiency"] = _efficiency(f"{where}.efficiency", entry["efficiency"], base)
-        device = replace(known, **values) if known else DeviceSpec(name=name, **values)
-        if device.reserved_bytes >= device.memory_bytes:
-            raise ClusterError(
-                f"{where}.reserved_gib is {device.reserved_bytes / GIB:g}, but memory_gib is "
-                f"{device.memory_bytes / GIB:g}; something must be left for tensors."
-            )
-        catalogue[name] = device
+        catalogue[name] = _device(name, entry, catalogue.get(name))
     return catalogue
+
+
+def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpec:
+    """One entry of ``devices``: a new device, or other values of a known one."""
+    where = f"devices.{shortened(name)[1:-1]}"
+    required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
+    expect_keys(where, entry, required=required, allowed={*DEVICE_KEYS, *_DEVICE_WORDS})
+    values: JsonDict = {
+        field: number(f"{where}.{key}", entry[key], bounds) * unit
+        for key, (field, unit, bounds) in DEVICE_KEYS.items()
+        if key in entry
+    }
+    for field in ("memory_bytes", "reserved_bytes"):
+        if field in values:
+            values[field] = int(values[field])
+    if "source" in entry:
+        values["source"] = str(entry["source"])
+    if "measured" in entry:
+        values["measured"] = entry["measured"] is True
+    if "attention" in entry:
+        values["attention_kernel"] = str(entry["attention"])
+        if known and name in CATALOGUE and entry["attention"]:
+            known = with_attention(known, str(entry["attention"]), CATALOGUE[name].attention)
+    elif "attention_forward" in entry.get("efficiency", ()):
+        values["attention_kernel"] = ""
+    if "efficiency" in entry:
+        base = known.efficiency if known else Efficiency()
+        values["efficiency"] = _efficiency(f"{where}.efficiency", entry["efficiency"], base)
+    device = replace(known, **values) if known else _new_device(name, values)
+    if device.reserved_bytes >= device.memory_bytes:
+        raise ClusterError(
+            f"{where}.reserved_gib is {device.reserved_bytes / GIB:g}, but memory_gib is "
+            f"{device.memory_bytes / GIB:g}; something must be left for tensors."
+        )
+    return device
+
+
+def _new_device(name: str, values: JsonObject) -> DeviceSpec:
+    """A device of which the catalogue knows nothing: what is left out is usual, and how sure it is follows from it."""
+    is_measured = "efficiency" in values
+    usual = {
+        "reserved_bytes": usual_reserve(values["memory_bytes"]),
+        "error": PROFILED_ERROR if is_measured else UNMEASURED_ERROR,
+        "measured": is_measured,
+    }
+    return DeviceSpec(name=name, **{**usual, **values})
 
 
 def _efficiency(where: str, data: Any, base: Efficiency) -> Efficiency:
@@ -303,15 +332,22 @@ def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Lin
             "Add link: {bandwidth_gb_per_s: ..., latency_us: ...}, the link between two ranks inside the node."
         )
     slowest = min(entry.link_bytes_per_s for entry in entries)
-    return Link(name=f"inside {name}", latency_s=DEFAULT_LATENCY_S, bytes_per_s=slowest)
+    return Link(
+        name=f"inside {name}",
+        latency_s=DEFAULT_LATENCY_S,
+        bytes_per_s=slowest,
+        p2p_efficiency=NOMINAL_SHARE,
+        all_to_all_efficiency=NOMINAL_SHARE,
+    )
 
 
 def _link(where: str, name: str, data: Any, allowed: Set[str] = _LINK_KEYS) -> Link:
     expect_keys(where, data, required={"bandwidth_gb_per_s"}, allowed=set(allowed))
     shares = {
-        key: number(f"{where}.{key}", data[key], LINK_RATIO)
+        key: number(f"{where}.{given}", data[given], LINK_RATIO)
         for key in ("p2p_efficiency", "all_to_all_efficiency")
-        if key in data
+        for given in ("efficiency", key)
+        if given in data
     }
     latencies = {
         key: number(f"{where}.{key}", data[key], DURATION_US) * MICRO

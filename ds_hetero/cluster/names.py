@@ -30,6 +30,19 @@ _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "RTX-A6000": (("a6000", "6000"), _RTX),
     "RTX-3080-10GB": (("3080",), _GEFORCE),
     "RTX-3060-12GB": (("3060",), _GEFORCE),
+    "RTX-3080-12GB": (("3080",), _GEFORCE),
+    "RTX-4090-48GB": (("4090",), _GEFORCE),
+    "RTX-4060Ti-16GB": (("4060ti",), _GEFORCE),
+    "RTX-4060Ti-8GB": (("4060ti",), _GEFORCE),
+    "RTX-5060Ti-16GB": (("5060ti",), _GEFORCE),
+    "RTX-A5000": (("a5000", "5000"), _RTX),
+    "RTX-A4000": (("a4000", "4000"), _RTX),
+    "Quadro-RTX-8000": (("8000", "quadrortx8000"), _RTX),
+    "RX-7900XTX": (("7900xtx", "rx7900xtx", "radeonrx7900xtx"), _PLAIN),
+    "W7900": (("w7900", "prow7900", "radeonprow7900"), _PLAIN),
+    "GTX-1080": (("1080", "gtx1080"), ("", "geforce")),
+    "GTX-1080Ti": (("1080ti", "gtx1080ti"), ("", "geforce")),
+    "GB10": (("gb10", "dgxspark", "spark"), _PLAIN),
     "Titan-RTX": (("titanrtx", "rtxtitan"), _PLAIN),
     "GB200-186GB": (("gb200", "gb200nvl72"), _PLAIN),
     "GB300-279GB": (("gb300", "gb300nvl72"), _PLAIN),
@@ -40,7 +53,7 @@ _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "Arc-B580": (("b580", "arcb580"), _PLAIN),
 }
 # What people mean who name neither form nor memory; it is said which one was taken.
-_USUAL = ("H100-SXM-80GB", "A100-SXM-80GB")
+_USUAL = ("H100-SXM-80GB", "A100-SXM-80GB", "RTX-3080-10GB", "RTX-4060Ti-16GB", "RTX-4090", "GH200-96GB")
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,4})\s*(?:gib|gb|g)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z0-9])(sxm\d?|hgx|dgx|pcie|pci-e|nvl)(?![a-z0-9])")
 _NOISE = re.compile(r"(?<![a-z0-9])(hbm\d?e?|oam)(?![a-z0-9])")

@@ -17,7 +17,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ds_hetero.cluster.catalogue import CATALOGUE, THROUGH_HOST, CatalogueEntry, pcie_bytes_per_s
+from ds_hetero.cluster.catalogue import (
+    CATALOGUE,
+    NOMINAL_SHARE,
+    THROUGH_HOST,
+    CatalogueEntry,
+    pcie_bytes_per_s,
+)
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.file_values import number, whole_number
@@ -96,8 +102,12 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
     content: JsonDict = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
     if network is not None:
         rate = network_gb_per_s("--network", network)
-        ports = whole_number("--nics", 1 if nics is None else nics)
-        content["network"] = {"bandwidth_gb_per_s": rate, "latency_us": NETWORK_LATENCY_US, "nics": ports}
+        content["network"] = {
+            "bandwidth_gb_per_s": rate,
+            "latency_us": NETWORK_LATENCY_US,
+            "nics": whole_number("--nics", 1 if nics is None else nics),
+            "efficiency": NOMINAL_SHARE,
+        }
     return Notation(content, tuple(dict.fromkeys(_remarks(cards for node in nodes for cards in node))))
 
 
@@ -201,7 +211,7 @@ def _entry(name: str, node: Sequence[_Cards]) -> JsonDict:
         entry |= {"device": devices[0], "count": len(devices)}
     else:
         entry["devices"] = devices
-    return {**entry, "link": {"bandwidth_gb_per_s": rate / GB, "latency_us": 5}}
+    return {**entry, "link": {"bandwidth_gb_per_s": rate / GB, "latency_us": 5, "efficiency": NOMINAL_SHARE}}
 
 
 def _ranks(cards: _Cards) -> int:

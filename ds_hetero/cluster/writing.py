@@ -69,4 +69,5 @@ def _device_to_dict(device: DeviceSpec) -> JsonDict:
     values = {key: (getattr(device, field), unit) for key, (field, unit, _) in DEVICE_KEYS.items()}
     numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
     efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
-    return {**numbers, "source": device.source, "efficiency": efficiency}
+    words = {"source": device.source, "attention": device.attention_kernel, "measured": device.measured}
+    return {**numbers, **words, "efficiency": efficiency}

@@ -34,6 +34,9 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
     """
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
+    if workload.adapter_rank and (name != "calibrated" or model.recurrent is not None):
+        kind = "the published cost model" if name != "calibrated" else "layers that carry a state"
+        raise PlanError(f"adapters beside frozen weights have no cost in {kind}. Plan --train full, or another model.")
     if name == "calibrated":
         return CalibratedCostModel(cluster, model, workload)
     if model.recurrent is not None:

@@ -36,8 +36,10 @@ from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.host_time import host_bytes_per_s_D, offloaded_step_s_D
 from ds_hetero.cost.terms.memory import Moments, memory_moments
 from ds_hetero.cost.terms.ring_time import ring_finish_s
+from ds_hetero.cost.terms.trained import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
 from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -58,8 +60,7 @@ class CalibratedCostModel(CostModel):
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
         super().__init__(cluster, model, workload)
-        reserved_bytes = [device.reserved_bytes for device in cluster.devices]
-        self.capacity_bytes_D = cluster.memory_bytes - np.array(reserved_bytes, dtype=np.float64)
+        self.capacity_bytes_D = np.array([float(device.usable_bytes) for device in cluster.devices])
         self._block = BlockPasses(cluster, model, workload)
         self._recurrent: RecurrentLayer | None = None
         self._attention_share, self._recurrent_share = model.attention_layers / model.num_layers, 0.0
@@ -67,12 +68,23 @@ class CalibratedCostModel(CostModel):
             self._recurrent = RecurrentLayer(cluster, model, workload, self._block.rates)
             self._recurrent_share = model.recurrent.num_layers / model.num_layers
         self._collective = RingCollective.over(workload.zero_cluster or cluster)
-        layer, stage = model.layer_parameters, workload.zero_stage
-        self._gather_s = self._collective(layer * workload.element_bytes) if stage == 3 else 0.0
-        self._reduce_s = self._collective(layer * workload.gradient_bytes) if stage == 3 else 0.0
-        self.floor_s = 2 * self._gather_s + self._reduce_s
+        self._gather_s = self._reduce_s = 0.0
+        if workload.zero_stage == 3:
+            gathered = layer_weight_bytes(model, workload)
+            self._gather_s = self._collective(gathered) + self._from_host_s(gathered)
+            self._reduce_s = self._collective(trained_of_layer(model, workload) * workload.gradient_bytes)
+        self._host_s = [float(each.host_s.max()) for each in self._block.passes]
+        self.floor_s = float(self._block_s(np.zeros((2, 1)))[0])
         self.loss_s_per_token_D = self._block.loss_s_per_token_D
         self._freeze_curves()
+
+    def _from_host_s(self, num_bytes: float) -> float:
+        """Copy of every rank's part of a layer from the host, of the slowest."""
+        work = self.workload
+        if not work.offload_parameters:
+            return 0.0
+        own = num_bytes / self.cluster.num_ranks / work.data_parallel
+        return float((own / host_bytes_per_s_D(self.cluster.devices)).max())
 
     @property
     def least_block_s(self) -> float:
@@ -165,11 +177,11 @@ class CalibratedCostModel(CostModel):
         computed_D = np.maximum(tokens_D, PLACEHOLDER_TOKENS)
         loss_D = computed_D * self._block.loss_s_per_token_D + self._block.loss_fixed_s_D
         loss_s = float(loss_D.max())
-        stage, embedding, count = work.zero_stage, model.embedding_parameters, model.num_parameters
+        stage, embedding, count = work.zero_stage, model.embedding_parameters, trained_parameters(model, work)
         zero_s, reductions = 0.0, work.micro_batches if stage >= 2 else 1
         if stage == 3:
             loss_s += 2 * self._collective(embedding * work.element_bytes)
-            loss_s += self._collective(embedding * work.gradient_bytes)
+            loss_s += self._collective(trained_of_ends(model, work) * work.gradient_bytes)
         else:
             zero_s = reductions * 2 * self._collective(count * work.gradient_bytes)
             zero_s += self._collective(count * work.element_bytes) if stage else 0.0
@@ -178,11 +190,10 @@ class CalibratedCostModel(CostModel):
         step_bytes_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
         copied_back = {0: work.gradient_bytes, 3: 0}.get(stage, work.element_bytes)
         step_bytes_D = step_bytes_D + count * 2 * (reductions * work.gradient_bytes + copied_back)
-        return {
-            "loss_s": loss_s,
-            "zero_s": zero_s,
-            "optimizer_s": float((step_bytes_D * self._block.rates.memory_s_per_byte).max()),
-        }
+        step_s_D = step_bytes_D * self._block.rates.memory_s_per_byte
+        if work.offload_optimizer:
+            step_s_D = offloaded_step_s_D(self.cluster.devices, work, own_D)
+        return {"loss_s": loss_s, "zero_s": zero_s, "optimizer_s": float(step_s_D.max())}
 
     def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
         """See `ds_hetero.cost.terms.memory`."""
@@ -212,7 +223,14 @@ class CalibratedCostModel(CostModel):
             return self._recurrent.slowest_link(self.cluster, tokens_D)
         repeats = [block_pass.repeats for block_pass in self._block.passes]
         alone_s = sum(count * float(part[0]) for count, part in zip(repeats, finish, strict=True))
-        return explain.bottleneck(self._block, assigned, terms, shows_zero=terms.block_s > 1.02 * alone_s)
+        return explain.bottleneck(
+            self._block, assigned, terms, beside=self._slowest_beside() if terms.block_s > 1.02 * alone_s else None
+        )
+
+    def _slowest_beside(self) -> str:
+        """Name of the longest of those that run beside the passes."""
+        host_s = sum(count.repeats * each for count, each in zip(self._block.passes, self._host_s, strict=True))
+        return "ZeRO traffic" if 2 * self._gather_s + self._reduce_s >= host_s else "the host's launches"
 
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
         """Bars of one block: forward, the forward again where it is checkpointed, backward."""
@@ -235,11 +253,16 @@ class CalibratedCostModel(CostModel):
         ]
 
     def _block_s(self, pass_B: Sequence[Floats] | Floats) -> Floats:
-        """Forward, then backward with what it repeats; ZeRO's traffic runs beside them and shows where it is longer."""
-        backward_B = (self._block.passes[0].repeats - 1) * pass_B[0] + pass_B[1]
-        return np.asarray(
-            np.maximum(pass_B[0], self._gather_s) + np.maximum(backward_B, self._gather_s + self._reduce_s)
-        )
+        """Forward, then backward with what it repeats.
+
+        ZeRO's traffic and the host, which launches it all, run beside them and show where they take longer.
+        """
+        again = self._block.passes[0].repeats - 1
+        forward_host_s, backward_host_s = self._host_s
+        backward_B = again * pass_B[0] + pass_B[1]
+        least_s = max(self._gather_s, forward_host_s)
+        least_back_s = max(self._gather_s + self._reduce_s, again * forward_host_s + backward_host_s)
+        return np.asarray(np.maximum(pass_B[0], least_s) + np.maximum(backward_B, least_back_s))
 
     def _freeze_curves(self) -> None:
         """Linear coefficients at an even share, and the bound of perfect balance: see `CostModel`."""

@@ -37,14 +37,14 @@ def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
     return busy_D
 
 
-def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, shows_zero: bool) -> Bottleneck:
+def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, beside: str | None) -> Bottleneck:
     """The largest part of the block, and the rank or the link that sets it.
 
     Args:
         block: of the cost model.
         assigned: tokens and heads.
         terms: of the block.
-        shows_zero: ZeRO's traffic is longer than the work that it runs beside.
+        beside: what takes longer than the work that it runs beside; None where nothing does.
     """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
     grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
@@ -56,8 +56,8 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, show
         ranks = grouping.order[grouping.offsets[group] : grouping.offsets[group + 1]]
         rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
         return Bottleneck.of_link(block.cluster, term, rank, _slowest_peer(block.cluster, rank, ranks))
-    if shows_zero:
-        return Bottleneck.of_rank(block.cluster, term, "ZeRO traffic", 0)
+    if beside:
+        return Bottleneck.of_rank(block.cluster, term, beside, 0)
     ring = block.rings(assigned)[1]
     alone_K = alone_s(ring)[0]
     if ring.contiguous_causal or float(ring_finish_s(ring)[0]) > 1.02 * alone_K.max():

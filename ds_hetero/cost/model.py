@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from ds_hetero.cluster.catalogue import confidence
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.units import GIB
@@ -170,6 +171,8 @@ class CostModel(ABC):
             reason=reason,
             bottleneck=self.bottleneck(*flat),
             bound_s=self.bound_s,
+            error=max(device.error for device in self.cluster.devices),
+            confidence=confidence(self.cluster.devices),
             busy_s=tuple(self.busy_s(*flat).tolist()),
             parts_s={"blocks_s": terms.block_s * self.model.num_layers * work.micro_batches, **outside},
         )

@@ -18,9 +18,10 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange_time import exchange_s
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.heads import kv_heads_of_ranks
-from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
+from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D, host_share
 from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring_time import RingCoefficients
+from ds_hetero.cost.terms.trained import restored_bytes
 from ds_hetero.cost.terms.transfer_time import ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -41,6 +42,7 @@ class Pass:
         token_s: outside attention, per token.
         fixed_s: outside attention, whatever the tokens.
         attention_s: per query row (token x head x sequence) and key, full attention.
+        host_s: least time of the pass, that of the host to launch it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Pass:
     token_s: Floats
     fixed_s: Floats
     attention_s: Floats
+    host_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +138,16 @@ class Compute:
         return np.asarray(ready_PBK.max(axis=2))
 
 
-def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, int, int, float], ...]:
-    """Table of both passes: name, repeats, products, attention's operations, and operations that it computes again."""
+def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float, int, int, float], ...]:
+    """Table of both passes: name, repeats, products, backward, attention's operations, operations computed again.
+
+    A backward has two products for every weight, and one for a frozen one.
+    """
     again = flops.mlp_flops(model) if workload.tiled_mlp else 0.0
+    products = flops.MATMUL_BACKWARD - (1 if workload.adapter_rank else 0)
     return (
-        ("forward", 2 if workload.activation_checkpointing else 1, 1, flops.ATTENTION_FORWARD_FLOPS, 0.0),
-        ("backward", 1, flops.MATMUL_BACKWARD, flops.ATTENTION_BACKWARD_FLOPS, again),
+        ("forward", 2 if workload.activation_checkpointing else 1, 1, 0, flops.ATTENTION_FORWARD_FLOPS, 0.0),
+        ("backward", 1, products, 1, flops.ATTENTION_BACKWARD_FLOPS, again),
     )
 
 
@@ -157,38 +164,49 @@ class BlockPasses:
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload, cut: int = 1) -> None:
         self.cluster, self.model, self.workload, self._cut = cluster, model, workload, cut
-        self.rates = rates = AchievedRates.of(cluster, causal=workload.causal)
+        self.rates = rates = AchievedRates.of(cluster, causal=workload.causal, head_dim=model.head_dim)
         self._unit_bytes = workload.micro_batch * model.head_dim * workload.element_bytes  # per token and head
         self.passes = tuple(self._pass(*each) for each in _passes(model, workload))
         per_pass = zip(*((each.token_s, each.fixed_s, each.attention_s) for each in self.passes), strict=True)
         self._token_s_P1D, self._fixed_s_P1D, self._attention_s_P1D = (np.array(each)[:, None] for each in per_pass)
-        logits_s_D = flops.logit_flops(model, tiled=workload.tiled_logits) * rates.s_per_flop
+        frozen = workload.adapter_rank > 0 and not workload.trains_embedding
+        logits_s_D = flops.logit_flops(model, tiled=workload.has_loss_tiles, frozen=frozen) * rates.s_per_flop
         self.loss_s_per_token_D = workload.micro_batch * (
             logits_s_D + flops.logit_elements(model) * WIDE * rates.memory_s_per_byte
         )
         self.loss_fixed_s_D = logits_s_D * rates.half_tokens
 
-    def _pass(self, name: str, repeats: int, products: int, operations: int, again: float) -> Pass:
+    def _pass(self, name: str, repeats: int, products: float, backward: int, operations: int, again: float) -> Pass:
         """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time."""
         rates, model, work, cut = self.rates, self.model, self.workload, self._cut
+        rank, elements = work.adapter_rank, flops.elementwise_elements(model, cut) * (1 + backward)
         product_s = flops.matmul_flops(model) * products * rates.s_per_flop
-        elements = flops.elementwise_elements(model, cut) * products * work.element_bytes
-        copied_s = checkpoint_copy_s_D(self.cluster.devices, model, work) if name == "forward" else 0.0
-        token_s = (product_s + again * rates.s_per_flop) / cut + elements * rates.memory_s_per_byte
+        beside_s = (flops.adapter_flops(model, rank) * (1 + backward) + again) * rates.s_per_flop
+        elements += flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
+        copied_s = 0.0 if backward else checkpoint_copy_s_D(self.cluster.devices, model, work)
+        token_s = (product_s + beside_s) / cut + elements * work.element_bytes * rates.memory_s_per_byte
+        restored_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
         return Pass(
             name=name,
             repeats=repeats,
             token_s=work.micro_batch * token_s + copied_s,
-            fixed_s=product_s * rates.half_tokens + products * rates.kernel_overhead_s,
+            fixed_s=product_s * rates.half_tokens + (1 + backward) * rates.kernel_overhead_s + restored_s,
             attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
+            host_s=(1 + backward) * host_share(work) * rates.layer_host_s,
         )
 
     def alone_s(self) -> Floats:
         """Time of both passes on a rank that has all tokens and its cut of the heads, without exchanges, ``[P]``."""
+        outside_P = self.non_attention_s(np.array([[float(self.workload.seq_len)]]))[:, 0, 0]
+        least_P = [float(each.host_s[0]) for each in self.passes]
+        return np.asarray(np.maximum(outside_P + self.attention_alone_s(), least_P))
+
+    def attention_alone_s(self) -> Floats:
+        """The part of it that is attention's, ``[P]``."""
         whole = np.array([[float(self.workload.seq_len)]])
         work = self.work(Grouping(self.cluster, [range(1)]), whole, np.array([[self.model.num_heads]]))
         slope_P11, fixed_P11, _ = self.attention_s(work)
-        return np.asarray((self.non_attention_s(whole) + slope_P11 * whole + fixed_P11)[:, 0, 0])
+        return np.asarray((slope_P11 * whole + fixed_P11)[:, 0, 0])
 
     def work(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Work:
         """The work that tokens and heads amount to."""

@@ -8,6 +8,18 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight, is_whole, whole_rule
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import PlanError
+from ds_hetero.models.adapters import MAX_RANK, QUANTIZATIONS
+
+OPTIMIZER_BYTES = {
+    "adamw": 12.0,  # a master weight and two moments in fp32
+    "adamw-8bit": 6.0,  # moments of a byte (arXiv:2110.02861)
+    "adamw-bf16": 4.0,  # moments in bf16, no master weight
+    "lion": 8.0,
+    "muon": 8.0,
+    "sgd": 8.0,  # with momentum
+    "adafactor": 4.0,  # factored moments are of rows and columns
+}
+"""Bytes of optimizer state per trained parameter, the master weight included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +61,17 @@ class Workload:
         cut_vocabulary: ``"tensor"`` stages of pipelines cut embedding and head by vocabulary, as Megatron-LM does; this
             engine's hold them whole on every rank.
         element_bytes: bytes of a parameter or an activation (P).
-        gradient_bytes: bytes of gradient per parameter, less where only some parameters are trained.
-        optimizer_bytes: bytes of optimizer state per parameter; 12 are a master weight and two Adam moments in fp32.
-        offload_optimizer: the optimizer state is in the host's memory; time is counted as if it were not.
-        offload_parameters: the parameters are in the host's memory; time is counted as if they were not.
+        gradient_bytes: bytes of gradient per trained parameter; per parameter, and less, where it is not known which
+            are trained (``adapter_rank`` 0).
+        optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
+        adapter_rank: of adapters that are trained beside frozen weights; 0 where all weights are trained.
+        trains_embedding: embedding and head are trained beside the adapters.
+        quantization: of frozen weights, one of `ds_hetero.models.adapters.QUANTIZATIONS`.
+        logit_bytes: of memory that the loss needs for a logit; None for what today's transformers do.
+        fused_kernels: Liger's: the loss in tiles, and MLPs that keep gate and up alone.
+        selective_checkpointing: in the place of whole layers, norms and activations are computed again.
+        offload_optimizer: the optimizer state is in the host's memory, and the host steps.
+        offload_parameters: the parameters are in the host's memory, and come over the card's slot in every pass.
         buffers: DeepSpeed's.
         data_parallel: replicas that share the ZeRO partition with this one.
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
@@ -78,6 +97,12 @@ class Workload:
     offload_activations: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    adapter_rank: int = 0
+    trains_embedding: bool = False
+    quantization: str | None = None
+    logit_bytes: float | None = None
+    fused_kernels: bool = False
+    selective_checkpointing: bool = False
     buffers: Buffers = Buffers()
     data_parallel: int = 1
     zero_cluster: Cluster | None = None
@@ -98,6 +123,17 @@ class Workload:
             raise PlanError(f"tile_tokens must be {rule}, got {shortened(self.tile_tokens)}.")
         if not is_whole(self.zero_stage, 0, 3):
             raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {shortened(self.zero_stage)}.")
+        if not is_whole(self.adapter_rank, 0, MAX_RANK):
+            raise PlanError(
+                f"adapter_rank must be {whole_rule(self.adapter_rank, 0, MAX_RANK)}, got {self.adapter_rank}."
+            )
+        if self.quantization not in (None, *QUANTIZATIONS) or (self.quantization and not self.adapter_rank):
+            raise PlanError(
+                f"quantization must be null or, with an adapter_rank, one of {', '.join(QUANTIZATIONS)}, got "
+                f"{shortened(self.quantization)}."
+            )
+        if self.selective_checkpointing and self.activation_checkpointing:
+            raise PlanError("selective_checkpointing is in the place of activation_checkpointing. Turn that off.")
         weights = self.zero_weights
         if weights is not None and not (all(map(is_weight, weights)) and any(weights)):
             raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")
@@ -106,6 +142,9 @@ class Workload:
     def memory_savers(self) -> tuple[str, ...]:
         """Offloads, tiles and recomputation that it trains with, in words."""
         words = {
+            self._trained_in_words: self.adapter_rank > 0,
+            "Liger's kernels": self.fused_kernels,
+            "selective recomputation": self.selective_checkpointing,
             "activation checkpointing": self.activation_checkpointing,
             "activations in the host's memory": self.offload_activations,
             "tiled loss": self.tiled_logits,
@@ -114,3 +153,12 @@ class Workload:
             "parameters in the host's memory": self.offload_parameters,
         }
         return tuple(word for word, has in words.items() if has)
+
+    @property
+    def _trained_in_words(self) -> str:
+        return f"{'QLoRA' if self.quantization else 'LoRA'} of rank {self.adapter_rank}"
+
+    @property
+    def has_loss_tiles(self) -> bool:
+        """Logits of all tokens never exist at once."""
+        return self.tiled_logits or self.fused_kernels

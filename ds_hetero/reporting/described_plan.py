@@ -181,26 +181,27 @@ def read_scenario(data: Any) -> PlanScenario:
     )
 
 
+_LATER = (  # fields that files of earlier versions do not have
+    *("tiled_mlp", "offload_activations", "cut_vocabulary", "tile_tokens", "adapter_rank", "trains_embedding"),
+    *("quantization", "logit_bytes", "fused_kernels", "selective_checkpointing"),
+)
+
+
 def _read_workload(data: Any) -> Workload:
-    if isinstance(data, Mapping):
-        # Files of before do not have these.
-        data = {
-            "tiled_mlp": False,
-            "offload_activations": False,
-            "cut_vocabulary": False,
-            "tile_tokens": None,
-            **data,
-        }
-    _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     usual = asdict(Workload(seq_len=1))
+    if isinstance(data, Mapping):
+        data = {**{name: usual[name] for name in _LATER}, **data}
+    _expect_keys(f"{SCENARIO}.workload", data, _WORKLOAD)
     for name in _WORKLOAD:
         value = data[name]
         if isinstance(usual[name], bool):
             is_right = isinstance(value, bool)
         elif name == "zero_weights":
             is_right = value is None or _is_list(value)
-        elif name == "tile_tokens":
+        elif name in ("tile_tokens", "logit_bytes"):
             is_right = value is None or _is_number(value)
+        elif name == "quantization":
+            is_right = value is None or isinstance(value, str)
         elif name == "buffers":
             is_right = value is None or (isinstance(value, Mapping) and all(map(_is_number, value.values())))
         else:

@@ -13,6 +13,7 @@ import click
 
 from ds_hetero.cli.inputs.options import FILE, TOKENS
 from ds_hetero.cli.outputs.printing import check_out
+from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.notation import device_remarks, read_notation
 from ds_hetero.cluster.prices import read_prices, with_prices
@@ -21,9 +22,10 @@ from ds_hetero.common.paths import is_file, is_pipe
 from ds_hetero.common.reading import JsonDict, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.workload import Workload
+from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
+from ds_hetero.models.adapters import read_training
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.reporting.described_plan import PlanScenario
@@ -72,6 +74,22 @@ _MEMORY = (
 )
 _TILED_LOSS = click.option(
     "--tiled-loss/--whole-loss", "tiled_logits", default=False, help="Compute the loss in tiles of tokens."
+)
+_TRAINING = (
+    click.option("--train", default="full", help="full, lora[:rank] or qlora[:rank]: which weights are trained."),
+    click.option(
+        "--optimizer", type=click.Choice(tuple(OPTIMIZER_BYTES)), default="adamw", help="Its bytes of state count."
+    ),
+    click.option(
+        "--gradient-dtype", type=click.Choice(("bf16", "fp32")), default="bf16", help="Of gradients while they add up."
+    ),
+    click.option("--liger", "fused_kernels", is_flag=True, help="Liger's kernels: the loss in tiles, lean MLPs."),
+    click.option(
+        "--selective-checkpointing", is_flag=True, help="Compute norms and activations again, not whole layers."
+    ),
+)
+_ATTENTION = click.option(
+    "--attention", help="Kernel whose rates count, such as flash_attn_3; left out, what an installation would choose."
 )
 _COST_MODEL = click.option(
     "--cost-model",
@@ -130,6 +148,9 @@ class Scenario(PlanScenario):
         return replace(self, workload=replace(self.workload, **changes))
 
 
+_OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "price", "save_cluster", "attention")
+
+
 def scenario_options(
     cluster: Callable[..., Any] | None = None,
     *,
@@ -152,7 +173,8 @@ def scenario_options(
         click.option("--seq-len", type=TOKENS, required=True, help=_SEQ_LEN_HELP),
         *(_BATCH if batch else ()),
         _CAUSAL,
-        *(_MEMORY if memory else ()),
+        *((*_MEMORY, *_TRAINING) if memory else ()),
+        _ATTENTION,
         _TILED_LOSS,
         *((_COST_MODEL,) if cost_model else ()),
     )
@@ -160,15 +182,7 @@ def scenario_options(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def with_scenario(**arguments: Any) -> Any:
-            def taken(*names: str) -> JsonDict:
-                return {name: arguments.pop(name) for name in names if name in arguments}
-
-            scenario = Scenario(
-                clusters=_read_clusters(**taken("cluster", "gpus", "network", "nics", "price", "save_cluster")),
-                workload=Workload(**taken(*(field.name for field in fields(Workload)))),
-                model=load_model(arguments.pop("model")),
-                cost_model=arguments.pop("cost_model", "calibrated"),
-            )
+            scenario = _take_scenario(arguments)
             return function(scenario=scenario, **arguments)
 
         command: Callable[..., Any] = with_scenario
@@ -179,6 +193,34 @@ def scenario_options(
     return add
 
 
+def _take_scenario(arguments: JsonDict) -> Scenario:
+    """Make the scenario of the options that describe one, and take these out of ``arguments``."""
+
+    def taken(*names: str) -> JsonDict:
+        return {name: arguments.pop(name) for name in names if name in arguments}
+
+    trained = _trained(**taken("train", "optimizer", "gradient_dtype"))
+    if arguments.get("selective_checkpointing"):
+        arguments["activation_checkpointing"] = False
+    return Scenario(
+        clusters=_read_clusters(**taken(*_OF_CLUSTERS)),
+        workload=Workload(**taken(*(field.name for field in fields(Workload))), **trained),
+        model=load_model(arguments.pop("model")),
+        cost_model=arguments.pop("cost_model", "calibrated"),
+    )
+
+
+def _trained(train: str = "full", optimizer: str = "adamw", gradient_dtype: str = "bf16") -> JsonDict:
+    """Fields of a workload that say which weights are trained, and in what bytes."""
+    training = read_training(train)
+    return {
+        "adapter_rank": training.adapter_rank,
+        "quantization": training.quantization,
+        "optimizer_bytes": OPTIMIZER_BYTES[optimizer],
+        "gradient_bytes": {"bf16": 2, "fp32": 4}[gradient_dtype],
+    }
+
+
 def _read_clusters(
     cluster: str | Sequence[str] | None,
     gpus: str | None = None,
@@ -186,6 +228,7 @@ def _read_clusters(
     nics: int | None = None,
     price: str | None = None,
     save_cluster: Path | None = None,
+    attention: str | None = None,
 ) -> tuple[Cluster, ...]:
     """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
 
@@ -196,6 +239,7 @@ def _read_clusters(
         nics: such ports of a node.
         price: line of prices, see `ds_hetero.cluster.prices`.
         save_cluster: cluster file to write.
+        attention: kernel whose rates of the catalogue count; None for what each device has.
 
     Raises:
         ClusterError: a cluster is none.
@@ -208,7 +252,8 @@ def _read_clusters(
             raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
         clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
         _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
-        return tuple(c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
+        priced = (c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
+        return tuple(with_kernel(c, attention) for c in priced)
     notation = read_notation(gpus, network, nics)
     loaded = load_cluster(notation.content)
     if price is not None:
@@ -222,7 +267,7 @@ def _read_clusters(
         check_out(save_cluster, "--save-cluster")
         write_cluster(notation.content, save_cluster)
     _say((*notation.remarks, *device_remarks(loaded.devices)))
-    return (loaded,)
+    return (with_kernel(loaded, attention),)
 
 
 def _say(remarks: Sequence[str]) -> None:

@@ -43,6 +43,6 @@ def _rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...] | N
                 f"{sum(cut.layers[:j])}-{sum(cut.layers[: j + 1])}",
                 time_text(cut.forward_s[j] + cut.backward_s[j]),
                 " + ".join(map(bytes_text, memory[i][j])),
-                " + ".join(bytes_text(device.memory_bytes - device.reserved_bytes) for device in devices),
+                " + ".join(bytes_text(device.usable_bytes) for device in devices),
             )
         yield None

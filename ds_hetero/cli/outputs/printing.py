@@ -113,10 +113,12 @@ def print_table(
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
-    """Prediction of a schedule, in two lines."""
+    """Prediction of a schedule, how sure it is, and what limits it, in three lines."""
+    least, most = (time_text(seconds) for seconds in prediction.range_s)
     return [
         f"predicted:  {time_text(prediction.block_s)} per block, {time_text(prediction.iteration_s)} per iteration, "
         f"{prediction.tokens_per_s:,.0f} tokens/s ({terms_text(prediction)})",
+        f"range:      {least} to {most} per iteration in 8 of 10 cases; {prediction.confidence}",
         f"bottleneck: {prediction.bottleneck.text}",
     ]
 

@@ -34,6 +34,7 @@ from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, S
 from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.zero_time import RingCollective
 from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
 
@@ -64,6 +65,11 @@ class CalibratedStageCosts(StageCosts):
         find: FindSchedule | None = None,
         owners: str | tuple[float, ...] = "even",
     ) -> None:
+        if workload.adapter_rank or workload.fused_kernels or workload.selective_checkpointing:
+            raise PlanError(
+                "stages of pipelines have no memory model of adapters, Liger's kernels and selective recomputation. "
+                "Plan sequence parallelism: --parallel sequence."
+            )
         super().__init__(cluster, model, workload.seq_len, workload.activation_checkpointing)
         self.workload, self.inners, self.owners = workload, tuple(inners), owners
         self._find = find
@@ -105,7 +111,7 @@ class CalibratedStageCosts(StageCosts):
             backward_s=backward_s,
             last_s=loss_s,
             side_s=2 * device.efficiency.message_overhead_s,
-            capacity_bytes=device.memory_bytes - device.reserved_bytes,
+            capacity_bytes=device.usable_bytes,
             memory=self._memory(
                 layer=layer.mapped(lambda alone: float(np.max(alone))),
                 logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / cut,
@@ -138,7 +144,7 @@ class CalibratedStageCosts(StageCosts):
                     backward_s=shared.backward_s,
                     last_s=shared.loss_s,
                     side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
-                    capacity_bytes=device.memory_bytes - device.reserved_bytes,
+                    capacity_bytes=device.usable_bytes,
                     memory=self._memory(layer, logits, holders),
                 )
             )

@@ -5,6 +5,8 @@ Every count is for one sequence; multiply by the micro-batch. Backward is counte
 
 from __future__ import annotations
 
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models.adapters import adapter_widths
 from ds_hetero.models.shapes import ModelSpec
 
 # Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two products forward; backward
@@ -12,6 +14,8 @@ from ds_hetero.models.shapes import ModelSpec
 # HexiSeq's Eq. 7 counts 16 in all: 4 forward, 4 recomputed and 8 backward.
 ATTENTION_FORWARD_FLOPS = 4
 ATTENTION_BACKWARD_FLOPS = 10
+
+ADAPTER_INPUT_ELEMENTS, ADAPTER_OUTPUT_ELEMENTS = 4, 5
 
 MATMUL_BACKWARD = 2  # gradients of the input and of the weight, as many operations each as the forward product
 
@@ -29,6 +33,22 @@ def recurrent_matmul_flops(model: ModelSpec) -> float:
     assert model.recurrent is not None
     mlp = _mlps_per_mixer(model) * model.active_mlp_parameters
     return 2 * (model.recurrent.parameters(model.hidden_size) + mlp)
+
+
+def adapter_flops(model: ModelSpec, rank: int) -> float:
+    """Forward operations of a layer's adapters, per token; twice that backward."""
+    into, out = adapter_widths(model, experts=max(model.experts_per_token, 1))
+    return 2 * rank * (into + out)
+
+
+def adapter_elements(model: ModelSpec, rank: int) -> float:
+    """Elements that adapters read and write forward, per token; as many backward.
+
+    Of every product's input a dropout and a cast (two reads, two writes), of its output a scaling and an addition to
+    the frozen product's (three reads, two writes), as in PEFT's ``Linear.forward``.
+    """
+    into, out = adapter_widths(model, experts=max(model.experts_per_token, 1))
+    return float(ADAPTER_INPUT_ELEMENTS * into + ADAPTER_OUTPUT_ELEMENTS * out) if rank else 0.0
 
 
 def mlp_flops(model: ModelSpec) -> float:
@@ -55,6 +75,13 @@ def elementwise_elements(model: ModelSpec, cut: int = 1) -> float:
     return rotary + _mlps_per_mixer(model) * (10 * model.hidden_size + _activation_elements(model) / cut)
 
 
+def recomputed_elements(model: ModelSpec, workload: Workload) -> float:
+    """Elements of norms and activations that selective recomputation, or Liger's MLP, computes again, per token."""
+    if workload.selective_checkpointing:
+        return 4 * model.hidden_size + _activation_elements(model)
+    return float(_activation_elements(model)) if workload.fused_kernels else 0.0
+
+
 def recurrent_elements(model: ModelSpec) -> float:
     """The same of a layer that carries a state: its convolution and the gated norm of its output in place of rotary."""
     layers = model.recurrent
@@ -69,9 +96,12 @@ def _activation_elements(model: ModelSpec) -> int:
     return (3 if model.gated_mlp else 2) * width
 
 
-def logit_flops(model: ModelSpec, *, tiled: bool) -> int:
-    """Operations of the language-model head, forward and backward, per token; tiles compute the forward again."""
-    return 2 * model.hidden_size * model.vocab_size * (4 if tiled else 3)
+def logit_flops(model: ModelSpec, *, tiled: bool, frozen: bool = False) -> int:
+    """Operations of the language-model head, forward and backward, per token; tiles compute the forward again.
+
+    A frozen head needs no gradient of its weight.
+    """
+    return 2 * model.hidden_size * model.vocab_size * ((4 if tiled else 3) - frozen)
 
 
 def logit_elements(model: ModelSpec) -> int:

@@ -128,6 +128,10 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     tokens = share.tokens
     mlp = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / share.cut
     norm, inner = (WIDE + 2 * element) * hidden, element * (4 if model.gated_mlp else 2) * mlp
+    if workload.selective_checkpointing:  # norms and activations are computed again
+        norm = element * hidden
+    if workload.selective_checkpointing or workload.fused_kernels:
+        inner = element * (2 if model.gated_mlp else 1) * mlp
     of_mlp = norm + (0 if workload.tiled_mlp else inner)
     projected = element * model.num_heads / share.cut * head_dim if share.copied else 0.0
     exchanged = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited) + WIDE * share.rows
@@ -150,9 +154,14 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """Logits of a tile, or of all tokens: in the compute type, in fp32 and their gradient, ``[D]``."""
-    tokens = _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.tiled_logits else None)
-    return tokens * model.vocab_size * (workload.element_bytes + 2 * WIDE)
+    """Logits of a tile, or of all tokens, ``[D]``.
+
+    In the compute type, their log-softmax and two gradients in fp32: 14 bytes with bf16, as the slopes of ALST's
+    longest sequences say (14.6, arXiv:2506.13996). Logits that are fp32 already share one of these.
+    """
+    tokens = _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
+    usual = workload.element_bytes + (3 if workload.element_bytes < WIDE else 2) * WIDE
+    return tokens * model.vocab_size * (usual if workload.logit_bytes is None else workload.logit_bytes)
 
 
 def mlp_tokens(workload: Workload, tokens_D: Floats) -> Floats:

@@ -27,6 +27,7 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.layer_memory import WIDE, Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
@@ -117,21 +118,19 @@ def state_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> dict[st
     """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
     share_D, whole_D = _share_D(workload, num_ranks), np.ones(num_ranks)
     return {
-        name: np.asarray(model.num_parameters * size * (share_D if stage <= workload.zero_stage else whole_D))
-        for name, stage, size in _bytes_from_stage(workload)
+        name: np.asarray(size * (share_D if stage <= workload.zero_stage else whole_D))
+        for name, stage, size in _bytes_from_stage(model, workload)
     }
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
     """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
-    return model.num_parameters * sum(
-        size for _, stage, size in _bytes_from_stage(workload) if stage <= workload.zero_stage
-    )
+    return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
 
 
 def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
     """Bytes of partitions on a rank at a moment, which is more where it owns more, ``[D]``."""
-    states = ((name, stage) for name, stage, _ in _bytes_from_stage(workload))
+    states = (("optimizer_state", 1), ("gradients", 2), ("weights", 3))
     names = [name for name, stage in (*states, ("step", 1)) if stage <= workload.zero_stage]
     return np.asarray(sum(getattr(parts, name) for name in names))
 
@@ -141,12 +140,13 @@ def _share_D(workload: Workload, num_ranks: int) -> Floats:
     return np.asarray(weights_D / weights_D.sum() / workload.data_parallel)
 
 
-def _bytes_from_stage(workload: Workload) -> tuple[tuple[str, int, float], ...]:
-    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes per parameter."""
+def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float], ...]:
+    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes in all."""
+    trained = trained_parameters(model, workload)
     return (
-        ("optimizer_state", 1, 0 if workload.offload_optimizer else workload.optimizer_bytes),
-        ("gradients", 2, workload.gradient_bytes),
-        ("weights", 3, 0 if workload.offload_parameters else workload.element_bytes),
+        ("optimizer_state", 1, 0.0 if workload.offload_optimizer else trained * workload.optimizer_bytes),
+        ("gradients", 2, trained * workload.gradient_bytes),
+        ("weights", 3, 0.0 if workload.offload_parameters else weight_bytes(model, workload)),
     )
 
 
@@ -190,6 +190,8 @@ def memory_moments(
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given
     live, arriving = _gathered(model, workload)
     bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
+    if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
+        bucket = min(bucket, float(element * trained_parameters(model, workload)))
     gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, num_ranks) * activations
     resting = MemoryParts(weights=states["weights"], optimizer_state=states["optimizer_state"])
     working = replace(
@@ -221,7 +223,8 @@ def _gathered(model: ModelSpec, workload: Workload) -> tuple[float, float]:
     """Bytes of parameters that ZeRO-3 has gathered, and of those that are under way."""
     if workload.zero_stage != 3:
         return 0.0, 0.0
-    element, count, buffers = workload.element_bytes, model.num_parameters, workload.buffers
+    count, buffers = model.num_parameters, workload.buffers
+    element = weight_bytes(model, workload) / count  # of a parameter in the mean
     least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
     live = element * max(min(buffers.live_parameters, count), min(least, count))
     return live, element * min(buffers.prefetch_bucket, count)
@@ -243,7 +246,7 @@ def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
 def _step_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
     """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors."""
     buffers = workload.buffers
-    own_D = model.num_parameters * _share_D(workload, num_ranks)
+    own_D = trained_parameters(model, workload) * _share_D(workload, num_ranks)
     if workload.zero_stage == 3:
         own_D = np.minimum(own_D, buffers.sub_group)
     if workload.zero_stage == 0:

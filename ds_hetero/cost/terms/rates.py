@@ -22,6 +22,7 @@ class AchievedRates:
         s_per_flop: seconds per operation of a large matrix product.
         half_tokens: tokens at which a matrix product runs at half of that rate.
         memory_s_per_byte: seconds per byte that a memory-bound kernel reads or writes.
+        layer_host_s: least time of one layer's forward, that of the host to launch it.
         kernel_overhead_s: host and launch time of one layer's forward outside attention.
         attention_flops_per_s: operations per second of attention, by the name of the pass.
         half_rows: query rows at which attention runs at half of that rate.
@@ -33,6 +34,7 @@ class AchievedRates:
     s_per_flop: Floats
     half_tokens: Floats
     memory_s_per_byte: Floats
+    layer_host_s: Floats
     kernel_overhead_s: Floats
     attention_flops_per_s: dict[str, Floats]
     half_rows: Floats
@@ -41,8 +43,8 @@ class AchievedRates:
     attention_overhead_s: Floats
 
     @classmethod
-    def of(cls, cluster: Cluster, *, causal: bool) -> AchievedRates:
-        """The rates of a cluster's devices for causal or full attention."""
+    def of(cls, cluster: Cluster, *, causal: bool, head_dim: int) -> AchievedRates:
+        """The rates of a cluster's devices for causal or full attention and heads of a width."""
         share = {
             field.name: np.array([getattr(device.efficiency, field.name) for device in cluster.devices])
             for field in fields(Efficiency)
@@ -51,9 +53,11 @@ class AchievedRates:
             s_per_flop=1 / (cluster.peak_flops_per_s * share["matmul"]),
             half_tokens=share["matmul_half_tokens"],
             memory_s_per_byte=1 / (cluster.memory_bytes_per_s * share["memory"]),
+            layer_host_s=share["layer_host_s"],
             kernel_overhead_s=share["kernel_overhead_s"],
             attention_flops_per_s={
-                name: cluster.peak_flops_per_s * share[f"attention_{name}"] for name in ("forward", "backward")
+                name: cluster.peak_flops_per_s * [each.attention_share(name, head_dim) for each in cluster.devices]
+                for name in ("forward", "backward")
             },
             half_rows=share["attention_half_rows"],
             half_kv=share["attention_half_kv"],

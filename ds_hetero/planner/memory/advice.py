@@ -1,7 +1,7 @@
 """Changes that would make a training fit, cheapest first.
 
 Each change is tried alone. Where none is enough, changes are added in the order of what each costs alone until it fits,
-and those that turn out to be needless are taken out again.
+and those that turn out to be needless are taken out again. LoRA and QLoRA come last: they change what is trained.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
     changes = [change for change in CHANGES if change.applies(fitted.cost.workload, source)]
     alone = [Advice.of(fitted, source, (change,)) for change in changes]
     alone.sort(key=_cost)
-    together = () if any(advice.fits for advice in alone) else _together(fitted, source, alone)
-    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, _cost(advice))))
+    same_result = [advice for advice in alone if not advice.changes[0].trains_less]
+    together: tuple[Advice, ...] = ()
+    if not any(advice.fits for advice in same_result):
+        together = _together(fitted, source, same_result)
+        if not together and not any(advice.fits for advice in alone):
+            together = _together(fitted, source, alone)
+    return (*together, *sorted(alone, key=lambda advice: (not advice.fits, *_cost(advice))))
 
 
 def _together(fitted: Fitted, source: str | Schedule, alone: Sequence[Advice]) -> tuple[Advice, ...]:
@@ -110,5 +115,7 @@ def _superseded(change: Change, by: Sequence[Change]) -> bool:
     return change.name.startswith(stage) and any(b.name.startswith(stage) and b.name >= change.name for b in by)
 
 
-def _cost(advice: Advice) -> float:
-    return float("inf") if advice.after is None else advice.after.iteration_s
+def _cost(advice: Advice) -> tuple[bool, float]:
+    """Sort key: changes of what is trained come last, then slower ones."""
+    trains_less = any(change.trains_less for change in advice.changes)
+    return trains_less, float("inf") if advice.after is None else advice.after.iteration_s

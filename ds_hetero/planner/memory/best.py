@@ -110,8 +110,8 @@ def _with_memory(cost: CostModel, factor: float) -> CostModel:
     """The same cost model for cards with ``factor`` times as much memory for tensors."""
 
     def larger(device: DeviceSpec) -> DeviceSpec:
-        usable = factor * (device.memory_bytes - device.reserved_bytes)
-        return replace(device, memory_bytes=device.reserved_bytes + int(usable))
+        left = factor * (device.memory_bytes - device.reserved_bytes)
+        return replace(device, memory_bytes=device.reserved_bytes + int(left))
 
     nodes = (replace(node, devices=tuple(map(larger, node.devices))) for node in cost.cluster.nodes)
     cluster = replace(cost.cluster, nodes=tuple(nodes))

@@ -1,26 +1,17 @@
-"""Changes of a training that save memory: what they cost, and how they are made.
-
-Offloading of the optimizer is not in the cost models: its time is added here, as transfers over the card's PCIe that
-nothing hides, and Adam's step in the host's memory at `HOST_BYTES_PER_S` a rank, an assumption.
-
-Dimension key: D ranks.
-"""
+"""Changes of a training that save memory, and how they are made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from ds_hetero.cost.terms.host_time import host_bytes_per_s_D
 from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
+from ds_hetero.models.adapters import USUAL_RANK
 from ds_hetero.planner.memory.best import Fitted, best_schedule, with_workload
 from ds_hetero.planner.memory.owner_weights import weights_by_memory
 from ds_hetero.values.schedule import Schedule
 
-HOST_BYTES_PER_S = 20e9  # of one rank's share of the host's memory, read and written by Adam
 PLANNED = "planned tokens and heads"  # a change of the schedule's source
 SMALL_BUCKET = 50_000_000  # elements; a tenth of DeepSpeed's, and still long enough for a link
 
@@ -31,16 +22,14 @@ class Changed:
 
     Args:
         fitted: its schedule and prediction.
-        added_s: time of a step that the cost model does not know, for offloading.
     """
 
     fitted: Fitted
-    added_s: float = 0.0
 
     @property
     def iteration_s(self) -> float:
         """Predicted time of an optimizer step."""
-        return self.fitted.prediction.iteration_s + self.added_s
+        return self.fitted.prediction.iteration_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +41,14 @@ class Change:
         how: what to write where.
         applies: whether it would change a workload that is planned by a source.
         workload: the workload after it; the same where it changes something else.
+        trains_less: other weights learn, which is a change of the result.
     """
 
     name: str
     how: str
     applies: Callable[[Workload, str | Schedule], bool]
     workload: Callable[[Workload], Workload]
+    trains_less: bool = False
 
 
 def _stage(stage: int) -> Change:
@@ -129,6 +120,20 @@ CHANGES = (
         lambda work, _: not work.offload_activations,
         lambda work: replace(work, activation_checkpointing=True, offload_activations=True),
     ),
+    Change(
+        "LoRA",
+        f"get_peft_model(model, LoraConfig(r={USUAL_RANK}, target_modules='all-linear')) of peft: fewer weights learn",
+        lambda work, _: not work.adapter_rank,
+        lambda work: replace(work, adapter_rank=work.adapter_rank or USUAL_RANK),
+        trains_less=True,
+    ),
+    Change(
+        "QLoRA",
+        "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True), and LoRA",
+        lambda work, _: work.quantization is None,
+        lambda work: replace(work, adapter_rank=work.adapter_rank or USUAL_RANK, quantization="nf4"),
+        trains_less=True,
+    ),
 )
 
 
@@ -153,17 +158,4 @@ def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -
     if "weights by memory" in names and not after.fits:
         weights = weights_by_memory([(after.cost, after.schedule)])
         after = best_schedule(with_workload(fitted.cost, replace(work, zero_weights=weights)), after.schedule)
-    return Changed(
-        after, _offload_s(after) if work.offload_optimizer and not fitted.cost.workload.offload_optimizer else 0.0
-    )
-
-
-def _offload_s(fitted: Fitted) -> float:
-    """Gradients to the host, Adam there, parameters back; the slowest rank decides."""
-    work, model = fitted.cost.workload, fitted.cost.model
-    num_ranks = fitted.cost.cluster.num_ranks
-    weights_D = np.ones(num_ranks) if work.zero_weights is None else np.array(work.zero_weights)
-    own_D = model.num_parameters * weights_D / weights_D.sum() / work.data_parallel
-    moved_D = own_D * (work.gradient_bytes + work.element_bytes)
-    stepped_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
-    return float((moved_D / host_bytes_per_s_D(fitted.cost.cluster.devices) + stepped_D / HOST_BYTES_PER_S).max())
+    return Changed(after)

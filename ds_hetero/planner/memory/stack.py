@@ -24,7 +24,7 @@ class Stack:
             the optimizer's step.
         logits: of the head, and what the loss makes of them; 0 where the peak is not at the loss.
         buffers: gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32.
-        reserve: what no tensor gets: the driver's context and communication buffers.
+        reserve: what no tensor gets: the driver's context, communication buffers, and what lies between tensors.
         card: memory of the card.
     """
 
@@ -80,7 +80,7 @@ def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
             activations=float(own.activations + own.layer),
             logits=float(own.logits),
             buffers=float(own.gathered + own.ring_buffers + own.exchange_buffers + own.bucket + own.step),
-            reserve=float(device.reserved_bytes),
+            reserve=device.memory_bytes - device.usable_bytes,
             card=float(device.memory_bytes),
         )
 

@@ -5,7 +5,7 @@ Dimension key: D ranks, K groups, S sets of ranks, X proposals.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import permutations, product
 
@@ -218,11 +218,12 @@ def _pair_moves(tokens: Floats, step: float) -> Floats:
 def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:
     """Heads after moving one unit between two classes of a group: in every group that has both, and in the first alone.
 
-    Where there are few ranks, also two such moves at once.
+    Also from all ranks of a class to all of another one, since an exchange ends with its slowest rank; and where there
+    are few ranks, two such moves at once.
     """
     classes = _classes_to_move(problem, at, rank_class)
     first, last = _first_and_last(grouping, rank_class, classes)
-    changes = []
+    changes = list(_moves_of_classes(problem, grouping, rank_class, classes))
     for a, b in product(range(len(classes)), repeat=2):
         takers = last[b] if a == b else first[b]
         pairs = [(first[a][k], takers[k]) for k in sorted(first[a].keys() & takers.keys()) if first[a][k] != takers[k]]
@@ -243,6 +244,28 @@ def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class
         change_XD = distinct(np.concatenate([change_XD, change_XD[i] + change_XD[j]]), axis=0)
     heads_XD = at.heads + change_XD
     return np.asarray(heads_XD[(heads_XD >= 0).all(axis=1)])
+
+
+def _moves_of_classes(problem: Problem, grouping: Grouping, rank_class: Ints, classes: Sequence[int]) -> Iterator[Ints]:
+    """Changes of heads where every rank of one class gives a unit to the ranks of another one in its group, ``[D]``."""
+    members = [
+        [np.flatnonzero((rank_class == a) & (grouping.group_of == k)) for a in classes] for k in _groups(grouping)
+    ]
+    for a, b in permutations(range(len(classes)), 2):
+        both = [(of_group[a], of_group[b]) for of_group in members if len(of_group[a]) and len(of_group[b])]
+        if not any(len(givers) > 1 or len(takers) > 1 for givers, takers in both):
+            continue
+        for unit in problem.head_units:
+            change = np.zeros(problem.num_ranks, dtype=np.int64)
+            for givers, takers in both:
+                change[givers] -= unit
+                np.add.at(change, takers[np.arange(len(givers)) % len(takers)], unit)
+            yield change
+
+
+def _groups(grouping: Grouping) -> range:
+    """Numbers of the groups whose ranks move heads together; of many groups alike, none."""
+    return range(grouping.num_groups if grouping.num_groups <= FEW_SETS else 0)
 
 
 def _classes_to_move(problem: Problem, at: Assignment, rank_class: Ints) -> list[int]:

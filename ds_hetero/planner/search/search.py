@@ -35,6 +35,7 @@ FEW_STAGES = ((6, 1.15, STEPS[:2]), (3, 1.05, STEPS[1:4]), (1, 1.0, STEPS))
 THOROUGH_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
+LAST = 2  # assignments that a last descent starts from
 MOST_SETS = 12  # of working ranks that are tried once more, those of the best bounds
 TIDY = 1e-5  # relative time that equal shares of equal ranks may cost
 AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothing to gain
@@ -68,6 +69,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     if problem.coarse and problem.num_ranks <= EXHAUSTIVE_RANKS:
         best = best_of([*best, *_from_whole_tokens(problem)], M2)
     best = _with_other_ranks(problem, best)
+    best = [*_once_more(problem, best), *best]
     best = best_of([_tidy(problem, _trade(problem, start)) for start in best], M2)
     refined = {working(f) for f in best}
     return [*best, *(f for f in best_of(passed, M2) if working(f) not in refined)][:M2]
@@ -127,6 +129,12 @@ def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | No
                 start, limit_s = option, option.time_s
         budget.left_s += of_set.left_s
     return start
+
+
+def _once_more(problem: Problem, found: list[Assignment]) -> Iterator[Assignment]:
+    """Descents from the best with a budget of their own: a stage's is spent on tokens before heads of kinds move."""
+    for start in best_of(found, LAST):
+        yield descend(problem, start, STEPS[1:4], EvaluationBudget.for_ranks(problem.num_ranks).split(LAST))
 
 
 def _from_whole_tokens(problem: Problem) -> Iterator[Assignment]:

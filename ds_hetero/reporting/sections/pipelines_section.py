@@ -156,7 +156,7 @@ def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: F
         for j, block in enumerate(finished.candidate.placed[number].blocks):
             for part, needed in zip(block.parts, memory[number][j], strict=True):
                 device = costs.pools.kinds[part.kind].device
-                capacity = device.memory_bytes - device.reserved_bytes
+                capacity = device.usable_bytes
                 names.append(f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else ""))
                 need.append(round(needed / GIB, 3))
                 has.append(round(capacity / GIB, 3))

@@ -135,7 +135,7 @@ def test_a_plan_that_fits_only_with_weighted_owners_is_run_and_kept_with_them(tm
     sizes = {"num_layers": 1, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "mlp_size": 1408}
     spec = ModelSpec(name="m", vocab_size=8000, **sizes)
     link = {"bandwidth_gb_per_s": 10, "latency_us": 10}
-    device = {"peak_tflops": 0.05, "memory_bandwidth_gb_per_s": 20}
+    device = {"peak_tflops": 0.05, "memory_bandwidth_gb_per_s": 20, "reserved_gib": 0}
     cluster = {
         "nodes": [{"name": name, "device": name, "count": 1, "link": link} for name in ("big", "small")],
         "network": link,

@@ -54,13 +54,14 @@ def test_one_rank_by_hand():
     norms, wide = 2 * 8 * model.hidden_size, 2 * (model.hidden_size + 4 * model.mlp_size)
     attention = 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + 4 * model.num_heads
     made = 2 * (2 * model.mlp_size + model.hidden_size)
-    logits = 1024 * model.vocab_size * 10
+    logits = 1024 * model.vocab_size * 14
     layer = 4096 * (norms + wide + attention + made)
     if logits > layer:
         assert (stack.activations, stack.logits) == (kept, logits)
     else:
         assert (stack.activations, stack.logits) == (kept + layer, 0)
-    assert (stack.reserve, stack.card) == (1.5 * GIB, 80 * GIB)
+    assert stack.card == 80 * GIB
+    assert stack.reserve == pytest.approx(80 * GIB - 78.5 * GIB / 1.06)  # 1.5 GiB, and 6 % between tensors
 
 
 @pytest.mark.parametrize(("stage", "gathered"), [(0, 0), (1, 0), (2, 0), (3, 1)])
@@ -155,7 +156,8 @@ def test_advice_is_tried_alone_first_and_the_cheapest_comes_first():
     advice = advise(best_schedule(cost), "plan")
     fitting = [each for each in advice if each.fits]
     assert fitting and all(len(each.changes) == 1 for each in fitting)
-    times = [each.after.iteration_s for each in fitting]
+    assert fitting[-1].name == "QLoRA"  # which trains other weights, so it comes last whatever it takes
+    times = [each.after.iteration_s for each in fitting if not each.changes[0].trains_less]
     assert times == sorted(times) and advice[: len(fitting)] == tuple(fitting)
     for each in fitting:
         assert plan(cost.cluster, cost.model, each.after.fitted.cost.workload).prediction.feasible
@@ -176,8 +178,8 @@ def test_offloading_the_optimizer_costs_transfers_and_the_hosts_adam():
     cost = cost_of("3090", "llama-3.2-3b", zero_stage=2, seq_len=4096)
     (offload,) = (each for each in advise(best_schedule(cost), "plan") if each.name == "optimizer offload")
     count = cost.model.num_parameters
-    assert offload.after.added_s == pytest.approx(count * 4 / 32e9 + count * 28 / 20e9)
-    assert offload.after.iteration_s > offload.after.fitted.prediction.iteration_s
+    step_s = offload.after.fitted.prediction.parts_s["optimizer_s"]
+    assert step_s == pytest.approx(count * 4 / 32e9 + count * 28 / 20e9)
 
 
 def test_a_uniform_schedule_is_advised_to_be_planned_and_weights_follow_memory():
@@ -220,7 +222,7 @@ def test_what_if(what, ranks, gb_per_s):
     [
         ("more=3090", "--what-if is add=CARDS, remove=RANK or network=GB/s"),
         ("add", "--what-if is add=CARDS"),
-        ("add=4070", "nearest names"),
+        ("add=2070", "nearest names"),
         ("add=3090|3090", "adds cards to the last node"),
         ("remove=3", "ranks are 0 to 2, got '3'"),
         ("remove=-1", "ranks are 0 to 2"),
@@ -251,7 +253,7 @@ def test_the_command_ends_with_0_where_it_fits_1_where_not_and_2_on_bad_input(ca
     assert more["longest_sequence"] > report["longest_sequence"] > fewer["longest_sequence"]
     code, printed = _run(capsys, *job, "--seq-len", report["longest_sequence"] * 2)
     assert code == 1 and "does not fit" in printed.out and "What would make it fit" in printed.out
-    code, printed = _run(capsys, *job, "--seq-len", 8192, "--what-if", "add=4070")
+    code, printed = _run(capsys, *job, "--seq-len", 8192, "--what-if", "add=2070")
     assert code == 2 and not printed.out and "nearest names" in printed.err
 
 
@@ -259,7 +261,7 @@ def test_what_if_shows_other_clusters_after_todays_remedy_or_says_why_they_do_no
     job = ("--gpus", "5090,3090x2", "--model", "llama-3.2-3b", "--seq-len", "32K")
     code, printed = _run(capsys, *job, "--what-if", "add=3090", "--what-if", "remove=1")
     rows = [" ".join(line.split()) for line in printed.out.splitlines()]
-    assert code == 1 and "│ today │ with tiled loss │ 58,880 │" in " ".join(rows)
+    assert code == 1 and "│ today │ with tiled loss │ 39,936 │" in " ".join(rows)
     assert any(row.startswith("│ add=3090 │ with tiled loss │") for row in rows)
     assert "│ remove=1 │ no │ - │ - │ - │" in rows
     assert any(row.startswith("remove=1 does not fit: with tiled loss, rank ") for row in rows)
@@ -272,5 +274,5 @@ def test_a_million_tokens_take_tiles_offload_and_uneven_shares(capsys):
     code, printed = _run(capsys, *job, "--json")
     advice = json.loads(printed.out)["advice"][0]
     assert code == 1 and advice["fits"]
-    assert advice["changes"] == ["tiled loss", "activation offload"]
-    assert advice["iteration_s"] / 60 == pytest.approx(16.4, abs=0.06)
+    assert advice["changes"] == ["activation offload", "tiled loss"]
+    assert advice["iteration_s"] / 60 == pytest.approx(15.6, abs=0.06)

@@ -37,6 +37,12 @@ OTHER = {
     "buffers": Buffers(reduce_bucket=10, prefetch_bucket=20, live_parameters=30),
     "data_parallel": 2,
     "cut_vocabulary": True,
+    "adapter_rank": 8,
+    "trains_embedding": True,
+    "quantization": "nf4",
+    "logit_bytes": 18.7,
+    "fused_kernels": True,
+    "selective_checkpointing": True,
 }
 
 

@@ -1,0 +1,166 @@
+"""Predictions against public measurements of real cards, in the error of their median and of nine points in ten.
+
+python -m benchmarks.real_cards                              errors by kind, card, kernel and length
+python -m benchmarks.real_cards --measurements FILE --json   the same of another file with these columns
+python -m benchmarks.real_cards --halves                     fit on one half of the points, test on the other
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.real_cards.compare import Comparison, compare, kernel_name, length_of
+from benchmarks.real_cards.fit import fit, half_of
+from benchmarks.real_cards.points import Row
+
+MEASUREMENTS = Path(__file__).parent / "measurements.csv"
+TARGETS = {  # median, ninth decile; the second None where none is set
+    "time": (0.06, 0.18),
+    "memory": (0.08, None),
+    "max_length": (0.15, None),
+    "attention": (0.06, None),
+    "time_lora": (0.12, None),
+    "time_qlora": (0.12, None),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 if every target is met."""
+    options = _parser().parse_args(arguments)
+    with options.measurements.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if options.halves:
+        return _halves(rows, as_json=options.json)
+    done, refused = compare(rows)
+    outcome = {
+        "errors": _errors(done, lambda each: each.kind),
+        "inside_range": _inside(done),
+        "refused": dict(Counter(f"{each.kind}: {each.reason}" for each in refused)),
+    }
+    outcome["missed"] = missed = list(_missed(outcome["errors"]))
+    if options.rows:
+        _write_rows(done, options.rows)
+    if options.json:
+        print(json.dumps(outcome))
+        return 1 if missed else 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in _tables(done):
+        console.print(table)
+    console.print(f"inside the 80 % range: {outcome['inside_range']:.0%} of the steps")
+    for reason, count in sorted(outcome["refused"].items()):
+        console.print(f"{count:5d} not compared, {reason}", highlight=False)
+    for failure in missed:
+        console.print(f"NOT MET: {failure}", highlight=False)
+    return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_cards", description=__doc__.partition("\n")[0])
+    parser.add_argument("--measurements", type=Path, default=MEASUREMENTS, help="a file with the same columns")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    parser.add_argument("--rows", type=Path, help="write a line for every point here, as CSV")
+    parser.add_argument("--halves", action="store_true", help="fit on one half of the points, test on the other")
+    return parser
+
+
+def _errors(done: Iterable[Comparison], key: Callable[[Comparison], str]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for each in done:
+        groups[key(each)].append(each.error)
+    return {name: _summary(errors) for name, errors in sorted(groups.items())}
+
+
+def _summary(errors: Sequence[float]) -> dict[str, float]:
+    size = np.abs(errors)
+    return {
+        "points": len(errors),
+        "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(np.median(errors)),
+    }
+
+
+def _inside(done: Iterable[Comparison]) -> float:
+    """Share of steps that lie in the range that their prediction gives."""
+    inside = [each.is_inside for each in done if each.kind.startswith("time")]
+    return float(np.mean(inside)) if inside else 1.0
+
+
+def _missed(errors: dict[str, dict[str, float]]) -> Iterable[str]:
+    for kind, (median, ninth) in TARGETS.items():
+        found = errors.get(kind)
+        if found and found["median"] > median:
+            yield f"{kind}: median error {found['median']:.1%}, target {median:.0%}"
+        if found and ninth is not None and found["p90"] > ninth:
+            yield f"{kind}: 90th percentile {found['p90']:.1%}, target {ninth:.0%}"
+
+
+def _tables(done: Sequence[Comparison]) -> Iterable[Table]:
+    times = [each for each in done if each.kind.startswith("time")]
+    yield _table("By kind", _errors(done, lambda each: each.kind))
+    yield _table("Steps by card", _errors(times, lambda each: f"{each.row['gpu']}, {each.kind}"))
+    yield _table("Steps by length", _errors(times, lambda each: f"{each.kind}, {length_of(each.row)}"))
+    yield _table("Steps by source", _errors(times, lambda each: f"{each.row['source'][:36]}, {each.kind}"))
+    memory = [each for each in done if each.kind in ("memory", "max_length")]
+    yield _table(
+        "Memory by source", _errors(memory, lambda each: f"{each.kind}, {each.row['source'][:24]}, {each.row['peft']}")
+    )
+    kernels = [each for each in done if each.kind == "attention"]
+    yield _table("Kernels of attention", _errors(kernels, lambda each: kernel_name(each.row)))
+
+
+def _table(title: str, errors: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=title)
+    for column in ("", "points", "median error", "90th percentile", "bias"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, each in errors.items():
+        shares = (f"{each[key]:{form}}" for key, form in (("median", ".1%"), ("p90", ".1%"), ("bias", "+.1%")))
+        table.add_row(name, str(each["points"]), *shares)
+    return table
+
+
+def _write_rows(done: Iterable[Comparison], path: Path) -> None:
+    columns = ("id", "source", "gpu", "gpus", "model", "seq_len", "recompute", "peft", "attention")
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*columns, "kind", "predicted", "measured", "error"])
+        for each in done:
+            own = [each.row[column] for column in columns]
+            writer.writerow([*own, each.kind, f"{each.predicted:.5g}", f"{each.measured:.5g}", f"{each.error:.4f}"])
+
+
+def _halves(rows: Sequence[Row], *, as_json: bool) -> int:
+    """Both ways: constants of each half, and the errors of steps of the other with these."""
+    outcome: dict[str, Any] = {}
+    for number in (0, 1):
+        own = [row for row in rows if half_of(row) == number]
+        other = [row for row in rows if half_of(row) != number]
+        constants = fit(own)
+        outcome[f"fitted on half {number}"] = {
+            "constants": constants,
+            "own": _errors(compare(own, constants, ("time",))[0], lambda each: each.kind),
+            "other": _errors(compare(other, constants, ("time",))[0], lambda each: each.kind),
+        }
+    if as_json:
+        print(json.dumps(outcome))
+        return 0
+    for title, each in outcome.items():
+        Console().print(title, each["constants"])
+        for name in ("own", "other"):
+            Console().print(_table(f"{title}: {name} points", each[name]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

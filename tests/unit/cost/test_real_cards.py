@@ -1,0 +1,140 @@
+"""Predictions against public measurements (`benchmarks.real_cards`), and the parts that these made necessary."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from benchmarks.real_cards.__main__ import MEASUREMENTS, main
+from ds_hetero.cluster.attention_rates import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence
+from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.errors import ClusterError, PlanError
+from ds_hetero.models import load_model
+from ds_hetero.models.adapters import Training, adapter_parameters, adapter_widths, read_training
+from ds_hetero.values.baselines import ulysses
+
+LLAMA = load_model("llama-3.1-8b")
+
+
+def one(card="A100-SXM-80GB", **work):
+    cluster = cluster_from_dict({"nodes": [{"name": "n", "device": card, "count": 1}]})
+    cost = make_cost_model("calibrated", cluster, LLAMA, Workload(**{"seq_len": 4096, "zero_stage": 0, **work}))
+    return cost.predict(ulysses(1, LLAMA.num_heads, LLAMA.num_kv_heads))
+
+
+def test_targets_are_met_on_all_points_of_the_repository(capsys):
+    code = main(["--json"])
+    outcome = json.loads(capsys.readouterr().out)
+    assert code == 0 and not outcome["missed"]
+    assert outcome["errors"]["time"]["points"] >= 200
+    assert outcome["inside_range"] >= 0.8
+
+
+def test_another_file_of_the_same_columns_is_judged(tmp_path, capsys):
+    with MEASUREMENTS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    some = [row for row in rows if row["kind"] == "attention"][:3]
+    path = tmp_path / "points.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(some[0]))
+        writer.writeheader()
+        writer.writerows(some)
+    main(["--measurements", str(path), "--json"])
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert errors["attention"]["points"] == 3 and set(errors["attention"]) == {"points", "median", "p90", "bias"}
+
+
+def test_hopper_is_planned_with_the_kernel_that_an_installation_has_not_with_its_fastest():
+    entry = CATALOGUE["H100-SXM-80GB"]
+    assert entry.device.attention_kernel == "flash_attn_2"
+    faster = with_attention(entry.device, "flash_attn_3", entry.attention)
+    assert faster.efficiency.attention_forward > 1.7 * entry.device.efficiency.attention_forward
+    with pytest.raises(ClusterError, match="flash_attn_2, torch, triton"):
+        with_attention(entry.device, "flash_attn_4", entry.attention)
+
+
+def test_every_rate_has_a_source():
+    for entry in CATALOGUE.values():
+        assert all(rate.source for rate in entry.attention.values())
+
+
+@pytest.mark.parametrize(("width", "share"), [(128, 1.0), (256, 1.0), (64, 0.86), (96, 0.94), (80, 0.94 * 80 / 96)])
+def test_narrow_heads_reach_less(width, share):
+    device = CATALOGUE["A100-SXM-80GB"].device
+    full = device.efficiency.attention_forward
+    assert device.attention_share("forward", width) == pytest.approx(share * full, rel=0.01)
+
+
+def test_a_card_without_measurements_says_so_and_has_a_wider_range():
+    known, unknown = CATALOGUE["A100-SXM-80GB"].device, CATALOGUE["RTX-4070"].device
+    assert unknown.error == UNMEASURED_ERROR > 2 * known.error
+    assert "no measurement of this card: RTX-4070" in confidence([known, unknown])
+    found = one()
+    least, most = found.range_s
+    assert least < found.iteration_s < most and most / found.iteration_s == pytest.approx(1 + known.error)
+
+
+def test_a_card_of_three_numbers_keeps_a_reserve():
+    numbers = {"peak_tflops": 100, "memory_gib": 12, "memory_bandwidth_gb_per_s": 900}
+    link = {"bandwidth_gb_per_s": 10}
+    nodes = [{"name": "n", "device": "mine", "count": 1, "link": link}]
+    (device,) = cluster_from_dict({"nodes": nodes, "devices": {"mine": numbers}}).devices
+    assert device.reserved_bytes == 1.5 * 2**30
+
+
+def test_offloading_the_optimizer_takes_time_in_every_prediction():
+    onto_host = one(zero_stage=1, offload_optimizer=True)
+    assert onto_host.iteration_s > one(zero_stage=1).iteration_s + LLAMA.num_parameters * 28 / 20e9
+
+
+def test_short_sequences_take_the_hosts_time_and_no_less():
+    short, shorter = one(seq_len=64, adapter_rank=16), one(seq_len=32, adapter_rank=16)
+    assert short.block_s == shorter.block_s
+    assert "host" in short.bottleneck.text
+
+
+# --- LoRA and QLoRA
+
+
+@pytest.mark.parametrize(
+    ("text", "training"),
+    [("full", Training()), ("lora", Training(16)), ("lora:64", Training(64)), ("QLoRA:8", Training(8, "nf4"))],
+)
+def test_what_is_trained_is_read(text, training):
+    assert read_training(text) == training
+
+
+@pytest.mark.parametrize("text", ["full:8", "lora:0", "lora:x", "dora", ""])
+def test_what_is_no_way_to_train_is_refused(text):
+    with pytest.raises(PlanError, match="--train"):
+        read_training(text)
+
+
+def test_adapters_stand_beside_all_products():
+    """Llama 3.1 8B: q, o 4096 x 4096; k, v 4096 x 1024; gate, up 4096 x 14336; down 14336 x 4096."""
+    into = 3 * 4096 + 4096 + 2 * 4096 + 14336
+    out = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert adapter_widths(LLAMA) == (into, out)
+    assert (
+        LLAMA.num_layers * adapter_parameters(LLAMA, 16) == 32 * 16 * (into + out) == 41_943_040
+    )  # peft says the same
+
+
+def test_lora_saves_state_and_a_third_of_the_products():
+    full, lora = one(activation_checkpointing=False), one(activation_checkpointing=False, adapter_rank=16)
+    saved = full.memory_bytes[0] - lora.memory_bytes[0]
+    assert saved > 11.5 * LLAMA.num_parameters  # 12 of optimizer state, less the adapters'
+    assert 0.6 < lora.iteration_s / full.iteration_s < 0.95
+
+
+def test_qlora_holds_weights_in_four_bits_and_pays_with_their_restoration():
+    lora, qlora = one(adapter_rank=16), one(adapter_rank=16, quantization="nf4")
+    in_layers = LLAMA.num_layers * LLAMA.layer_parameters
+    assert lora.memory_bytes[0] - qlora.memory_bytes[0] == pytest.approx(in_layers * (2 - 0.516), rel=0.01)
+    assert qlora.iteration_s > lora.iteration_s
+    with pytest.raises(PlanError, match="adapter_rank"):
+        Workload(seq_len=8, quantization="nf4")
