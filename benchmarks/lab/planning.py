@@ -68,6 +68,7 @@ def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:
         name=f"{device.name} at {speed:g}",
         peak_flops_per_s=device.peak_flops_per_s * speed,
         memory_bytes_per_s=device.memory_bytes_per_s * speed,
+        attention_s=tuple((tokens, seconds / speed) for tokens, seconds in device.attention_s),
         efficiency=replace(
             known,
             kernel_overhead_s=known.kernel_overhead_s / speed,

@@ -41,10 +41,11 @@ def random_cases(count: int, num_ranks: int, cost_model: str, seed: int = 0) -> 
     """``count`` cases, always the same ones for the same arguments."""
     rng = random.Random(f"{seed} {num_ranks} {cost_model}")
     for _ in range(count):
-        yield _case(rng, num_ranks, cost_model)
+        yield random_case(rng, num_ranks, cost_model)
 
 
-def _case(rng: random.Random, num_ranks: int, cost_model: str) -> Case:
+def random_case(rng: random.Random, num_ranks: int, cost_model: str) -> Case:
+    """Draw one case."""
     num_heads = rng.randint(*HEADS[num_ranks])
     num_kv_heads = rng.choice([k for k in range(1, num_heads + 1) if num_heads % k == 0])
     if cost_model == "published":

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"assumptions": asdict(each), **summary(simulations(each, contexts))} for each in paper.ASSUMPTIONS
         ]
     if "equal-flops" in options.only:
-        outcome["equal_flops"] = [equal_flops(name, each) for name in paper.EQUAL_FLOPS for each in _EQUAL_FLOPS]
+        outcome["equal_flops"] = [equal_flops(name, each) for name in paper.EQUAL_FLOPS for each in EQUAL_FLOPS]
     if "table-3" in options.only:
         outcome["table_3"] = table_3()
     outcome["failures"] = failures(outcome)
@@ -193,7 +193,7 @@ def cell(simulation: str, model_name: str, context: int, each: Assumptions) -> d
 
 # --- simulations 4 and 5 ----------------------------------------------------------------------------
 
-_EQUAL_FLOPS = (
+EQUAL_FLOPS = (
     Assumptions(name="H100 = 3 A100, no barrier", tflops={"H100-SXM-80GB": 936}, cost_model="calibrated"),
     Assumptions(name="H100 = 3 A100, Eq. 2", tflops={"H100-SXM-80GB": 936}),
     Assumptions(name="datasheet (3.17 : 1), no barrier", cost_model="calibrated"),
@@ -302,7 +302,7 @@ def failures(outcome: dict[str, Any]) -> list[str]:
     found += [
         f"{each['pair']}: {each['throughput_ratio'] - 1:+.2%} against the homogeneous cluster"
         for each in outcome.get("equal_flops", [])
-        if each["assumptions"] == _EQUAL_FLOPS[0].name and each["throughput_ratio"] < 1 - paper.EQUAL_FLOPS_WITHIN
+        if each["assumptions"] == EQUAL_FLOPS[0].name and each["throughput_ratio"] < 1 - paper.EQUAL_FLOPS_WITHIN
     ]
     return found
 

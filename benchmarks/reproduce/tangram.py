@@ -40,7 +40,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_grid
-from ds_hetero.planner.published.tangram import plan_tangram
+from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
 from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
 from ds_hetero.planner.published.tangram.pruning import Rules
 
@@ -75,7 +75,7 @@ def example() -> dict[str, Any]:
     share = LAYERS * 64 * kinds[0] / (64 * kinds[0] + 128 * kinds[1])
     row: dict[str, Any] = {"balanced": [share, LAYERS - share], "printed": [48, 32]}
     for name, exact in (("algorithm_2", False), ("exact", True)):
-        plan = plan_tangram(costs, GOAL, BATCH, SIZES, exact=exact)
+        plan = plan_tangram(costs, GOAL, BATCH, SIZES, variant=TangramVariant(exact=exact))
         assert plan is not None
         by_kind = {island.pools[0].kind: layers for island, layers in zip(plan.islands, plan.layers, strict=True)}
         lanes = [len(shape.blocks) for shape in plan.candidate.shapes]
@@ -180,7 +180,10 @@ MIXED = {
 }  # fmt: skip
 
 
-def beside_grid(cases: dict[str, tuple[Callable[[], Cluster], str, int]]) -> list[dict[str, Any]]:
+MakeCluster = Callable[[], Cluster]
+
+
+def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str, Any]]:
     """Steps of the best grid, of Tangram and of ours, all with the recomputation that is best for each."""
     rows = []
     for name, (make, model_name, batch) in cases.items():

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     outcome["fitted_constants"] = {name: {"value": value, "from": why} for name, (value, why) in paper.FITTED.items()}
     outcome["batches"] = options.batches
-    outcome["cells"] = [cell(*which, options.batches) for which in track(_cells(), "cells", console=_progress())]
+    outcome["cells"] = [cell(*which, options.batches) for which in track(cells(), "cells", console=_progress())]
     outcome["summary"] = {rates: summary(outcome["cells"], rates) for rates in ("fitted", "nominal")}
     outcome["ablation"] = [ablation(rates, options.batches) for rates in ("fitted", "nominal")]
     outcome["rounds_ms"] = rounds()
@@ -74,7 +74,7 @@ def _progress() -> Console:
     return Console(stderr=True)
 
 
-def _cells() -> list[tuple[str, str, str, int, str, int]]:
+def cells() -> list[tuple[str, str, str, int, str, int]]:
     """Rates, model, cluster, tensor parallelism, data set and context of every cell."""
     models = [(rates, *which) for rates in ("fitted", "nominal") for which in paper.CELLS]
     return [(*model, name, context) for model, name, context in product(models, DISTRIBUTIONS, paper.CONTEXTS)]
@@ -113,10 +113,10 @@ def summary(cells: Sequence[dict[str, Any]], rates: str) -> dict[str, dict[str, 
     }
 
 
-def ablation(rates: str, batches: int) -> dict[str, Any]:
-    """Section 5.3 on ArXiv, with a context of 4K tokens per GPU."""
+def ablation(rates: str, batches: int, data: str = "arxiv") -> dict[str, Any]:
+    """Section 5.3 on one data set, with a context of 4K tokens per GPU."""
     where = setting(rates, "3b", "A", 1, 32)
-    return {"rates": rates, "gain": gains(where, "arxiv", 32 * paper.TOKENS_PER_GPU, batches)}
+    return {"rates": rates, "gain": gains(where, data, 32 * paper.TOKENS_PER_GPU, batches)}
 
 
 def rounds() -> dict[str, dict[str, Any]]:

@@ -49,6 +49,7 @@ MODELS = {
 # Section 5: peak FLOP/s of a GPU, bytes/s of a NIC, NICs of a node of 8 GPUs, bytes/s of NVLink one way.
 MACHINES = {
     "A": {"flops_per_s": 312e12, "nic_bytes_per_s": 25e9, "nics": 4, "link_bytes_per_s": 200e9},
+    "B": {"flops_per_s": 989e12, "nic_bytes_per_s": 25e9, "nics": 8, "link_bytes_per_s": 200e9},  # NICs as of A
     "C": {"flops_per_s": 989e12, "nic_bytes_per_s": 50e9, "nics": 8, "link_bytes_per_s": 450e9},
 }
 

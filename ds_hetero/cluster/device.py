@@ -64,6 +64,8 @@ class DeviceSpec:
         watts: power under load; None if not known.
         idle_watts: power while it waits; None for a quarter of ``watts``.
         price_per_hour: money for one hour, in any one currency; None if not known.
+        attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
+            tokens, the table of the hetero-ring paper; empty if it was not measured.
     """
 
     name: str
@@ -80,6 +82,7 @@ class DeviceSpec:
     watts: float | None = None
     idle_watts: float | None = None
     price_per_hour: float | None = None
+    attention_s: tuple[tuple[int, float], ...] = ()
 
     @property
     def usable_bytes(self) -> float:

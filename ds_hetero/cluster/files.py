@@ -50,6 +50,7 @@ from ds_hetero.cluster.file_values import (
     LINK_RATIO,
     NEAR,
     OVERHEAD_S,
+    POSITIVE,
     SHARE,
     SIZE,
     Bounds,
@@ -58,7 +59,7 @@ from ds_hetero.cluster.file_values import (
     whole_number,
 )
 from ds_hetero.cluster.topology import Cluster, Link, Node
-from ds_hetero.common.limits import MAX_RANKS
+from ds_hetero.common.limits import MAX_RANKS, MAX_SEQ_LEN
 from ds_hetero.common.paths import config_dir, is_file, is_pipe
 from ds_hetero.common.reading import JsonDict, JsonObject, check_content, read_file, shortened
 from ds_hetero.common.text import did_you_mean, listed
@@ -70,7 +71,7 @@ MAX_OVERRIDES = 1_000_000  # pairs of nodes
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 PER_RANK = "per_rank"  # of nics: a port for every rank
 
-_DEVICE_WORDS = ("efficiency", "source", "attention", "measured")
+_DEVICE_WORDS = ("efficiency", "source", "attention", "measured", "attention_s")
 _LINK_KEYS = {
     "bandwidth_gb_per_s",
     "latency_us",
@@ -222,6 +223,8 @@ def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpe
     for field in ("memory_bytes", "reserved_bytes"):
         if field in values:
             values[field] = int(values[field])
+    if "attention_s" in entry:
+        values["attention_s"] = _attention_times(f"{where}.attention_s", entry["attention_s"])
     if "source" in entry:
         values["source"] = str(entry["source"])
     if "measured" in entry:
@@ -253,6 +256,20 @@ def _new_device(name: str, values: JsonObject) -> DeviceSpec:
         "measured": is_measured,
     }
     return DeviceSpec(name=name, **{**usual, **values})
+
+
+def _attention_times(where: str, data: object) -> tuple[tuple[int, float], ...]:
+    """Measured times of attention by tokens, ``{4096: 0.01}``; tokens are texts in JSON."""
+    if not isinstance(data, Mapping) or not data:
+        raise ClusterError(f"{where} must map tokens to seconds, got {shortened(data)}.")
+    times = []
+    for tokens, seconds in data.items():
+        if not str(tokens).isdecimal() or not 1 <= int(tokens) <= MAX_SEQ_LEN:
+            raise ClusterError(
+                f"{where}: tokens must be whole numbers from 1 to {MAX_SEQ_LEN:,}, got {shortened(tokens)}."
+            )
+        times.append((int(tokens), number(f"{where}.{tokens}", seconds, POSITIVE)))
+    return tuple(sorted(times))
 
 
 def _efficiency(where: str, data: Any, base: Efficiency) -> Efficiency:

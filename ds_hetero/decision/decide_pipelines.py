@@ -200,6 +200,7 @@ def search_pipelines(
         pipelines_workload(job, on_host=on_host),
         global_batch_of(job.training),
         inners=facts.inners,
+        planner=section.planner,
     )
     return SearchedPipelines(plan=planned.plan.with_layers(), planned=planned, facts=facts)
 

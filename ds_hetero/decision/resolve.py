@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import shortened
-from ds_hetero.errors import ConfigError, ScheduleError
+from ds_hetero.errors import ConfigError, PlanError, ScheduleError
+from ds_hetero.planner.published.registry import find_planner
 from ds_hetero.values.baselines import FROM_DEVICES, FROM_PLANNER, UNIFORM, proportional, ulysses
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule, schedules_for_world
@@ -25,12 +26,30 @@ Search = Callable[[str, Cluster], Schedule]
 
 def needs_planner(section: HeterogeneitySection) -> bool:
     """Whether the schedule is searched for under a cost model."""
-    return section.schedule in FROM_PLANNER
+    return section.planner is not None or section.schedule in FROM_PLANNER
+
+
+def expect_planners(section: HeterogeneitySection) -> None:
+    """Refuse planners of the section that are not known, or make plans of another kind than the section asks for.
+
+    Raises:
+        ConfigError: the key, its value, and the planners that there are.
+    """
+    kind = "pipelines" if section.parallel == "full" else "schedule"
+    for key, name, of_kind in (
+        ("planner", section.planner, kind),
+        ("placement.planner", section.placement.planner, "documents"),
+    ):
+        if name is not None:
+            try:
+                find_planner(name, of_kind)
+            except PlanError as error:
+                raise ConfigError(f'"{SECTION}.{key}": {error}') from None
 
 
 def needs_measuring(section: HeterogeneitySection) -> bool:
     """Whether the live ranks must be measured: the plan depends on their speeds, or the user wrote "measure"."""
-    needed = section.schedule in (*FROM_DEVICES, *FROM_PLANNER) or section.zero_partition == "memory"
+    needed = needs_planner(section) or section.schedule in FROM_DEVICES or section.zero_partition == "memory"
     return section.cluster == "measure" and (needed or "cluster" in section.model_fields_set)
 
 
@@ -107,7 +126,7 @@ def resolve(
             schedules = schedules_for_world(ulysses(1, *heads), world_size)
         else:
             clusters = clusters_of_replicas(section, cluster, [sp_size] * (world_size // sp_size))
-            schedules = _schedules_for_clusters(str(section.schedule), clusters, *heads, search)
+            schedules = _schedules_for_clusters(str(section.strategy), clusters, *heads, search)
         plan = Plan.of_replicas(schedules)
     if section.layout:
         plan = plan.with_schedules([replace(schedule, layout=section.layout) for schedule in plan.schedules])

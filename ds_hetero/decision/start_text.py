@@ -44,7 +44,7 @@ def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
         plan: of replicas.
         section: that the plan was made of.
     """
-    source = section.schedule if isinstance(section.schedule, str) else "given inline"
+    source = section.strategy if isinstance(section.strategy, str) else "given inline"
     source = Path(source).name if source.endswith(".json") else source
     shapes: dict[Schedule, list[int]] = {}
     for number, schedule in enumerate(plan.schedules):

@@ -12,6 +12,7 @@ from typing import Any
 from ds_hetero.common.limits import is_weight
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.decision.facts import TrainingFacts
+from ds_hetero.decision.resolve import expect_planners
 from ds_hetero.values.section import SECTION, HeterogeneitySection, expect_section_name, read_section
 
 DsConfig = Mapping[str, Any]
@@ -36,10 +37,13 @@ def section_of(ds_config: DsConfig) -> HeterogeneitySection | None:
     """Read the "heterogeneity" section; None where there is none or it is switched off.
 
     Raises:
-        ConfigError: see `read_section` and `ds_hetero.values.section.expect_section_name`.
+        ConfigError: see `read_section`, `ds_hetero.values.section.expect_section_name` and `expect_planners`.
     """
     expect_section_name(ds_config)
-    return read_section(ds_config[SECTION]) if SECTION in ds_config else None
+    section = read_section(ds_config[SECTION]) if SECTION in ds_config else None
+    if section is not None:
+        expect_planners(section)
+    return section
 
 
 def read_training_facts(ds_config: DsConfig) -> TrainingFacts:

@@ -40,6 +40,7 @@ from ds_hetero.job.capabilities import (
     own_capabilities,
     requested_kernel,
 )
+from ds_hetero.planner.published.hetero_ring import FORMULA, LUT, table_text
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
@@ -313,6 +314,8 @@ def announce_start(start: JobStart) -> None:
             announce(text)
         return
     announce(f"on, {plan_text(start.plan, start.section)}")
+    if start.forecasts and start.section.strategy in (LUT.name, FORMULA.name):
+        announce(table_text(start.forecasts[0].cost))
     if start.forecasts:
         announce(f"the schedule\n{forecast_text(start.forecasts)}")
     elif start.no_forecast_reason:

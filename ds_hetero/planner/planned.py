@@ -73,6 +73,7 @@ class Planned(ABC):
         step_s: predicted time of an optimizer step.
         tokens: of a step.
         idle_ranks: without work.
+        planner: the published planner whose plan it is; None for ours.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Planned(ABC):
     step_s: float
     tokens: int
     idle_ranks: tuple[int, ...]
+    planner: str | None = None
 
     @abstractmethod
     def to_dict(self) -> JsonDict:
@@ -147,6 +149,7 @@ class PlannedSchedule(Planned):
         return {
             "schedule": self.schedule.to_dict(),
             "name": self.name,
+            "planner": self.planner,
             "search_s": self.search_s,
             "predicted": self.prediction.to_dict(),
             "baselines": {name: p and p.to_dict() for name, p in self.baselines.items()},
@@ -212,6 +215,7 @@ class PlannedPipelines(Planned):
         """Plain data for ``--json``."""
         return {
             "plan": self.plan.to_dict(),
+            "planner": self.planner,
             "predicted": self.plan.predicted,
             "objective": self.objective.name,
             "value": self.value,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
@@ -37,6 +38,7 @@ def plan(
     cost_model: str = "calibrated",
     layout: str | None = None,
     token_unit: int = 1,
+    planner: str | None = None,
 ) -> PlannedSchedule:
     """Search the best schedule for one replica on a cluster.
 
@@ -47,22 +49,29 @@ def plan(
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
         token_unit: tokens are handed out in multiples of this.
+        planner: a published planner of schedules that takes the place of the search; the baselines are only compared
+            with then.
 
     Returns:
         The schedule with its prediction and its reasons, and as ``plan`` the `Plan` that a job runs.
 
     Raises:
         MemoryPlanError: nothing fits into memory; the message says by how many GiB on which rank, and what would fit.
-        PlanError: there are fewer tokens than ranks, or an argument is out of range.
+        PlanError: there are fewer tokens than ranks, an argument is out of range, or the planner is unknown or cannot
+            describe the cluster or the model.
     """
     started = time.perf_counter()
     if not isinstance(workload, Workload):
         workload = Workload(seq_len=workload)
     _check_arguments(cluster, workload, layout, token_unit)
     cost = make_cost_model(cost_model, cluster, model, workload)
-    searched = searched_candidates(cost, layout, token_unit)
     baselines = Baselines.under(cost)
-    best = fastest(searched, baselines.candidates)
+    if planner is None:
+        searched = searched_candidates(cost, layout, token_unit)
+        best = fastest(searched, baselines.candidates)
+    else:
+        searched = [_of_published(planner, cost, layout)]
+        best = fastest(searched, ())
     if best is None:
         raise MemoryPlanError(does_not_fit(cost, (*searched, *baselines.candidates)))
     best_of = {kind: baselines.best(kind) for kind in COMPARED}
@@ -76,6 +85,7 @@ def plan(
         baselines={kind: candidate.prediction if candidate else None for kind, candidate in best_of.items()},
         baseline_names={kind: candidate.name for kind, candidate in best_of.items() if candidate},
         baseline_reasons={kind: baselines.why_not(kind) for kind, candidate in best_of.items() if not candidate},
+        planner=planner,
         rejected=tuple(_rejected(best, describe(best.schedule, cluster), searched, baselines)),
         idle_ranks=idle_ranks(best.schedule),
     )
@@ -122,6 +132,19 @@ def searched_candidates(
     return [
         ScheduleCandidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules
     ]
+
+
+def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCandidate:
+    """The schedule of a published planner."""
+    from ds_hetero.planner.published.registry import expect_describable, find_planner
+
+    planner = find_planner(name, "schedule")
+    expect_describable(planner, cost.cluster, cost.model)
+    assert planner.schedule is not None
+    schedule = planner.schedule(cost, None)
+    if layout is not None:
+        schedule = replace(schedule, layout=layout)
+    return ScheduleCandidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule))
 
 
 def _rejected(

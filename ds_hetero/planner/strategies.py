@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    """The schedule that a strategy of `STRATEGIES` makes for the cluster, the model and the length of a cost model.
+    """The schedule that a strategy makes for the cluster, the model and the length of a cost model.
 
     ``usp`` is the best legal mesh that fits.
 
     Args:
-        name: the strategy.
+        name: one of `STRATEGIES`, or a published planner of schedules.
         cost: the cost model, bound to the cluster, the model and the workload.
         table: measured times for ``lut`` and ``formula``; left out, `profile_table` of the cost model.
 
@@ -42,9 +42,13 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
         return even(cost.cluster.num_ranks, *heads)
     if name == "proportional":
         return proportional(cost.attention_speeds, *heads)
-    from ds_hetero.planner.published.registry import PLANNERS
+    from ds_hetero.planner.published.registry import expect_describable, planners_of
 
-    for planner in PLANNERS:
-        if planner.name == name and planner.schedule is not None:
-            return planner.schedule(cost, table)
-    raise PlanError(f"strategy {shortened(name)} is unknown; it is one of {', '.join(STRATEGIES)}.")
+    published = {planner.name: planner for planner in planners_of("schedule")}
+    if name not in published:
+        names = dict.fromkeys((*STRATEGIES, *published))
+        raise PlanError(f"strategy {shortened(name)} is unknown; it is one of {', '.join(names)}.")
+    expect_describable(published[name], cost.cluster, cost.model)
+    make_schedule = published[name].schedule
+    assert make_schedule is not None
+    return make_schedule(cost, table)

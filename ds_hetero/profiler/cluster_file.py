@@ -165,10 +165,18 @@ def _devices(
             "source": f"measured on ranks {', '.join(map(str, kind))}",
             "efficiency": asdict(efficiency),
         }
+        entries[name] |= _attention_times([samples[r] for r in kind])
         errors |= {f"{name}, {term}": error for term, error in kind_errors.items()}
         for rank in kind:
             names[rank] = name
     return names, entries, errors
+
+
+def _attention_times(samples: Samples) -> JsonDict:
+    """Measured times of attention by tokens, the medians over ranks; earlier releases have none."""
+    tables = [of_rank["attention_table"] for of_rank in samples if "attention_table" in of_rank]
+    rows = zip(*tables, strict=True)
+    return {"attention_s": {str(row[0][0]): median(seconds for _, seconds in row) for row in rows}} if tables else {}
 
 
 def _with_peaks_reached(

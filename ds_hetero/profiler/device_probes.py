@@ -175,6 +175,23 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
         )
 
 
+def attention_table(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) -> list[tuple[int, float]]:
+    """Forward seconds of causal attention by tokens, one sequence of few heads: the table of the hetero-ring paper.
+
+    Args:
+        timer: of this rank.
+        dtype: of the tensors.
+        probe: the kernel.
+    """
+    heads, lengths = (4, (256, 512, 1024)) if timer.device.type == "cpu" else (8, (2048, 4096, 8192, 16384))
+    table = []
+    for tokens in lengths:
+        shape = 1, heads, tokens, probe.head_dim
+        q, k, v = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(3))
+        table.append((tokens, timer(lambda: probe.forward(q, k, v, True))))  # noqa: B023
+    return table
+
+
 def memory_probe(timer: Timer) -> float:
     """Bytes per second of a large copy, counting what is read and what is written."""
     num_bytes = 2**25 if timer.device.type == "cpu" else 2**30

@@ -27,6 +27,7 @@ from ds_hetero.profiler.device_probes import (
     SdpaProbe,
     Timer,
     attention_probes,
+    attention_table,
     layer_probes,
     matmul_probe,
     memory_probe,
@@ -112,6 +113,7 @@ def _time_devices(
         "memory_bytes_per_s": lambda: memory_probe(timer),
         "layers": lambda: counted("layers", layer_probes(timer, dtype)),
         "attention": lambda: counted("attention", attention_probes(timer, dtype, attention)),
+        "attention_table": lambda: attention_table(timer, dtype, attention),
     }
     samples: list[JsonDict] = [{"repeats": []} for _ in range(num_ranks)]
     for name, part in parts.items():

@@ -54,6 +54,7 @@ class PlacementSection(BaseModel):
         mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it.
         max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
         min_cut_tokens: shorter documents stay whole.
+        planner: a published planner of documents in the place of ours; its mode is ``"documents"``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -61,6 +62,13 @@ class PlacementSection(BaseModel):
     mode: Literal["stream", "documents"] = "stream"
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
+    planner: str | None = Field(default=None, min_length=1, max_length=64)
+
+    @model_validator(mode="after")
+    def _planner_places_documents(self) -> PlacementSection:
+        if self.planner is not None and self.mode == "stream":
+            raise ValueError('has a planner of documents, but mode "stream" cuts every batch by its length')
+        return self
 
 
 class ElasticSection(BaseModel):
@@ -84,6 +92,8 @@ class ElasticSection(BaseModel):
 
 
 def _as_object(value: Any) -> Any:
+    if isinstance(value, Mapping) and "planner" in value:
+        return {"mode": "documents", **value}
     return {"mode": value} if isinstance(value, str) else value
 
 
@@ -96,6 +106,7 @@ class HeterogeneitySection(BaseModel):
     cluster: str | JsonDict = "measure"
     schedule: str | JsonDict = "plan"
     batch: Literal["by_speed"] | list[Annotated[int, Field(ge=1, le=MAX_BATCH)]] | None = None
+    planner: str | None = Field(default=None, min_length=1, max_length=64)
     parallel: Literal["sequence", "full"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
@@ -124,6 +135,21 @@ class HeterogeneitySection(BaseModel):
             raise ValueError("must hold one finite weight >= 0 per rank, and not only zeros")
         return value
 
+    @property
+    def strategy(self) -> str | dict[str, Any]:
+        """The schedule, or the name of the planner that takes the place of ``"plan"``."""
+        return self.planner if self.planner is not None and self.schedule == "plan" else self.schedule
+
+    @model_validator(mode="after")
+    def _plans_once(self) -> HeterogeneitySection:
+        if self.planner is not None and self.schedule != "plan":
+            source = self.schedule if isinstance(self.schedule, str) else "given inline"
+            raise ValueError(
+                f'"planner" is "{self.planner}", but "schedule" is {shortened(source)}, which leaves nothing to plan. '
+                "Leave one of them out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _searches_what_it_says(self) -> HeterogeneitySection:
         if self.parallel == "full" and self.schedule != "plan" and self.schedule in STRATEGIES:
@@ -137,7 +163,7 @@ class HeterogeneitySection(BaseModel):
     def _splits_nothing_with_batches(self) -> HeterogeneitySection:
         if self.batch is None:
             return self
-        splitting = ("schedule", "layout", "placement", "attention", "tile_tokens", "seq_len")
+        splitting = ("schedule", "planner", "layout", "placement", "attention", "tile_tokens", "seq_len")
         if given := [name for name in splitting if name in self.model_fields_set]:
             raise ValueError(
                 f'"batch" lets every rank run the whole model on samples of its own, and "{given[0]}" says how '
@@ -152,10 +178,11 @@ _ACCEPTED = {
     "schedule": "the path of a schedule file or plan file, the same inline as an object, or one of "
     + ", ".join(STRATEGIES),
     "batch": 'the samples of every rank\'s micro-batch, such as [6, 2], whole numbers >= 1; or "by_speed"',
+    "planner": 'the name of a published planner: of schedules, or with "parallel": "full" of pipelines',
     "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
-    "placement": '"stream", "documents", or an object with "mode", "max_tokens" and "min_cut_tokens"',
+    "placement": '"stream", "documents", or an object with "mode", "max_tokens", "min_cut_tokens" and "planner"',
     "attention": "one of "
     + ", ".join(f'"{name}"' for name in KERNEL_NAMES)
     + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
@@ -171,6 +198,7 @@ _ACCEPTED = {
     "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
     "all-to-all group may hold",
     "placement.min_cut_tokens": f"a whole number >= 2 and <= {MAX_SEQ_LEN:,}; shorter documents stay whole",
+    "placement.planner": "the name of a published planner of documents",
     "replan.enabled": "true or false",
     "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",

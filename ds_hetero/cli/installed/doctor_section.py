@@ -148,7 +148,7 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
     section, model = facts.section, facts.model
     if (sp_size_of(facts.sp_sizes) or world_size) == 1:
         return None
-    name = f'"schedule": {json.dumps(section.schedule)}'
+    name = f'"{"planner" if section.planner else "schedule"}": {json.dumps(section.strategy)}'
     if section.cluster == "measure" and (needs_planner(section) or section.schedule in FROM_DEVICES):
         rule = "the fastest schedule is searched for" if needs_planner(section) else "tokens follow their speeds"
         return (

@@ -17,7 +17,8 @@ from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
-from ds_hetero.planner.published.hetero_ring import fit_formula, profile_table
+from ds_hetero.planner.published.hetero_ring import ProfileTable, fit_formula, read_table, table_of, table_text
+from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import strategy
@@ -36,30 +37,33 @@ HEAD_UNITS = (1, 64, 16, 16, 12, 8, 8, 6, 4)
 @click.command
 @scenario_options()
 @click.option("--exact", is_flag=True, help="Add the optimum in coarse units, up to 8 ranks.")
+@click.option("--times", help="For lut and formula: a JSON file of lengths, speeds, and seconds by length and speed.")
 @PARALLEL
 @GLOBAL_BATCH
 @AS_JSON
-def compare(scenario: Scenario, exact: bool, parallel: str, global_batch: int | None, as_json: bool) -> None:
+def compare(
+    scenario: Scenario, exact: bool, times: str | None, parallel: str, global_batch: int | None, as_json: bool
+) -> None:
     """All strategies, or all planners of pipelines, on one cluster, in one table."""
     samples = batch_of_pipelines(parallel, global_batch)
     if samples is None:
-        _strategies(scenario, exact, as_json)
+        _strategies(scenario, exact, None if times is None else read_table(times), as_json)
     else:
         _pipelines(scenario, samples, as_json)
 
 
-def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
+def _strategies(scenario: Scenario, with_exact: bool, table: ProfileTable | None, as_json: bool) -> None:
     cost = scenario.cost
     rows: dict[str, JsonDict] = {}
-    for name in STRATEGIES:
+    for name in dict.fromkeys((*STRATEGIES, *(planner.name for planner in planners_of("schedule")))):
         try:
-            schedule = strategy(name, cost)
+            schedule = strategy(name, cost, table)
         except PlanError as error:
             rows[name] = {"reason": str(error), "schedule": None, "predicted": None}
             continue
         prediction = cost.predict(schedule)
         rows[name] = {"reason": prediction.reason, "schedule": schedule.to_dict(), "predicted": prediction}
-    r_squared = fit_formula(profile_table(cost)).r_squared
+    r_squared = fit_formula(table or table_of(cost)[0]).r_squared
     exact = _exact(scenario) if with_exact else None
     if as_json:
         plain = {
@@ -73,7 +77,7 @@ def _strategies(scenario: Scenario, with_exact: bool, as_json: bool) -> None:
     shown = len(columns) if has_prices else len(columns) - 1
     print_table(columns[:shown], (row[:shown] for row in _strategy_rows(scenario, rows)), "Strategies")
     print("\n".join((*_remarks(rows), assumed_line(scenario))))
-    print(f"formula: R^2 = {r_squared:.3f} on its profile table")
+    print(table_text(cost, table))
     if exact is not None:
         gap = "found nothing" if exact["gap"] is None else f"is {100 * exact['gap']:.2f} % slower"
         print(
@@ -165,9 +169,8 @@ def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iter
     """Published planners, with the recomputation that is best for each."""
     from ds_hetero.planner.pipelines.planning import MICRO_BATCH_SIZES
     from ds_hetero.planner.pipelines.rivals import best_published
-    from ds_hetero.planner.published.registry import PLANNERS
 
-    for planner in [planner for planner in PLANNERS if planner.pipelines]:
+    for planner in planners_of("pipelines"):
         started = time.perf_counter()
         rival = best_published(planner, models, planned.objective, planned.global_batch, MICRO_BATCH_SIZES)
         yield {**rival.to_dict(), "search_s": time.perf_counter() - started}

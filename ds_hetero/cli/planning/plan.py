@@ -80,6 +80,7 @@ class _Answer(NamedTuple):
 @click.option("--objective", default="time", help="time, cost or energy, for --parallel full.")
 @click.option("--at-most-s", type=float, help="Longest step, for the objectives cost and energy.")
 @TRAINED_TOKENS
+@click.option("--planner", help="A published planner in the place of ours; an unknown name lists them.")
 @click.option("--lengths", help=_LENGTHS_HELP)
 @SEED
 @click.option("--out", type=FILE, help="Schedule or plan file to write, .json, or a page of it, .html.")
@@ -93,6 +94,7 @@ def plan(
     objective: str,
     at_most_s: float | None,
     trained: float,
+    planner: str | None,
     lengths: str | None,
     seed: int,
     out: Path | None,
@@ -105,13 +107,15 @@ def plan(
             raise click.UsageError("--parallel full chooses micro-batches, layouts and tokens itself.")
     elif lengths is not None and (layout, token_unit) != (None, 1):
         raise click.UsageError("--lengths chooses layouts and tokens itself.")
+    if planner is not None and (lengths is not None or token_unit != 1):
+        raise click.UsageError("--planner takes neither --lengths nor --token-unit.")
     check_out(out, endings=PLANS)
     if samples is not None:
-        answer = _pipelines(scenario, samples, objective, at_most_s, trained, as_json)
+        answer = _pipelines(scenario, samples, (objective, at_most_s), planner, trained, as_json)
     elif lengths is not None:
         answer = _for_lengths(scenario, lengths, seed)
     else:
-        answer = _schedule(scenario, layout, token_unit, trained)
+        answer = _schedule(scenario, layout, token_unit, planner, trained)
     if out is not None:
         write_plan(out, answer.plan, answer.scenario)
     if as_json:
@@ -121,8 +125,8 @@ def plan(
     print_written(out)
 
 
-def _schedule(scenario: Scenario, layout: str | None, token_unit: int, trained: float) -> _Answer:
-    """Search the best schedule of one replica."""
+def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: str | None, trained: float) -> _Answer:
+    """Search the best schedule of one replica, or take a published planner's."""
     try:
         planned = plan_schedule(
             scenario.cluster,
@@ -131,6 +135,7 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int, trained: 
             cost_model=scenario.cost_model,
             layout=layout,
             token_unit=token_unit,
+            planner=planner,
         )
     except MemoryPlanError as error:
         from ds_hetero.cli.planning.fit import fit
@@ -138,8 +143,8 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int, trained: 
         raise MemoryPlanError(
             f"{error} This says which changes are enough, and what they cost: {same_line(fit)}"
         ) from None
-    fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
-    stage = faster_zero_stage(scenario.cost, planned)
+    fewer = faster_with_fewer_ranks(scenario.cost, planned, layout) if planner is None else None
+    stage = faster_zero_stage(scenario.cost, planned) if planner is None else None
     advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
     price = _price(scenario, planned)
     lines = [*price.lines(trained), assumed_line(scenario)]
@@ -174,7 +179,7 @@ def _show_schedule(
     lines = [
         f"{scenario.model.name}, {work.seq_len} tokens x {work.micro_batch}, {'causal' if work.causal else 'full'}, "
         f"{scenario.cost_model} cost model; searched for {time_text(planned.search_s)}",
-        f"chosen:     {planned.name}",
+        f"chosen:     {planned.name}{_by(planned)}",
         *prediction_lines(planned.prediction),
         f"bound:      {100 * planned.of_bound:.1f} % of the speed at perfect balance with free communication",
     ]
@@ -292,10 +297,28 @@ def _candidates(planned: PlannedForLengths) -> Iterator[tuple[str, ...]]:
             yield candidate.name, time_text(candidate.block_s), over, time_text(candidate.stream_s)
 
 
+def _by(planned: Planned) -> str:
+    return f", by planner {planned.planner}" if planned.planner is not None else ""
+
+
 def _pipelines(
-    scenario: Scenario, global_batch: int, objective: str, at_most_s: float | None, trained: float, as_json: bool
+    scenario: Scenario,
+    global_batch: int,
+    goal: tuple[str, float | None],
+    planner: str | None,
+    trained: float,
+    as_json: bool,
 ) -> _Answer:
-    """Search pipelines of unequal stages."""
+    """Search pipelines of unequal stages, or take a published planner's.
+
+    Args:
+        scenario: cluster, model and length.
+        global_batch: samples of a step.
+        goal: objective, and the longest step.
+        planner: its name.
+        trained: tokens of the whole training.
+        as_json: nobody watches.
+    """
     from ds_hetero.planner.pipelines.planning import plan_pipelines
 
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
@@ -306,9 +329,10 @@ def _pipelines(
         scenario.workload,
         global_batch,
         costs=costs,
-        objective=objective,
-        at_most_s=at_most_s,
+        objective=goal[0],
+        at_most_s=goal[1],
         progress=progress,
+        planner=planner,
     )
     progress.end()
     price = _price(scenario, planned)
@@ -328,7 +352,7 @@ def _show_pipelines(scenario: Scenario, planned: PlannedPipelines, further: Sequ
     lines = [
         f"{scenario.model.name}, {planned.global_batch} sequences of {scenario.workload.seq_len} tokens per step, "
         f"{planned.costs.name} cost model; searched for {time_text(planned.search_s)}"
-        f"{', then interrupted: the best plan so far' if planned.interrupted else ''}",
+        f"{', then interrupted: the best plan so far' if planned.interrupted else ''}{_by(planned)}",
         f"predicted:  {time_text(planned.step_s)} per step, {planned.tokens_per_s:,.0f} tokens/s, {recomputed} "
         "recomputation",
     ]

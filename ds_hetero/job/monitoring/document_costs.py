@@ -11,7 +11,7 @@ from ds_hetero.decision.start_text import announce
 from ds_hetero.job.monitoring.times import RankTimes
 from ds_hetero.job.start import World
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, unit_costs
+from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places, unit_costs
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import PlacementSection
 
@@ -55,9 +55,14 @@ def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlac
     Args:
         section: of the configuration.
         costs: of the replica's units.
+
+    Raises:
+        PlanError: the section's planner is unknown, or cannot describe the units.
     """
+    if section.planner is not None:
+        expect_places(section.planner, costs)
     limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
-    return DocumentPlacer(limited, section.min_cut_tokens)
+    return DocumentPlacer(limited, section.min_cut_tokens, section.planner)
 
 
 class CostRenewal:

@@ -2,6 +2,6 @@
 
 from ds_hetero.planner.documents.costs.from_model import unit_costs
 from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.placing import DocumentPlacer, place_documents
+from ds_hetero.planner.documents.placing import DocumentPlacer, expect_places, place_documents
 
-__all__ = ["DocumentPlacer", "UnitCosts", "place_documents", "unit_costs"]
+__all__ = ["DocumentPlacer", "UnitCosts", "expect_places", "place_documents", "unit_costs"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.planner.documents.costs.units import UnitCosts
+from ds_hetero.planner.documents.costs.score import loads_of
+from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
 from ds_hetero.planner.documents.placement_loads import stream_loads
 from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS
 from ds_hetero.planner.documents.search.by_heads import WORTH_EXCHANGING, place_by_heads
-from ds_hetero.planner.documents.search.candidates import place_everywhere, place_lengths
+from ds_hetero.planner.documents.search.candidates import place_everywhere, place_lengths, with_padding
 from ds_hetero.planner.documents.search.lanes import make_placement
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -26,10 +27,12 @@ class DocumentPlacer:
     Args:
         costs: of the units of the schedule that batches are placed for.
         min_cut_tokens: shorter documents are never cut.
+        planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
     """
 
     costs: UnitCosts
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS
+    planner: str | None = None
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch.
@@ -40,7 +43,10 @@ class DocumentPlacer:
         """
         if len(rows) != 1:
             return stream_placement(schedule, length, rows)
-        placement = place_documents(schedule, rows[0].documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
+        documents = rows[0].documents
+        if self.planner is not None:
+            return place_by_published(self.planner, schedule, documents, length, self.costs).with_rows(rows)
+        placement = place_documents(schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
         return placement.with_rows(rows)
 
     def everywhere(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
@@ -94,6 +100,58 @@ def place_documents(
     if stream is not None and stream[0] < best.predicted_s:
         return _by_nodes(stream[1], costs)
     return make_placement(schedule, documents, length, best, costs, heads)
+
+
+def expect_places(planner: str, costs: UnitCosts) -> None:
+    """Refuse a published planner that cannot place documents on these units, before there is a batch.
+
+    Args:
+        planner: its name.
+        costs: of the units.
+
+    Raises:
+        PlanError: there is no such planner of documents, or its paper cannot describe the units.
+    """
+    _published(planner)((len(costs.token_s),), costs)
+
+
+def place_by_published(
+    planner: str, schedule: Schedule, documents: Sequence[Range], length: int, costs: UnitCosts
+) -> Placement:
+    """Place the documents of one batch row as a published planner says; padding goes where time is left.
+
+    Args:
+        planner: its name.
+        schedule: the replica's schedule.
+        documents: intervals of the row, ascending and disjoint.
+        length: tokens of the row.
+        costs: of the schedule's units.
+
+    Raises:
+        PlanError: there is no such planner of documents, or its paper cannot describe the units.
+        BatchError: see `place_documents`; or the planner overfills a unit.
+    """
+    check_documents(documents, length)
+    check_memory(length, costs)
+    lengths = [stop - start for start, stop in documents]
+    pieces = _published(planner)(lengths, costs)
+    own = loads_of(lengths, pieces, costs).tokens
+    for unit, (tokens, most) in enumerate(zip(own, costs.most_tokens, strict=True)):
+        if tokens > most:
+            raise BatchError(
+                f"planner {planner} gives unit {unit} {tokens:,} tokens of a batch row, its memory has room for "
+                f"{most:,}. Use shorter rows, or leave the planner out for ours."
+            )
+    placed = with_padding(lengths, pieces, costs, length - sum(lengths))
+    return make_placement(schedule, documents, length, placed, costs)
+
+
+def _published(planner: str) -> Callable[[Sequence[int], UnitCosts], list[Pieces]]:
+    from ds_hetero.planner.published.registry import find_planner  # which imports Zeppelin, which imports this room
+
+    place = find_planner(planner, "documents").documents
+    assert place is not None
+    return place
 
 
 def _stream(

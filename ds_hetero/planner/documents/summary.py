@@ -16,7 +16,7 @@ from ds_hetero.planner.documents.placement_loads import placement_loads, stream_
 from ds_hetero.planner.documents.placing import place_documents
 from ds_hetero.planner.documents.search.by_heads import place_by_heads
 from ds_hetero.planner.documents.search.candidates import place_lengths
-from ds_hetero.planner.documents.search.strategies import PLACEMENT_STRATEGIES
+from ds_hetero.planner.documents.search.strategies import placement_strategies
 from ds_hetero.planner.documents.traffic import exchange_bytes, ring_bytes
 from ds_hetero.planner.published.zeppelin.remap import remapped_s
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
@@ -177,7 +177,7 @@ def _others_s(
         others["stream"] = stream_loads(lane, documents, costs).predicted_s
     except HeteroError:  # fewer tokens than ranks
         pass
-    for name, place in PLACEMENT_STRATEGIES.items():
+    for name, place in placement_strategies().items():
         if name == "plan":
             continue
         try:

@@ -31,6 +31,7 @@ from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate
 from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipelines.uneven import ScheduleFinder
 from ds_hetero.planner.planned import PlannedPipelines, Rival
+from ds_hetero.planner.published.registry import expect_describable, find_planner
 from ds_hetero.values.plans import Plan
 
 MICRO_BATCH_SIZES = (1, 2, 4)
@@ -88,6 +89,8 @@ def plan_pipelines(
     inners: Sequence[str] = INNERS,
     effort_s: float | None = None,
     progress: Progress | None = None,
+    planner: str | None = None,
+    from_published: bool = True,
 ) -> PlannedPipelines:
     """Search pipelines of unequal stages.
 
@@ -103,10 +106,13 @@ def plan_pipelines(
         inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.
         effort_s: of the search, in seconds of a usual core by a count of evaluations.
         progress: called with every better plan.
+        planner: a published planner of pipelines that takes the place of the search; grids and sequence parallelism
+            are only compared with then.
+        from_published: the search begins also at published planners' plans where these are cheap.
 
     Raises:
-        PlanError: nothing fits, and the message says by how much; the global batch cannot be made up; or the objective
-            lacks a price.
+        PlanError: nothing fits, and the message says by how much; the global batch cannot be made up; the objective
+            lacks a price; or the planner is unknown or cannot describe the cluster or the model.
     """
     started = time.perf_counter()
     check_global_batch(global_batch, micro_batch_sizes)
@@ -115,22 +121,14 @@ def plan_pipelines(
     task = _Task(global_batch, tuple(micro_batch_sizes), goal, progress)
     models = [costs] if costs is not None else recomputing_or_not(cluster, model, workload, inners)
     effort_s = default_effort_s(cluster.num_ranks) if effort_s is None else effort_s
-    interrupted = False
-    try:
-        _report_first(models[0], task, effort_s * FIRST_SHARE)
-        begun = _with_others(models, task)
-    except KeyboardInterrupt:
-        interrupted, effort_s = True, effort_s * FIRST_SHARE
-        begun = [_Begun(each, ()) for each in models]
-    results = _search(begun, task, effort_s)
-    if costs is None and not results:
-        results += _with_fitted_owners(models, task, effort_s)
-    finalists = [finalist for tried, result in results for finalist in _finalists(tried, goal, result)]
-    finalists += [_finalist(each.costs, goal, plan) for each in begun for plan in each.others]
-    interrupted = interrupted or any(result.interrupted for _, result in results)
+    if planner is None:
+        searched = _searched(models, task, effort_s, fit_owners=costs is None, from_published=from_published)
+    else:
+        searched = _Searched(_of_published(planner, models, task), False, 0, ())
+    finalists, interrupted = searched.finalists, searched.interrupted
     rivals: dict[str, Rival] = {}
     try:
-        rivals["grid"] = _best_grid(models, task, finalists)
+        rivals["grid"] = _best_grid(models, task, finalists if planner is None else [])
         if costs is None and "sequence" in inners:
             known = min((finalist.value for finalist in finalists), default=inf)
             rivals["sequence"] = best_sequence(cluster, model, workload, global_batch, task.sizes, goal, known)
@@ -138,7 +136,9 @@ def plan_pipelines(
         if not finalists:
             raise
         interrupted = True
-    best, plan, value, reasons = _winner(finalists, rivals.get("sequence"))
+    best, plan, value, reasons = _winner(finalists, None if planner else rivals.get("sequence"))
+    if plan is None and planner is not None:
+        raise PlanError(f"planner {planner}: none of its plans fits into memory and makes up the batch.")
     if plan is None:
         raise PlanError(nothing_fits(models, at_most_s))
     return PlannedPipelines(
@@ -152,11 +152,60 @@ def plan_pipelines(
         step_s=predicted_step_s(plan),
         tokens=global_batch * workload.seq_len,
         idle_ranks=tuple(sorted(set(range(cluster.num_ranks)) - set(plan.ranks))),
-        num_evaluated=sum(result.num_evaluated for _, result in results),
+        num_evaluated=searched.num_evaluated,
         interrupted=interrupted,
         rivals=rivals,
-        reasons=tuple(reasons),
+        reasons=(*reasons, *searched.reasons),
+        planner=planner,
     )
+
+
+class _Searched(NamedTuple):
+    """Result of a search.
+
+    Args:
+        finalists: that may win.
+        interrupted: by the user.
+        num_evaluated: plans looked at.
+        reasons: what the reader should know of the search.
+    """
+
+    finalists: list[_Finalist]
+    interrupted: bool
+    num_evaluated: int
+    reasons: tuple[str, ...]
+
+
+def _searched(
+    models: Sequence[StageCosts], task: _Task, effort_s: float, *, fit_owners: bool, from_published: bool
+) -> _Searched:
+    """Search under all models."""
+    interrupted = False
+    begun = [_Begun(each, ()) for each in models]
+    try:
+        _report_first(models[0], task, effort_s * FIRST_SHARE)
+        if from_published:
+            begun = _with_others(models, task)
+    except KeyboardInterrupt:
+        interrupted, effort_s = True, effort_s * FIRST_SHARE
+    results = _search(begun, task, effort_s)
+    if fit_owners and not results:
+        results += _with_fitted_owners(models, task, effort_s)
+    finalists = [finalist for tried, result in results for finalist in _finalists(tried, task.objective, result)]
+    finalists += [_finalist(each.costs, task.objective, plan) for each in begun for plan in each.others]
+    stopped = interrupted or any(result.interrupted for _, result in results)
+    starts = any(each.others for each in begun)
+    reasons = ("the search began also at plans of published planners",) if starts else ()
+    return _Searched(finalists, stopped, sum(result.num_evaluated for _, result in results), reasons)
+
+
+def _of_published(name: str, models: Sequence[StageCosts], task: _Task) -> list[_Finalist]:
+    """Plans of a published planner, with and without recomputation."""
+    planner = find_planner(name, "pipelines")
+    expect_describable(planner, models[0].cluster, models[0].model)
+    assert planner.pipelines is not None
+    plans = [(costs, planner.pipelines(costs, task.objective, task.global_batch, task.sizes)) for costs in models]
+    return [_finalist(costs, task.objective, plan) for costs, plan in plans if plan is not None]
 
 
 def _winner(

@@ -22,9 +22,11 @@ import numpy as np
 from ds_hetero.cluster.device import DeviceSpec
 from ds_hetero.cluster.topology import Cluster, Link, Node
 from ds_hetero.common.arrays import Floats
+from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.values.baselines import even, proportional
 from ds_hetero.values.schedule import Schedule
@@ -70,6 +72,57 @@ class ProfileTable:
         return np.asarray(np.exp(out))
 
 
+def read_table(path: str) -> ProfileTable:
+    """Read a table from a JSON or YAML file: ``lengths``, ``speeds``, and ``seconds`` with a row per length.
+
+    Raises:
+        PlanError: it cannot be read, or is no such table.
+    """
+    content = read_file(path, "table of times", PlanError)
+    names = ("lengths", "speeds", "seconds")
+    if not isinstance(content, dict) or set(content) != set(names):
+        raise PlanError(f"{shortened(path)} must be an object of {', '.join(names)}.")
+    rows = content["seconds"] if isinstance(content["seconds"], list) else [None]
+    for values in (content["lengths"], content["speeds"], *rows):
+        if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+            raise PlanError(
+                f"{shortened(path)}: lengths and speeds must be lists of numbers, and seconds such a list for every "
+                f"length; got {shortened(values)}."
+            )
+    return ProfileTable(
+        lengths=tuple(content["lengths"]), speeds=tuple(content["speeds"]), seconds=tuple(map(tuple, rows))
+    )
+
+
+def measured_table(cluster: Cluster) -> ProfileTable | None:
+    """Return the table that was measured on the ranks, see `DeviceSpec.attention_s`; None where some have none.
+
+    The speed of a device is that of the fastest one's time at the longest length over its own.
+    """
+    columns = {device.attention_s: dict(device.attention_s) for device in cluster.devices}
+    lengths = {tuple(column) for column in columns.values()}
+    if len(lengths) != 1 or not (tokens := next(iter(lengths))):
+        return None
+    speeds = {column[tokens[-1]]: column for column in columns.values()}
+    fastest_s = min(speeds)
+    ascending = sorted(speeds, reverse=True)
+    rows = (tuple(speeds[key][length] for key in ascending) for length in tokens)
+    return ProfileTable(lengths=tokens, speeds=tuple(fastest_s / key for key in ascending), seconds=tuple(rows))
+
+
+def table_of(cost: CostModel) -> tuple[ProfileTable, list[float], str]:
+    """Return the table that `LUT` and `FORMULA` use, the speed of every rank in it, and where its times are from.
+
+    Args:
+        cost: of the cluster; predicts the times where they were not measured.
+    """
+    measured = measured_table(cost.cluster)
+    if measured is None:
+        return profile_table(cost), list(cost.attention_speeds), "predicted"
+    longest = [device.attention_s[-1][1] for device in cost.cluster.devices]
+    return measured, [min(longest) / seconds for seconds in longest], "measured on the ranks"
+
+
 def profile_table(cost: CostModel) -> ProfileTable:
     """A table of predicted times: every kind of device by itself, at lengths up to the workload's."""
     speed_of = cost.attention_s_D.min() / cost.attention_s_D
@@ -77,12 +130,18 @@ def profile_table(cost: CostModel) -> ProfileTable:
     speeds = tuple(sorted(devices))
     longest = cost.workload.seq_len
     lengths = tuple(sorted({max(1, longest >> shift) for shift in range(7)}))
-    rows = [tuple(_alone_s(cost, devices[speed], length) for speed in speeds) for length in lengths]
+    rows = [tuple(device_alone_s(cost, devices[speed], length) for speed in speeds) for length in lengths]
     return ProfileTable(lengths=lengths, speeds=speeds, seconds=tuple(rows))
 
 
-def _alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
-    """Attention of one block on one device by itself."""
+def device_alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
+    """Predict attention of one block on one device by itself.
+
+    Args:
+        cost: gives the model and the rest of the workload.
+        device: by itself.
+        length: tokens.
+    """
     link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
     cluster = Cluster(nodes=(Node(name="alone", devices=(device,), link=link),), network=link)
     workload = replace(cost.workload, seq_len=length, zero_stage=0, zero_weights=None)
@@ -151,17 +210,41 @@ def _features(x: Floats, s: Floats) -> Floats:
     return np.stack([np.ones_like(x), x, s, x * x, x * s, s * s], axis=-1)
 
 
+def table_text(cost: CostModel, table: ProfileTable | None = None) -> str:
+    """Say where the table's times are from and how well the polynomial describes them.
+
+    Args:
+        cost: of the cluster.
+        table: that was given; left out, see `table_of`.
+    """
+    chosen, _, source = table_of(cost) if table is None else (table, [], "given")
+    return (
+        f"table of attention times: {source}, {len(chosen.lengths)} lengths up to {chosen.lengths[-1]:,} tokens, "
+        f"{len(chosen.speeds)} speeds; formula: R^2 = {fit_formula(chosen).r_squared:.3f}"
+    )
+
+
 def _lut(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    tokens = lut_tokens(table or profile_table(cost), cost.attention_speeds, cost.workload.seq_len)
+    chosen, speeds, _ = table_of(cost) if table is None else (table, list(cost.attention_speeds), "given")
+    tokens = lut_tokens(chosen, speeds, cost.workload.seq_len)
     return proportional(tokens, cost.model.num_heads, cost.model.num_kv_heads)
 
 
 def _formula(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    formula = fit_formula(table or profile_table(cost))
-    weights = [formula.performance(cost.workload.seq_len, speed) for speed in cost.attention_speeds]
+    chosen, speeds, _ = table_of(cost) if table is None else (table, list(cost.attention_speeds), "given")
+    formula = fit_formula(chosen)
+    weights = [formula.performance(cost.workload.seq_len, speed) for speed in speeds]
     return proportional(weights, cost.model.num_heads, cost.model.num_kv_heads)
 
 
+def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
+    if model.recurrent is not None:
+        return f"its ring passes keys and values (section III), and {model.name} has layers that carry a state instead"
+    return None
+
+
 _SOURCE = "hetero ring (Columbia), section III.C and figures 3 and 4"
-LUT = PublishedPlanner(name="lut", title="hetero ring's table", source=_SOURCE, schedule=_lut)
-FORMULA = PublishedPlanner(name="formula", title="hetero ring's polynomial", source=_SOURCE, schedule=_formula)
+LUT = PublishedPlanner(name="lut", title="hetero ring's table", source=_SOURCE, schedule=_lut, forbids=_forbids)
+FORMULA = PublishedPlanner(
+    name="formula", title="hetero ring's polynomial", source=_SOURCE, schedule=_formula, forbids=_forbids
+)

@@ -33,6 +33,7 @@ SLOWEST_START = 1.4
 STAGES = ((M2, 1.25, STEPS[:2]), (6, 1.1, STEPS[1:4]), (2, 1.03, STEPS))
 FEW_STAGES = ((6, 1.15, STEPS[:2]), (3, 1.05, STEPS[1:4]), (1, 1.0, STEPS))
 THOROUGH_STAGES = ((2 * M2, 1.4, STEPS[:2]), (M2, 1.25, STEPS[1:4]), (6, 1.1, STEPS))
+FINE_STEPS = (1e-3, 3e-4, 1e-4)  # of the last descent, from the best assignment
 REGROUP = 32  # ranks up to which ranks change groups one by one
 REGROUP_ROUNDS = 4
 LAST = 2  # assignments that a last descent starts from
@@ -71,6 +72,9 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     best = _with_other_ranks(problem, best)
     best = [*_once_more(problem, best), *best]
     best = best_of([_tidy(problem, _trade(problem, start)) for start in best], M2)
+    if best:
+        budget = EvaluationBudget.for_ranks(problem.num_ranks).split(M2)
+        best[0] = descend(problem, best[0], FINE_STEPS, budget)
     refined = {working(f) for f in best}
     return [*best, *(f for f in best_of(passed, M2) if working(f) not in refined)][:M2]
 

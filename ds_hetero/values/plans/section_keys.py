@@ -38,6 +38,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "enabled": _FOLLOWED,
     "cluster": _FOLLOWED,
     "schedule": _FOLLOWED,
+    "planner": _FOLLOWED,
     "parallel": _FOLLOWED,
     "seq_len": _FOLLOWED,
     "tile_tokens": _FOLLOWED,

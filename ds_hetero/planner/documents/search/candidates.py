@@ -80,18 +80,18 @@ def place_lengths(
         BatchError: the units' memory does not suffice.
     """
     if not lengths:
-        return _with_padding([], [], costs, padding)
+        return with_padding([], [], costs, padding)
     bound_s = ideal_s(lengths, costs, padding)
     placed: list[PlacedLengths] = []
     for pieces in _candidates(lengths, costs, bound_s, max(min_cut_tokens // 2, 1)):
-        placed.append(_with_padding(lengths, pieces, costs, padding))
+        placed.append(with_padding(lengths, pieces, costs, padding))
         if placed[-1].predicted_s <= GOOD * bound_s:
             break
     if not placed:
-        placed.append(_with_padding(lengths, _where_memory_is(lengths, costs), costs, padding))
+        placed.append(with_padding(lengths, _where_memory_is(lengths, costs), costs, padding))
     fastest_s = min(each.predicted_s for each in placed)
     baselines = [
-        _with_padding(lengths, pieces, costs, padding) for pieces in _faster_baselines(lengths, costs, fastest_s)
+        with_padding(lengths, pieces, costs, padding) for pieces in _faster_baselines(lengths, costs, fastest_s)
     ]
     limit_s = min([GOOD * fastest_s, *(each.predicted_s for each in baselines)])
     close = (each for each in (*placed, *baselines) if each.predicted_s <= limit_s)
@@ -100,7 +100,7 @@ def place_lengths(
 
 def place_everywhere(lengths: Sequence[int], costs: UnitCosts, length: int) -> PlacedLengths:
     """Every document over all units, in a row of ``length`` tokens."""
-    return _with_padding(lengths, over_all_units(lengths, costs), costs, length - sum(lengths))
+    return with_padding(lengths, over_all_units(lengths, costs), costs, length - sum(lengths))
 
 
 def _candidates(lengths: Sequence[int], costs: UnitCosts, bound_s: float, least_tokens: int) -> Iterator[list[Pieces]]:
@@ -140,8 +140,15 @@ def _where_memory_is(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
     return placed
 
 
-def _with_padding(lengths: Sequence[int], pieces: list[Pieces], costs: UnitCosts, padding: int) -> PlacedLengths:
-    """The placement with padding on the units that would end first."""
+def with_padding(lengths: Sequence[int], pieces: list[Pieces], costs: UnitCosts, padding: int) -> PlacedLengths:
+    """Return a placement with padding on the units that would end first.
+
+    Args:
+        lengths: of the documents.
+        pieces: units of every document.
+        costs: of the units.
+        padding: tokens outside every document.
+    """
     loads = loads_of(lengths, pieces, costs)
     shares = [0] * len(costs.token_s)
     if padding:

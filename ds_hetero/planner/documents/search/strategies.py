@@ -14,8 +14,7 @@ def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
     return place_lengths(lengths, costs).pieces
 
 
-PLACEMENT_STRATEGIES: dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]] = {
-    "plan": _plan,
-    **{planner.name: planner.documents for planner in PLANNERS if planner.documents is not None},
-    "everywhere": over_all_units,
-}
+def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
+    """Return all of them; each takes the lengths of the documents and the costs of the units."""
+    published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
+    return {"plan": _plan, **published, "everywhere": over_all_units}

@@ -44,19 +44,30 @@ class PipelineMaker:
         self._size = micro_batch_size
         self._pool_of = {rank: pool for pool in self._costs.pools.pools for rank in pool.ranks}
         self._strategy = cache(self._strategy_uncached)
+        self._made: dict[tuple[tuple[int, ...], int, int, float], tuple[float, Shape] | None] = {}
 
-    def __call__(self, ranks: Sequence[int], groups: int, pipelines: int, micro_batches: float) -> Shape | None:
-        """Return the fastest pipeline over these ranks; None if no order of its stages fits into memory.
+    def __call__(
+        self, ranks: Sequence[int], groups: int, pipelines: int, micro_batches: float
+    ) -> tuple[float, Shape] | None:
+        """Return the fastest pipeline over these ranks with its time; None if no order of its stages fits into memory.
 
         Args:
             ranks: of the pipeline.
-            groups: into which they are cut, k of the paper.
+            groups: into which they are cut, k_i of the paper.
             pipelines: of the plan.
             micro_batches: that the pipeline trains about.
         """
+        key = tuple(ranks), min(groups, len(ranks)), pipelines, micro_batches
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(
+        self, ranks: tuple[int, ...], groups: int, pipelines: int, micro_batches: float
+    ) -> tuple[float, Shape] | None:
         chosen = np.array(ranks)
         bandwidth_VV = self._bandwidth_VV[np.ix_(chosen, chosen)]
-        members = partition(self._speed_V[chosen], bandwidth_VV, min(groups, len(ranks)))
+        members = partition(self._speed_V[chosen], bandwidth_VV, groups)
         whole = float(self._speed_V[chosen].sum())
         stages = [self._stages(chosen[group].tolist(), whole, pipelines, micro_batches) for group in members]
         best: tuple[float, tuple[DeviceBlock, ...]] | None = None
@@ -67,7 +78,7 @@ class PipelineMaker:
                 time_s = cut.time_s(micro_batches)
                 if best is None or time_s < best[0]:
                     best = time_s, blocks
-        return None if best is None else Shape(best[1], self._size)
+        return None if best is None else (best[0], Shape(best[1], self._size))
 
     def _stages(self, ranks: list[int], whole: float, pipelines: int, micro_batches: float) -> tuple[DeviceBlock, ...]:
         """Stages of one small group, machine by machine."""

@@ -1,20 +1,25 @@
 """Both phases of HexiScale again and again (arXiv:2409.01143, section 4.4), the best plan of all rounds.
 
-A round has a number of pipelines, a number of groups per pipeline, and an objective for the first phase. The text
-enumerates the two numbers; the objective follows from the history: where gradients took longer than pipelines on the
-moving average, links between pipelines get as much bandwidth as possible, and as little otherwise.
+A round has a number of pipelines, a number of groups, and an objective for the first phase. The text enumerates the
+numbers, with groups of their own for every pipeline (k_i): a round judges the plan whose pipelines all have the round's
+number, and the one whose pipelines have whichever number up to it is fastest. The objective follows from the history:
+where gradients took longer than pipelines on the moving average, links between pipelines get as much bandwidth as
+possible, and as little otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import StageCosts
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipelines.search.search import FEW_RANKS
 from ds_hetero.planner.published.hexiscale.partition import partition
 from ds_hetero.planner.published.hexiscale.pipelines import PipelineMaker
@@ -28,7 +33,13 @@ DECAY = 0.8  # of the moving averages
 
 
 def plan_hexiscale(
-    costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int] = (1, 2), rounds: int = ROUNDS
+    costs: StageCosts,
+    objective: Objective,
+    samples: int,
+    sizes: Sequence[int] = (1, 2),
+    rounds: int = ROUNDS,
+    *,
+    divide: Callable[..., list[list[int]]] = partition,
 ) -> PlanCandidate | None:
     """Return HexiScale's plan, judged by the last word of the cost model; None if no round has one that fits.
 
@@ -38,6 +49,7 @@ def plan_hexiscale(
         samples: the global batch.
         sizes: of micro-batches that are tried.
         rounds: of both phases.
+        divide: the first phase, for comparison with another one.
     """
     evaluate = Evaluator(costs, samples, objective)
     speed_V = np.array([device.peak_flops_per_s for device in costs.cluster.devices])
@@ -52,18 +64,31 @@ def plan_hexiscale(
         if (count, groups, maximize) in tried:
             continue
         tried.add((count, groups, maximize))
-        members = partition(speed_V, bandwidth_VV, count, maximize=maximize)
+        members = divide(speed_V, bandwidth_VV, count, maximize=maximize)
         for size, make in makers.items():
-            shapes = [make(ranks, groups, count, samples / count / size) for ranks in members]
-            fitting = tuple(shape for shape in shapes if shape is not None)
-            plan = evaluate(fitting) if len(fitting) == count else None
-            if plan is None:
-                continue
-            pipelines_s = DECAY * pipelines_s + (1 - DECAY) * plan.pipelines_s
-            gradients_s = DECAY * gradients_s + (1 - DECAY) * plan.gradients_s
-            if best is None or plan.value < best.value:
-                best = plan
+            for shapes in _choices(make, members, groups, samples / count / size):
+                plan = evaluate(shapes)
+                if plan is None:
+                    continue
+                pipelines_s = DECAY * pipelines_s + (1 - DECAY) * plan.pipelines_s
+                gradients_s = DECAY * gradients_s + (1 - DECAY) * plan.gradients_s
+                if best is None or plan.value < best.value:
+                    best = plan
     return None if best is None else evaluate.exact(best)
+
+
+def _choices(
+    make: PipelineMaker, members: Sequence[Sequence[int]], groups: int, micro_batches: float
+) -> Iterator[tuple[Shape, ...]]:
+    """Pipelines of ``groups`` groups, and those with the fastest number of groups up to it for every one of them."""
+    pipelines = len(members)
+    options = [[make(ranks, k, pipelines, micro_batches) for k in range(1, groups + 1)] for ranks in members]
+    equal = [of_pipeline[-1] for of_pipeline in options]
+    own = [min(filter(None, of_pipeline), key=itemgetter(0), default=None) for of_pipeline in options]
+    for made in (equal, own) if own != equal else (equal,):
+        shapes = tuple(each[1] for each in made if each is not None)
+        if len(shapes) == pipelines:
+            yield shapes
 
 
 def _rounds(devices: int, samples: int) -> Iterator[tuple[int, int]]:
@@ -78,6 +103,17 @@ def _first(costs: StageCosts, objective: Objective, samples: int, sizes: Sequenc
     return plan_hexiscale(costs, objective, samples, sizes) if costs.cluster.num_ranks <= FEW_RANKS else None
 
 
+def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
+    if model.recurrent is not None:
+        return f"its stages are numbers of layers that are alike (appendix A, Eq. 8), and those of {model.name} are not"
+    return None
+
+
 HEXISCALE = PublishedPlanner(
-    name="hexiscale", title="HexiScale", source="arXiv:2409.01143", pipelines=plan_hexiscale, first_pipelines=_first
+    name="hexiscale",
+    title="HexiScale",
+    source="arXiv:2409.01143",
+    pipelines=plan_hexiscale,
+    first_pipelines=_first,
+    forbids=_forbids,
 )

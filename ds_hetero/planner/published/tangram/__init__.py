@@ -7,6 +7,6 @@ composition  one answer per island put together: Algorithm 2, and the exact form
 planner      all of it, over the orders of the islands
 """
 
-from ds_hetero.planner.published.tangram.planner import TangramPlan, plan_tangram
+from ds_hetero.planner.published.tangram.planner import TangramPlan, TangramVariant, plan_tangram
 
-__all__ = ["TangramPlan", "plan_tangram"]
+__all__ = ["TangramPlan", "TangramVariant", "plan_tangram"]

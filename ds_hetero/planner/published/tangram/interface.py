@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Protocol
 
+from ds_hetero.common.limits import MAX_BATCH, is_whole
 from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts
+from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to
 from ds_hetero.planner.published.tangram.islands import Island
 
@@ -71,6 +73,77 @@ class Parallelizer(Protocol):
         """Return the plans that fit, at most one per degree of data parallelism and micro-batch."""
 
 
+class CheckedParallelizer:
+    """Asks a parallelizer and refuses partial plans that cannot be carried out.
+
+    Args:
+        parallelizer: ours, or a foreign one.
+        costs: give the model and the devices.
+        samples: the global batch.
+
+    Attributes:
+        calls: of the parallelizer, what Tangram's pruning saves.
+    """
+
+    def __init__(self, parallelizer: Parallelizer, costs: StageCosts, samples: int) -> None:
+        self._parallelizer, self._costs, self._samples = parallelizer, costs, samples
+        self.calls = 0
+
+    def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
+        """See `Parallelizer.plan`.
+
+        Raises:
+            PlanError: a plan is invalid; names the parallelizer, the rule and the values.
+        """
+        self.calls += 1
+        plans = self._parallelizer.plan(part, island)
+        for plan in plans:
+            if (rule := self._broken_rule(plan, part, island)) is not None:
+                raise PlanError(
+                    f"parallelizer {type(self._parallelizer).__name__} answered a slice of {part.layers} layers on an "
+                    f"island of {island.num_devices} devices with an invalid partial plan: {rule}."
+                )
+        batches = [(plan.data_parallel, plan.micro_batch_size) for plan in plans]
+        if twice := next((batch for batch in batches if batches.count(batch) > 1), None):
+            raise PlanError(
+                f"parallelizer {type(self._parallelizer).__name__} gave two partial plans for "
+                f"data_parallel={twice[0]}, micro_batch_size={twice[1]}; at most one is asked for."
+            )
+        return plans
+
+    def _broken_rule(self, plan: PartialPlan, part: Slice, island: Island) -> str | None:
+        """The first rule that a partial plan breaks, with the values; None if it is valid."""
+        counts = plan.data_parallel, plan.tensor_parallel, plan.micro_batch_size, *plan.layers
+        if not plan.layers or not all(is_whole(count, 1, MAX_BATCH) for count in counts):
+            return (
+                f"data_parallel={plan.data_parallel}, tensor_parallel={plan.tensor_parallel}, micro_batch_size="
+                f"{plan.micro_batch_size} and layers={plan.layers} must be whole numbers >= 1"
+            )
+        size, stages = plan.tensor_parallel, len(plan.layers)
+        if sum(plan.layers) != part.layers:
+            return f"layers={plan.layers} sum to {sum(plan.layers)}"
+        blocks = sum(len(pool.ranks) // size for pool in island.pools)
+        if plan.data_parallel * stages > blocks:
+            return (
+                f"data_parallel={plan.data_parallel} x {stages} stages of tensor_parallel={size} need "
+                f"{plan.data_parallel * stages} blocks of devices of one node, there are {blocks}"
+            )
+        if self._samples % (plan.data_parallel * plan.micro_batch_size):
+            return (
+                f"data_parallel={plan.data_parallel} x micro_batch_size={plan.micro_batch_size} does not divide the "
+                f"global batch of {self._samples}"
+            )
+        if not 0 < plan.period_s <= plan.latency_s < inf:
+            return f"0 < period_s <= latency_s must hold, got {plan.period_s!r} and {plan.latency_s!r}"
+        room = min(self._costs.pools.kinds[pool.kind].device.memory_bytes for pool in island.pools)
+        if not 0 <= plan.memory_bytes <= room:
+            return f"memory_bytes={plan.memory_bytes!r}, the island's smallest device has {room}"
+        shape = plan.micro_batch_size, self._costs.seq_len, self._costs.model.hidden_size
+        if plan.output_shape != shape:
+            return f"output_shape={plan.output_shape}, the next island expects {shape}"
+        return None
+
+
 class UniformParallelizer:
     """Tries every data, pipeline and tensor-parallel degree.
 
@@ -78,18 +151,13 @@ class UniformParallelizer:
         costs: the cost model.
         samples: the global batch.
         sizes: of micro-batches that are tried.
-
-    Attributes:
-        calls: of `plan`, what Tangram's pruning saves.
     """
 
     def __init__(self, costs: StageCosts, samples: int, sizes: Sequence[int]) -> None:
         self._costs, self._samples, self._sizes = costs, samples, tuple(sizes)
-        self.calls = 0
 
     def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
         """See `Parallelizer.plan`: by period and latency for the micro-batches that a lane then has."""
-        self.calls += 1
         best: dict[tuple[int, int], tuple[float, PartialPlan]] = {}
         for size in sizes_up_to(min(len(pool.ranks) for pool in island.pools)):
             blocks = sum(len(pool.ranks) // size for pool in island.pools)

@@ -11,15 +11,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools, StageCosts
+from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.blocks import block_of
 from ds_hetero.planner.pipelines.search.evaluate import ACTION_S, PlanCandidate
 from ds_hetero.planner.pipelines.search.given_layers import GivenLayers
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.tangram.composition import Timing, compose, compose_exactly
-from ds_hetero.planner.published.tangram.interface import PartialPlan, UniformParallelizer
-from ds_hetero.planner.published.tangram.islands import Island, form_islands
+from ds_hetero.planner.published.tangram.interface import (
+    CheckedParallelizer,
+    Parallelizer,
+    PartialPlan,
+    UniformParallelizer,
+)
+from ds_hetero.planner.published.tangram.islands import TAU, Island, form_islands
 from ds_hetero.planner.published.tangram.pruning import Answers, Rules, interface_s
 
 ALL_ORDERS = 4  # islands up to which every order is tried
@@ -46,6 +53,21 @@ class TangramPlan:
     calls: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TangramVariant:
+    """Tangram with other parts than the paper's.
+
+    Args:
+        parallelizer: plans the slices of a model on islands; left out, `UniformParallelizer`.
+        exact: compose exactly instead of by Algorithm 2.
+        tau: tolerance of islands, see `form_islands`.
+    """
+
+    parallelizer: Parallelizer | None = None
+    exact: bool = False
+    tau: float = TAU
+
+
 def plan_tangram(
     costs: StageCosts,
     objective: Objective,
@@ -53,7 +75,7 @@ def plan_tangram(
     sizes: Sequence[int] = (1, 2),
     *,
     rules: Rules | None = None,
-    exact: bool = False,
+    variant: TangramVariant | None = None,
     effort_s: float = inf,
 ) -> TangramPlan | None:
     """Return Tangram's plan; None if no composition fits.
@@ -64,15 +86,19 @@ def plan_tangram(
         samples: the global batch.
         sizes: of micro-batches that are tried.
         rules: of pruning; left out, all four.
-        exact: compose exactly instead of by Algorithm 2.
+        variant: what is done otherwise than in the paper; left out, nothing.
         effort_s: of the last word on its compositions, by a count of their actions; those that may be best come first.
+
+    Raises:
+        PlanError: a partial plan of the parallelizer is invalid; names the parallelizer, the field and its value.
     """
-    islands = form_islands(costs.pools)
-    parallelizer = UniformParallelizer(costs, samples, sizes)
-    answers = _Answered(Answers(costs, islands, parallelizer, rules))
+    variant = variant or TangramVariant()
+    islands = form_islands(costs.pools, variant.tau)
+    checked = CheckedParallelizer(variant.parallelizer or UniformParallelizer(costs, samples, sizes), costs, samples)
+    answers = _Answered(Answers(costs, islands, checked, rules))
     composed: list[tuple[GivenLayers, tuple[Island, ...], tuple[int, ...]]] = []
     for order in _orders(islands):
-        for parts in _compositions(costs, answers, order, samples, exact):
+        for parts in _compositions(costs, answers, order, samples, variant.exact):
             for scattered in (False, True):
                 placed = _placed(order, parts, samples, scattered)
                 given = None if placed is None else GivenLayers.of(costs, objective, placed)
@@ -87,7 +113,7 @@ def plan_tangram(
         candidate = given.judged(costs, objective)
         if candidate is not None and (best is None or candidate.value < best[0].value):
             best = candidate, order, layers
-    return None if best is None else TangramPlan(*best, parallelizer.calls)
+    return None if best is None else TangramPlan(*best, checked.calls)
 
 
 def _composition_size(pools: Pools) -> int:
@@ -203,6 +229,20 @@ def _first(costs: StageCosts, objective: Objective, samples: int, sizes: Sequenc
     return _pipelines(costs, objective, samples, sizes, CHEAP_S) if cheap else None
 
 
+def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
+    if model.recurrent is not None:
+        return (
+            "slices of equal length on an island are one question to its parallelizer (rule 1, Eq. 3), and layers of "
+            f"{model.name} are not all alike"
+        )
+    return None
+
+
 TANGRAM = PublishedPlanner(
-    name="tangram", title="Tangram", source="arXiv:2606.16907", pipelines=_pipelines, first_pipelines=_first
+    name="tangram",
+    title="Tangram",
+    source="arXiv:2606.16907",
+    pipelines=_pipelines,
+    first_pipelines=_first,
+    forbids=_forbids,
 )

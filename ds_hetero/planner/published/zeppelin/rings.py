@@ -53,7 +53,8 @@ def zeppelin(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
     units_by_node = costs.units_by_node
     if len({len(units) for units in units_by_node}) > 1:
         raise PlanError(
-            f"Zeppelin's algorithms need nodes of as many units each, got {[len(units) for units in units_by_node]}."
+            f"Zeppelin cannot plan this: its Algorithm 1 has as many devices P on every node, here nodes have "
+            f"{[len(units) for units in units_by_node]} units. Leave the planner out for ours."
         )
     placed: list[Pieces] = [[] for _ in lengths]
     capacity = min(min(costs.most_tokens), CAPACITY_OVER_MEAN * sum(lengths) / len(costs.token_s))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.strategies import PLACEMENT_STRATEGIES
+from ds_hetero.planner.documents.search.strategies import placement_strategies
 from ds_hetero.planner.published.zeppelin.rings import DocumentRing, zeppelin, zeppelin_rings
 
 NODES = [[0, 1], [2, 3]]
@@ -70,7 +70,7 @@ def test_nodes_of_unequal_size_are_refused_by_name():
         receive_s=(0.1,) * 2,
         cross_s=(0.1,) * 2,
     )
-    with pytest.raises(PlanError, match=r"need nodes of as many units each, got \[2, 1\]"):
+    with pytest.raises(PlanError, match=r"as many devices P on every node, here nodes have \[2, 1\] units"):
         zeppelin([5], costs)
 
 
@@ -85,5 +85,5 @@ def test_every_strategy_places_every_token():
         receive_s=(0.1,) * 2,
         cross_s=(0.1,) * 2,
     )
-    for place in PLACEMENT_STRATEGIES.values():
+    for place in placement_strategies().values():
         assert [sum(tokens for _, tokens in pieces) for pieces in place(lengths, costs)] == lengths

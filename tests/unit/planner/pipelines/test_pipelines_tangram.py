@@ -15,7 +15,7 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import plan_tangram
 from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
-from ds_hetero.planner.published.tangram.interface import Slice, UniformParallelizer
+from ds_hetero.planner.published.tangram.interface import CheckedParallelizer, Slice, UniformParallelizer
 from ds_hetero.planner.published.tangram.islands import form_islands
 from ds_hetero.planner.published.tangram.pruning import Answers, Rules
 
@@ -63,7 +63,7 @@ def test_similarity_carries_over_chains_of_nodes():
 def test_a_parallelizer_answers_once_for_every_degree_of_data_parallelism():
     costs = CalibratedStageCosts(cluster_of(("A100-SXM-80GB", 8)), MODEL, WORK)
     (island,) = form_islands(costs.pools)
-    inner = UniformParallelizer(costs, 32, (1, 2))
+    inner = CheckedParallelizer(UniformParallelizer(costs, 32, (1, 2)), costs, 32)
     plans = inner.plan(Slice(32, True, True), island)
     assert inner.calls == 1
     keys = [(plan.data_parallel, plan.micro_batch_size) for plan in plans]
@@ -93,7 +93,7 @@ def test_the_rules_save_calls_and_keep_the_plan():
 def test_a_slice_is_asked_about_within_its_share_and_its_memory():
     costs = CalibratedStageCosts(cluster_of(("A800-SXM-80GB", 4), ("RTX-3090", 1)), MODEL, WORK)
     islands = form_islands(costs.pools)
-    inner = UniformParallelizer(costs, 32, (1,))
+    inner = CheckedParallelizer(UniformParallelizer(costs, 32, (1,)), costs, 32)
     ask = Answers(costs, islands, inner)
     assert not ask((0, 4), islands[0], True, False)  # far below its share
     assert not ask((8, 32), islands[1], False, True)  # far above

@@ -1,13 +1,15 @@
-"""HexiSeq's Algorithm 1 as its text describes it, to see what the published search finds under the same cost model.
+"""HexiSeq's Algorithm 1 as its text describes it, under any cost model.
 
     stage I    merge the fastest edges first; a partition after every merge; the best M1 by bandwidth inside groups
     stage II   sequence shares in proportion to compute and to its square root, clipped by memory, each with
                perturbations; the best M2 by the cost model
     stage III  tokens and heads in proportion to compute; then at most Imax moves of a few tokens or one head from one
                rank to another of the same or an adjacent group, each accepted if the block time strictly falls
+    choice     the best of these and of USP, Ulysses and Ring, which are always among the candidates (section 5.2)
 
 Left open by the paper and chosen here: no threshold ends the merging (more candidates can only help), two perturbations
-of 5 %, moves of 1/64 of the sequence, pairs tried from the busiest rank down. Source: arXiv:2605.07569, section 4.3.
+of 5 %, moves of 1/64 of the sequence, pairs tried from the busiest rank down. Source: arXiv:2605.07569, sections 4.3
+and 5.2.
 """
 
 from __future__ import annotations
@@ -17,9 +19,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.model import CostModel
+from ds_hetero.errors import PlanError
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
+from ds_hetero.planner.published.hetero_ring import ProfileTable
+from ds_hetero.planner.published.interface import PublishedPlanner
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
+from ds_hetero.values.schedule import Schedule
 
 M1, M2, IMAX = 64, 16, 100
 PERTURBATION = 0.05
@@ -27,7 +38,11 @@ MOVED_SHARE = 64  # the sequence over this is the tokens of one move
 
 
 def algorithm_1(problem: Problem) -> Assignment | None:
-    """The best assignment that the three stages find; None if none fits into memory."""
+    """Return the best assignment that the three stages find, baselines aside; None if none fits into memory.
+
+    Args:
+        problem: cost model and cluster.
+    """
     planned: list[Assignment] = []
     for groups in _partitions(problem):
         grouping = problem.grouping(groups)
@@ -115,3 +130,29 @@ def _better_moves(problem: Problem, at: Assignment, group_of: Ints, donors: Ints
             found = problem.best(grouping, options, at.time_s * (1 - 1e-9))
             if found is not None:
                 yield found
+
+
+def _schedule(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    """Algorithm 1 with the baselines among its candidates; predictions are those of the cost model."""
+    problem, rank_of = make_problem(cost)
+    assignment = algorithm_1(problem)
+    schedules = [] if assignment is None else [schedule_of(problem, assignment, rank_of)]
+    searched = [ScheduleCandidate("Algorithm 1", schedule, cost.predict(schedule)) for schedule in schedules]
+    best = fastest(searched, Baselines.under(cost).candidates)
+    if best is None:
+        raise PlanError("none of HexiSeq's candidates fits into memory, USP, Ulysses and Ring included.")
+    return best.schedule
+
+
+def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
+    if model.recurrent is not None:
+        return (
+            "its groups trade tokens for heads of softmax attention (section 3.2), and "
+            f"{model.name} has layers that carry a state"
+        )
+    return None
+
+
+HEXISEQ = PublishedPlanner(
+    name="hexiseq", title="HexiSeq", source="arXiv:2605.07569", schedule=_schedule, forbids=_forbids
+)

@@ -1,0 +1,108 @@
+"""A table or figure of a paper, rebuilt, and its place on the page docs/papers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One table or figure.
+
+    Args:
+        name: in the paper, such as ``"Table 3"``.
+        shows: what the paper shows there.
+        columns: headings of the table.
+        rows: cells of the table.
+        decides: the assumption on which agreement or difference depends most.
+        why_not: why it is not reproduced; the table is then empty.
+        lines: for a picture, by label the points ``(x, y)``; none where the paper has a table.
+        axes: of the picture: x, y, and ``"log"`` where x is logarithmic.
+        command: that rebuilds it; left out, the one of the whole page.
+    """
+
+    name: str
+    shows: str
+    columns: tuple[str, ...] = ()
+    rows: Sequence[Sequence[str]] = ()
+    decides: str = ""
+    why_not: str = ""
+    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    axes: tuple[str, str, str] = ("", "", "")
+    command: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the result file."""
+        return asdict(self)
+
+
+Maker = Callable[[bool], Figure]
+"""Makes a figure; the argument says whether a small part of it will do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """A paper with its tables and figures in the order of the paper.
+
+    Args:
+        key: short name.
+        title: with its source.
+        makers: of the figures that are rebuilt, by their names.
+        left_out: name and reason of the others.
+    """
+
+    key: str
+    title: str
+    makers: Mapping[str, Maker]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def section(key: str, figure: Mapping[str, Any], picture: str | None) -> list[str]:
+    """Lines of the page for one figure.
+
+    Args:
+        key: of the paper.
+        figure: of `Figure.to_dict`.
+        picture: path from the page; None where there is none.
+    """
+    lines = [f"### {figure['name']}", "", figure["shows"], ""]
+    if figure["why_not"]:
+        return [*lines, f"Not reproduced: {figure['why_not']}", ""]
+    if picture is not None:
+        lines += [f"![{figure['name']}]({picture})", ""]
+    if figure["columns"]:
+        lines.append(f"| {' | '.join(figure['columns'])} |")
+        lines.append(f"|{'---|' * len(figure['columns'])}")
+        lines += [f"| {' | '.join(row)} |" for row in figure["rows"]]
+        lines.append("")
+    command = figure["command"] or f"python -m benchmarks.reproduce all --only {key}"
+    return [*lines, f"Decided by: {figure['decides']} Command: `{command}`.", ""]
+
+
+def draw(figure: Mapping[str, Any], path: Path) -> None:
+    """Draw the lines of a figure.
+
+    Args:
+        figure: of `Figure.to_dict`.
+        path: of the picture.
+    """
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(6.4, 3.6), layout="constrained")
+    axis = canvas.subplots()
+    for label, points in figure["lines"].items():
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    x, y, scale = figure["axes"]
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    if "log" in scale:
+        axis.set_xscale("log", base=2)
+    if "both" in scale:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, dpi=90)
