@@ -310,7 +310,7 @@ def _keys(model: type[BaseModel]) -> str:
     return ", ".join(model.model_fields)
 
 
-def _autos(value: Any, path: str = "") -> Iterator[str]:
+def _autos(value: object, path: str = "") -> Iterator[str]:
     """Paths of every value "auto" in nested objects and lists."""
     if value == "auto":
         yield path
