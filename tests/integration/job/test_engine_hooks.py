@@ -10,9 +10,17 @@ import ds_hetero
 from tests.support import run_deepspeed
 
 ORDER = {
-    "forward": ["record_common_forward", "time_forward", "name_lost_peers"],
+    "forward": ["find_unit", "record_common_forward", "time_forward", "name_lost_peers"],
     "backward": ["record_call", "time_backward", "name_lost_peers", "scale_loss"],
-    "step": ["record_call", "time_step", "record_step", "name_lost_peers", "expect_scaled_loss", "forget_backwards"],
+    "step": [
+        "save_after_step",
+        "record_call",
+        "time_step",
+        "record_step",
+        "name_lost_peers",
+        "expect_scaled_loss",
+        "forget_backwards",
+    ],
     "zero_grad": ["forget_backwards"],
     "_backward_prologue": ["begin_backward"],
     "_backward_epilogue": ["end_backward"],
