@@ -227,7 +227,7 @@ def _code(arguments):
 
 def test_plan_takes_a_line_of_cards_and_saves_the_cluster(tmp_path, capsys):
     file = tmp_path / "rig.yaml"
-    job = ["--model", "llama-3.2-1b", "--seq-len", "32768", "--json"]
+    job = ["--model", "llama-3.2-1b", "--seq-len", "16384", "--json"]
     assert _code(["plan", "--gpus", "5090,3090x2", *job, "--save-cluster", str(file)]) == 0
     from_line = json.loads(capsys.readouterr().out)
     assert [device.name for device in load_cluster(file).devices] == ["RTX-5090", "RTX-3090", "RTX-3090"]
