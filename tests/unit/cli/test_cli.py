@@ -280,7 +280,7 @@ def test_plan_for_machines_loads_only_what_it_needs():
         "try: main(sys.argv[1:])\n"
         "finally: print(*sorted(set(sys.modules) - before), file=sys.stderr)"
     )
-    options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "32768", "--json")
+    options = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--seq-len", "16384", "--json")
     run = subprocess.run([sys.executable, "-c", program, "plan", *options], capture_output=True, text=True, timeout=300)
     assert json.loads(run.stdout)["schedule"]
     loaded = run.stderr.split()
