@@ -31,7 +31,7 @@ def is_in_memory() -> bool:
     return bool(_states)
 
 
-class _Taker:
+class PartTaker:
     """Stands in for DeepSpeed's checkpoint engine while a state is taken, or put back."""
 
     def __init__(self, stock: Any) -> None:
@@ -55,8 +55,8 @@ class _Taker:
 
 
 @contextmanager
-def _in_place(engine: Any) -> Iterator[_Taker]:
-    stock, taker = engine.checkpoint_engine, _Taker(engine.checkpoint_engine)
+def _in_place(engine: Any) -> Iterator[PartTaker]:
+    stock, taker = engine.checkpoint_engine, PartTaker(engine.checkpoint_engine)
     engine.checkpoint_engine = taker
     try:
         yield taker
@@ -80,11 +80,7 @@ def parts_in_memory(engine: Any) -> Iterator[dict[str, Any]]:
         with _in_place(engine) as taker:
             kind._save_checkpoint(engine, "", _TAG, client_state={})
             if engine.save_zero_checkpoint:
-                copy_script, engine._copy_recovery_script = engine._copy_recovery_script, lambda *_: None
-                try:
-                    kind._save_zero_checkpoint(engine, "", _TAG)
-                finally:
-                    engine._copy_recovery_script = copy_script
+                kind._save_zero_checkpoint(engine, "", _TAG)
         yield taker.parts
     finally:
         if engine._optimizer_has_ckpt_event_epilogue():

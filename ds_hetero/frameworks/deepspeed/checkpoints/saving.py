@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_hetero.engine.process.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.checkpoints.random_states import save_random_states
+from ds_hetero.frameworks.deepspeed.in_memory import PartTaker
 from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine
 from ds_hetero.job.checkpoints.checkpoint_folder import (
     DRAFT,
@@ -141,11 +142,11 @@ class _PartWriter:
 
 
 def copy_script_last(engine: Engine, copy: Callable[[str], None], save_path: str) -> None:
-    """Around ``_copy_recovery_script``: keep back what fails, as with the parts."""
+    """Around ``_copy_recovery_script``: keep back what fails, as with the parts; nothing in memory."""
     writer = engine.checkpoint_engine
     if isinstance(writer, _PartWriter):
         writer.attempt(lambda: copy(save_path), save_path)
-    else:
+    elif not isinstance(writer, PartTaker):
         copy(save_path)
 
 
