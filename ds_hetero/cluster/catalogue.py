@@ -70,7 +70,7 @@ PROFILED_ERROR = 0.15
 """Error of steps on cards whose rates somebody measured: of those that the catalogue has from measurements."""
 
 UNMEASURED_ERROR = 0.45
-"""Error of steps on cards that no measurement backs: see `DeviceSpec.error`."""
+"""Error of steps on cards that no measurement backs: assumed, three times that of measured ones."""
 
 
 def usual_reserve(memory_bytes: int) -> int:

@@ -124,7 +124,7 @@ MEASURED_ERROR = {
     "A100-SXM-40GB": 0.15,
     "H100-SXM-80GB": 0.15,
 }
-"""Cards whose steps were measured, with the error that 8 of 10 steps stay below; `benchmarks.real_cards` prints it."""
+"""Cards whose steps were measured, with an error that 8 of 10 steps stay below; `benchmarks.real_cards` counts them."""
 
 _P3, _P4, _P5, _P6 = (3, 16), (4, 16), (5, 16), (6, 16)
 _V100 = "NVIDIA V100 datasheet; fp16, the device has no bf16"
