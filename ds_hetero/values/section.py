@@ -169,6 +169,11 @@ class HeterogeneitySection(BaseModel):
                 f'"batch" lets every rank run the whole model on samples of its own, and "{given[0]}" says how '
                 "sequences or layers are split over ranks. Leave one of them out"
             )
+        if self.zero_partition == "memory":
+            raise ValueError(
+                '"zero_partition": "memory" shares ZeRO out by what a split batch leaves of the memory, and "batch" '
+                'splits none. Give "zero_partition" a list of weights, one per rank, such as [3, 1]'
+            )
         return self
 
 

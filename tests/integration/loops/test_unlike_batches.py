@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integration.tiny import (
     CLIP,
@@ -237,3 +237,89 @@ def _by_speed(rank: int, steps: int) -> Any:
         engine.step()
         seen.append((numbers.tolist(), float(loss.detach())))
     return seen, batches, parameters(model, 2)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_checkpoint_goes_on_with_the_batches_that_it_had_come_to(tmp_path: Any) -> None:
+    model, expected = Slow(), []
+    optimizer = adam(model)
+    for rows, values, _ in DataLoader(_rows(8 * 24), 8):
+        optimizer.zero_grad()
+        loss = model(rows, values)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for stage in (2, 3):
+        of_ranks = run_deepspeed(_saved_and_loaded, 2, stage, str(tmp_path / str(stage)))
+        for step, loss in enumerate(expected):
+            parts = [ranks[0][step] for ranks in of_ranks]
+            np.testing.assert_allclose(sum(n * value for n, value in parts) / 8, loss, rtol=1e-5)
+        for _, come_to, begun, trained in of_ranks:
+            assert come_to == begun != (4, 4)
+            assert_same_parameters(trained, parameters(model))
+
+
+def _saved_and_loaded(rank: int, stage: int, folder: str) -> Any:
+    """By step samples and loss; batches when it was saved, and of the first step after it was loaded; parameters."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    config = {**_config(stage), "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    config["heterogeneity"] = {"batch": "by_speed", "replan": {"enabled": True, "interval_steps": 4}}
+    seen, batches, state = [], [], None
+    for run in range(2):
+        model = Slow()
+        model.s_per_sample = 0.03 if rank else 0.01
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+        loader: Any = handle.for_engine(engine).dataloader(DataLoader(_rows(8 * 24), 8))
+        if run:
+            engine.load_checkpoint(folder)
+            loader.load_state_dict(state)
+        for step, (rows, values, _) in enumerate(loader):
+            loss = engine(rows, values)
+            engine.backward(loss)
+            engine.step()
+            seen.append((len(rows), float(loss.detach())))
+            if run and step == 0:
+                batches.append(handle.for_engine(engine).plan.batch_split.micro_batch_sizes)
+                assert len(rows) == batches[-1][rank]
+            if not run and step == 15:
+                batches.append(handle.for_engine(engine).plan.batch_split.micro_batch_sizes)
+                engine.save_checkpoint(folder)
+                state = loader.state_dict()
+                break
+        trained = parameters(model, stage)
+        engine.destroy()
+    return seen, *batches, trained
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(_rows(16))
+
+
+def test_by_speed_refuses_streams_and_batches_of_its_own() -> None:
+    for messages in run_deepspeed(_refusals, 2):
+        assert ["of a stream" in messages[0], "of batches of its own" in messages[1]] == [True, True], messages
+        assert all("Give a DataLoader over a dataset with a length" in message for message in messages)
+
+
+def _refusals(rank: int) -> list[str]:
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = Slow()
+    config = {**_config(1), "train_micro_batch_size_per_gpu": 4, "heterogeneity": {"batch": "by_speed"}}
+    deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    messages = []
+    for loader in (DataLoader(_Stream(), 4), [tuple(rows[:2]) for rows in DataLoader(_rows(8), 4)]):
+        with pytest.raises(ds_hetero.BatchError) as caught:
+            for _ in handle.dataloader(loader):
+                pass
+        messages.append(str(caught.value))
+    return messages

@@ -61,6 +61,7 @@ def test_wrong_batches_are_refused(batch: object, training: TrainingFacts, named
     [
         ({"batch": [6, 0]}, "It takes the samples of every rank's micro-batch"),
         ({"batch": "fast"}, '"by_speed"'),
+        ({"batch": [1, 1], "zero_partition": "memory"}, 'Give "zero_partition" a list of weights'),
         ({"batch": [1, 1], "schedule": "ring"}, '"schedule" says how sequences or layers are split'),
     ],
 )

@@ -20,6 +20,7 @@ from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, VersionError
 from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.trainer.unlike_batches import unlike_steps
 
 # Before this release the Trainer rounds the number of labels that it divides such losses by.
 _OLDEST = Version("5.20")
@@ -104,10 +105,14 @@ def evaluating(registry: Registry, stock: Function) -> Function:
 
 
 def training_step(registry: Registry, stock: Function) -> Function:
-    """Replace ``Trainer.training_step``: it computes its loss as one process per replica does."""
+    """Replace ``Trainer.training_step``: it computes its loss as one process per replica does, or of unlike batches."""
 
     @functools.wraps(stock)
     def step(trainer: Trainer, *args: object, **kwargs: object) -> object:
+        unlike = unlike_steps(registry, trainer)
+        if unlike is not None and unlike.computes_loss_itself:
+            with unlike.scaling_own_loss():
+                return stock(trainer, *args, **kwargs)
         if wanted_results() is None:
             return stock(trainer, *args, **kwargs)
         with registry.adapters.processes.one_process_per_replica():

@@ -17,7 +17,6 @@ from ds_hetero.engine.calls.loader import stands_for_none
 from ds_hetero.engine.forward_mode import sharding, wanted_results
 from ds_hetero.engine.process.patching import Function
 from ds_hetero.engine.registry import Registry
-from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.transformers.trainer.calls import (
     calls_sharded,
@@ -31,10 +30,10 @@ from ds_hetero.frameworks.transformers.trainer.checks import expect_labels, expe
 from ds_hetero.frameworks.transformers.trainer.saving import failing_together, marking_unfinished, saving_stages
 from ds_hetero.frameworks.transformers.trainer.unlike_batches import (
     Filler,
-    UnlikeSteps,
     complete_configuration,
     expect_plain_samples,
     takes_unlike_batches,
+    unlike_steps,
 )
 from ds_hetero.job.request import ReplicaBatches
 from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
@@ -190,7 +189,7 @@ def _counting_items(registry: Registry, stock: Function) -> Function:
 
     @functools.wraps(stock)
     def get_batch_samples(trainer: Trainer, epoch_iterator: Any, num_batches: int, device: torch.device) -> object:
-        if (unlike := _unlike_steps(registry, trainer)) is not None:
+        if (unlike := unlike_steps(registry, trainer)) is not None:
             _say_whether_scaled(trainer, scaled=True)
             return unlike.take(epoch_iterator, num_batches, device)
         split = registry.find_split(trainer.model)
@@ -228,7 +227,8 @@ def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
             outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
             _say_whether_scaled(trainer, scaled=True)
             return (outputs.loss, outputs) if return_outputs else outputs.loss
-        if trainer.model.training and (unlike := _unlike_steps(registry, trainer)) is not None:
+        unlike = unlike_steps(registry, trainer) if trainer.model.training else None
+        if unlike is not None and not unlike.is_scaling:
             whole = functools.partial(_loss_and_outputs, stock, trainer, model)
             loss, outputs = unlike.loss(whole, inputs, num_items_in_batch)
             _say_whether_scaled(trainer, scaled=True)
@@ -257,16 +257,6 @@ def _loss_and_outputs(
 ) -> Any:
     """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
     return stock(trainer, model, {**inputs}, True, num_items)
-
-
-def _unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:
-    """Batches and losses of a training whose ranks take different ones; None for any other."""
-    prepared = registry.find(trainer.model)
-    if prepared is None or not isinstance(prepared.model, WholeModel) or not prepared.model.takes_unlike_batches:
-        return None
-    if not isinstance(prepared.steps, UnlikeSteps):
-        prepared.steps = UnlikeSteps(trainer, prepared.model)
-    return prepared.steps
 
 
 def _say_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:

@@ -6,6 +6,8 @@ own. Its loss is brought to the scale of the engine's average where it is made, 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -26,6 +28,7 @@ from ds_hetero.runtime.loss import scaled_loss
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.values.section import SECTION
 
+_MEANS = frozenset({"SFTTrainer"})  # of TRL, whose loss is a sum over tokens, divided by the Trainer's items
 Compute = Callable[[Batch, Tensor | None], tuple[Tensor, object]]
 
 
@@ -76,11 +79,38 @@ class UnlikeSteps:
     Args:
         trainer: whose.
         model: as it is prepared.
+
+    Attributes:
+        is_scaling: the loss that ``Trainer.compute_loss`` returns is a part of one that is scaled by its caller.
+        computes_loss_itself: the Trainer's class makes its loss past ``Trainer.compute_loss``, and its unit is declared
+            or found.
     """
 
     def __init__(self, trainer: Trainer, model: WholeModel) -> None:
         self._trainer, self._model = trainer, model
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
+        self.is_scaling = False
+        is_own = type(trainer).compute_loss is not Trainer.compute_loss
+        is_mean = model.loss_convention is not None or any(kind.__name__ in _MEANS for kind in type(trainer).__mro__)
+        self.computes_loss_itself = is_own and is_mean
+
+    @contextlib.contextmanager
+    def scaling_own_loss(self) -> Iterator[None]:
+        """Scale inside what the ``compute_loss`` of the Trainer's class returns, whatever that calls."""
+        trainer, own = self._trainer, self._trainer.compute_loss
+
+        def compute_loss(model: object, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
+            def compute(batch: Batch, num_items: Tensor | None) -> tuple[Tensor, object]:
+                return own(model, {**batch}, num_items_in_batch=num_items), None
+
+            return self.loss(compute, inputs, num_items_in_batch)[0]
+
+        trainer.compute_loss, self.is_scaling = compute_loss, True
+        try:
+            yield
+        finally:
+            del trainer.compute_loss
+            self.is_scaling = False
 
     def take(
         self, batches: Iterator[Batch], num_batches: int, device: torch.device
@@ -174,8 +204,22 @@ class UnlikeSteps:
         def loss_of(batch: Batch) -> Tensor:
             return compute(batch, num_items)[0]
 
+        metrics = copy.deepcopy(getattr(self._trainer, "_metrics", None))  # of TRL, which notes every loss
         with in_evaluation(self._model.model):
-            return on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
+            probes = on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
+        if metrics is not None:
+            self._trainer._metrics = metrics
+        return probes
+
+
+def unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:
+    """Batches and losses of a training whose ranks take different ones; None for any other."""
+    prepared = registry.find(trainer.model)
+    if prepared is None or not isinstance(prepared.model, WholeModel) or not prepared.model.takes_unlike_batches:
+        return None
+    if not isinstance(prepared.steps, UnlikeSteps):
+        prepared.steps = UnlikeSteps(trainer, prepared.model)
+    return prepared.steps
 
 
 def num_rows(batch: Batch) -> int:
