@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.calibrated import INNERS
@@ -112,7 +114,7 @@ def _asked_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, Secti
         name, _, inside = path.partition(".")
         value = getattr(section, name)
         if name in section.model_fields_set and (value := getattr(value, inside) if inside else value) not in key.off:
-            yield path, value, key
+            yield path, value.model_dump() if isinstance(value, BaseModel) else value, key
 
 
 def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:

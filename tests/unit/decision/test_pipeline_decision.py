@@ -68,6 +68,7 @@ ASKED = {
     "loss": {"loss": "local_sum"},
     "zero_partition": {"zero_partition": "memory"},
     "batch": {"batch": [1]},
+    "elastic": {"elastic": {}},
     "placement.mode": {"placement": "documents"},
     "verify": {"verify": "always"},
     "replan.enabled": {"replan": {"enabled": True}},

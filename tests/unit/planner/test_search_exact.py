@@ -31,7 +31,8 @@ def tiny_cost(cost_model, seed, sizes, seq_len):
     devices = {
         f"d{i}": {
             "peak_tflops": float(rng.uniform(1, 10)),
-            "memory_gib": float(rng.uniform(1.2, 6)),
+            "memory_gib": 1.06 * float(rng.uniform(1.2, 6)),  # less what the allocator loses
+            "reserved_gib": 0,
             "memory_bandwidth_gb_per_s": float(rng.uniform(50, 500)),
         }
         for i in range(sum(sizes))

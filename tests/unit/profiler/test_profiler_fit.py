@@ -105,7 +105,8 @@ def test_rounds_pair_every_two_nodes_once():
         ("NVIDIA GeForce RTX 4090", 24, "RTX-4090"),
         ("NVIDIA GeForce RTX 3080 Ti", 12, "RTX-3080Ti"),
         ("AMD Instinct MI300X", 192, "MI300X"),
-        ("NVIDIA GeForce GTX 1080", 8, None),
+        ("NVIDIA GeForce GTX 1080", 8, "GTX-1080"),
+        ("NVIDIA GeForce GTX 980", 4, None),
     ],
 )
 def test_names_of_drivers_become_names_of_the_catalogue(driver, gib, name):
