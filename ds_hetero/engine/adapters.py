@@ -209,6 +209,9 @@ class ModelAdapter(Protocol):
     def read_facts_of_whole_model(self, model: nn.Module) -> ModelFacts:
         """Facts of any module, for replicas of one rank."""
 
+    def check_quantized(self, model: nn.Module, zero_stage: int) -> None:
+        """Raise `ModelError` for quantized weights that do not train as on one process."""
+
     def describe_model(self, model: nn.Module) -> ModelFacts:
         """`read_model_facts` without its checks."""
 

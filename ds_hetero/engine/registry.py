@@ -415,10 +415,13 @@ def _read_facts(
     assert request.section is not None
     of_batches = request.section.batch is not None
     whole = of_batches or sp_size_of(sp_sizes) == 1
+    training = read_training_facts(ds_config)
+    if of_batches or not whole:
+        adapter.check_quantized(model, training.zero_stage)
     facts = (adapter.read_facts_of_whole_model if whole else adapter.read_model_facts)(model)
     return JobFacts(
         section=request.section,
         model=as_whole(facts) if of_batches else facts,
-        training=read_training_facts(ds_config),
+        training=training,
         sp_sizes=dict(sp_sizes),
     )

@@ -8,6 +8,7 @@ from ds_hetero.engine.adapters import SplitModel, StagedModel
 from ds_hetero.engine.registry import Registry
 from ds_hetero.frameworks.transformers.attention import attention
 from ds_hetero.frameworks.transformers.attention.attention import keep_attention_function as keep_attention_function
+from ds_hetero.frameworks.transformers.checks.model_checks import check_quantized as check_quantized
 from ds_hetero.frameworks.transformers.checks.model_checks import containers_of_experts as containers_of_experts
 from ds_hetero.frameworks.transformers.model import shard_guard
 from ds_hetero.frameworks.transformers.model.facts import describe_model as describe_model

@@ -254,16 +254,34 @@ def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
             return
 
 
-def _quantization_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    for name, module in pretrained.named_modules():
-        threshold = getattr(getattr(module, "state", None), "threshold", 0)
-        if type(module).__name__ == "Linear8bitLt" and threshold > 0:
+def check_quantized(model: nn.Module, zero_stage: int) -> None:
+    """Refuse weights quantized by bitsandbytes that do not train as on one process, in split and in whole models.
+
+    Raises:
+        ModelError: with the layer and what to change.
+    """
+    problem = next(_quantization_problems(model, zero_stage), None)
+    if problem is not None:
+        raise ModelError(f"{type(model).__name__} does not train exactly on several ranks: {problem}.")
+
+
+def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt":
             yield (
-                f"layer {name} is 8-bit with llm_int8_threshold={threshold}: bitsandbytes keeps those columns in full "
-                "precision in which any token of the batch is large, and a rank has a part of the tokens; set "
-                "llm_int8_threshold=0 in BitsAndBytesConfig, or load the model in 4 bits"
+                f"layer {name} is 8-bit. bitsandbytes rounds activations to 8 bits, so that a last bit becomes a step "
+                "(4e-4 of a gradient norm was seen, with llm_int8_threshold=0); with a threshold it keeps columns in "
+                "full precision by the tokens that a rank happens to have; load the model in 4 bits by "
+                "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
             )
-            return
+        use_dora = getattr(module, "use_dora", None)  # of LoRA's layers by adapter
+        of_dora = isinstance(use_dora, dict) and any(use_dora.values())
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if zero_stage == 3 and of_dora and type(weight).__name__ == "Params4bit":
+            yield (
+                f"layer {name} has DoRA on a 4-bit weight, which PEFT replaces by a new one when it reads it on a CPU: "
+                "ZeRO-3 loses the weight. Use ZeRO stage 2, or LoRA with use_dora=False"
+            )
 
 
 _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
@@ -272,5 +290,4 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _attention_problems,
     _tower_problems,
     _module_problems,
-    _quantization_problems,
 )
