@@ -12,7 +12,7 @@ from ds_hetero.job.monitoring.times import JobTimes
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.section import HeterogeneitySection
 
-_MOST_CHANGES_AT_START = 4
+_LOOKS_AT_START = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,22 +50,21 @@ class BatchSearch:
     """Looks for other batches of the same sum; on rank 0. See `ds_hetero.job.monitoring.replanning.PlanSearch`.
 
     Args:
-        section: with ``"by_speed"`` alone, steps are looked at until the ranks are balanced; with ``"replan"``, all.
+        section: with ``"by_speed"`` alone, the first steps are looked at some times; with ``"replan"``, all.
     """
 
     def __init__(self, section: HeterogeneitySection) -> None:
         self._min_gain, self._goes_on = section.replan.min_gain, section.replan.enabled
-        self._left = _MOST_CHANGES_AT_START
+        self._left = _LOOKS_AT_START
 
     def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[BatchChange]:
         """The change that these times call for; none where it gains too little."""
         if not (self._goes_on or self._left):
             return []
         batch, gain = self._best(plan, seen)
+        self._left = max(self._left - 1, 0)  # the first steps alone may show nothing
         if gain < self._min_gain:
-            self._left = 0
             return []
-        self._left -= 1
         return [BatchChange(step=step, batch=batch, gain=gain)]
 
     def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:

@@ -9,9 +9,13 @@ from math import inf
 
 import pytest
 
+from ds_hetero.decision.batches import plan_of_batches
+from ds_hetero.decision.facts import TrainingFacts
+from ds_hetero.job.monitoring.batch_search import BatchSearch
 from ds_hetero.job.monitoring.stragglers import OF_SAMPLES, Stragglers, scores
 from ds_hetero.job.monitoring.times import RECENT_STEPS, JobTimes, RankTimes, RankUnitCosts
 from ds_hetero.runtime.step_clock import StepTimes
+from ds_hetero.values.section import HeterogeneitySection, ReplanSection
 
 
 def test_scores_are_against_the_typical_rank():
@@ -27,6 +31,22 @@ def test_replicas_of_one_rank_are_told_to_share_out_samples():
     assert line.endswith('save 25% of a step: "schedule" with the file that "ds-hetero replicas --out FILE" writes.')
     (line,) = Stragglers(lambda _: 0.25).observe(5, JobTimes(times))
     assert line.endswith('Re-planning is predicted to save 25% of a step: "replan": {"enabled": true}.')
+
+
+def test_batches_by_speed_are_looked_for_again_when_the_first_steps_show_nothing():
+    plan = plan_of_batches([4, 4], TrainingFacts(), 2)
+    alike, unlike = (
+        JobTimes([_times(seconds, 3.0, deque([seconds])) for seconds in of_ranks])
+        for of_ranks in ((3.0, 3.0), (1.0, 3.0))
+    )
+    search = BatchSearch(HeterogeneitySection(batch="by_speed"))
+    assert search.propose(3, plan, alike) == []
+    (change,) = search.propose(6, plan, unlike)
+    assert change.batch == (6, 2)
+    assert [search.propose(9, plan, alike), search.propose(12, plan, alike)] == [[], []]
+    assert search.propose(15, plan, unlike) == []  # it has looked often enough
+    watching = BatchSearch(HeterogeneitySection(batch="by_speed", replan=ReplanSection(enabled=True)))
+    assert [len(watching.propose(step, plan, alike if step < 9 else unlike)) for step in range(10)] == [0] * 9 + [1]
 
 
 def _follow(
