@@ -46,6 +46,9 @@ class Trainee:
     def expect_used(self):
         pass
 
+    def note_reader(self, reader):
+        pass
+
 
 def test_a_resumed_loader_of_samples_goes_on_as_one_run():
     run_ranks(_check_resume, 2)

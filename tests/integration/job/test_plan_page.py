@@ -28,6 +28,7 @@ SECTIONS = [
     "Other plans, and why they lose",
     "What if?",
     "The run",
+    "Run it",
     "The plan file",
 ]
 MOST_BYTES = 1_500_000
@@ -167,7 +168,10 @@ def test_what_does_not_belong_together_is_refused_by_name(capsys, tmp_path):
     out = tmp_path / "plan.html"
     other = tmp_path / "other"
     other.mkdir()
-    run_of(described(plan_file(capsys, other, "--seq-len", 2 * SEQ_LEN, "--layout", "contiguous")), other / "run.json")
+    run_of(
+        described(plan_file(capsys, other, "--seq-len", 2 * SEQ_LEN, "--layout", "contiguous", "--tiled-loss")),
+        other / "run.json",
+    )
     plan = json.loads(path.read_text())
     run = json.loads((other / "run.json").read_text())
     (tmp_path / "version.json").write_text(json.dumps({**plan, "version": 7}))
