@@ -1,6 +1,6 @@
 """The families of cases: what is enumerated, in portions that processes share, and which check each case gets.
 
-Symmetries, each asserted by tests/unit/test_proof.py:
+Symmetries; tests/unit/test_proof.py asserts them but for those of hops and of pipelines, which are read from the code:
 
     a member without tokens changes no other member's blocks (blocks: members hold at least one token each)
     rounds depend on who reads whom, on nodes and on widths only (routes: every pattern of readers, reachable or not)

@@ -30,11 +30,12 @@ def test_live_ranks_are_measured_once_and_cached(tmp_path):
     assert 1e8 < device.peak_flops_per_s < 1e14 and device.efficiency.attention_forward > 0
     assert 1e-6 < device.efficiency.message_overhead_s < 1.0
     assert 1e6 < cluster.link(0, 1).bytes_per_s < 1e12
+    assert [tokens for tokens, _ in device.attention_s] == [256, 512, 1024]
     profile = content["profile"]
     assert len(profile["samples"]) == 2
     assert {"layer forward", "attention backward"} <= {term.split(", ")[-1] for term in profile["fit_errors"]}
     assert [path.name for path in tmp_path.iterdir()] == [f"{profile['fingerprint']}.json"]
-    assert len(profile["samples"][1]["repeats"]) == 4
+    assert len(profile["samples"][1]["repeats"]) == 5  # parts of a profile
     assert profile["machine"]["spread"] >= 0 and 0 <= profile["machine"]["others_share"] <= 1
     assert datetime.now(timezone.utc) - datetime.fromisoformat(profile["measured_at"]) < timedelta(minutes=5)
 
