@@ -13,8 +13,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.integration.tiny import UNEVEN_2, assert_same_parameters, batches, collate, ds_config, llama, parameters
-from tests.integration.tiny import samples, train_on_one_process
+from tests.integration.tiny import (
+    UNEVEN_2,
+    assert_same_parameters,
+    batches,
+    collate,
+    ds_config,
+    llama,
+    parameters,
+    samples,
+    train_on_one_process,
+)
 from tests.support import run_deepspeed
 
 METHODS: dict[str, dict[str, Any]] = {
