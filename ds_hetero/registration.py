@@ -12,18 +12,18 @@ import deepspeed
 from ds_hetero.common.extras import untested_releases
 from ds_hetero.decision.start_text import announce
 from ds_hetero.elastic.worker import own_worker
+from ds_hetero.engine import names as torch_names
+from ds_hetero.engine import process
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
-from ds_hetero.engine.process import names as torch_names
-from ds_hetero.engine.process import restarts, uncaught
-from ds_hetero.engine.process.patching import expect_package
+from ds_hetero.engine.patching import expect_package
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.accelerate import adapter as accelerate
 from ds_hetero.frameworks.accelerate import names as accelerate_names
 from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
 from ds_hetero.frameworks.deepspeed import names as deepspeed_names
-from ds_hetero.frameworks.deepspeed.registered import expect_no_engine
+from ds_hetero.frameworks.deepspeed.installer import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
 from ds_hetero.frameworks.trl.adapter import TrlTrainers
@@ -59,8 +59,8 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
-    uncaught.install(registry.patches)
-    restarts.install(registry.patches)
+    process.install_excepthook(registry.patches)
+    process.install(registry.patches)
     transformers.install(registry)
     deepspeed_engine.install(registry)
     accelerate.install(registry)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hetero.engine.arguments import ARGUMENTS, Argument
-from ds_hetero.engine.rows import NameRow
+from ds_hetero.engine.arguments import ARGUMENTS, Argument, NameRow
 from ds_hetero.frameworks.deepspeed.keys import KEYS, Key
-from ds_hetero.frameworks.transformers.checks.adapters import ADAPTERS
+from ds_hetero.frameworks.transformers.model.peft_adapters import ADAPTERS
 from tests.support import ROOT
 
 _NOTHING = (None, False, "none", "auto", {}, [])  # values that need no mention

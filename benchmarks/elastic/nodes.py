@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.elastic.node.place import NodePlace
+from ds_hetero.elastic.node.wire import NodePlace
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("training.py")

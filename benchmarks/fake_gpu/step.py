@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.fake_gpu.device import DEVICE_TYPE, device, fake_mode, rank_of
 from benchmarks.fake_gpu.recorder import Record, Recorder, RecordingClock
-from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -114,7 +114,7 @@ def placed_batch(job: Job) -> PlacedBatch:
 
 
 def _header(placed: PlacedBatch, rank: int) -> Tensor:
-    """What a rank says of its shard in `ds_hetero.runtime.attention.shard_header`."""
+    """What a rank says of its shard in `ds_hetero.runtime.attention.local_batch`."""
     shard = placed.shard(rank)
     tokens = shard["position_ids"].shape[1]
     local = LocalBatch(

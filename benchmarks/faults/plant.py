@@ -32,7 +32,7 @@ _FUNCTIONS = {
     "links": "ds_hetero.profiler.measure:pair_round",
     "plan": "ds_hetero.job.start:decide",
     "build": "ds_hetero.frameworks.deepspeed.pipeline.engine:make_boundary_groups",
-    "look": "ds_hetero.job.monitoring.replanning:Replanning.observe",
+    "look": "ds_hetero.job.replanning:Replanning.observe",
 }
 """By phase, the function of the product in front of which the fault strikes."""
 

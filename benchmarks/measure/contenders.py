@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
-from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.baselines import UNIFORM
 from ds_hetero.values.placement import stream_placement

@@ -8,10 +8,8 @@ from itertools import pairwise, product
 
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.published.zeppelin.remap import remap
-from ds_hetero.sharding.gradient_buckets import fuse
-from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of, overlaps
+from ds_hetero.sharding.gradient_chunks import Box, Chunk, Cut, ParameterLayout, chunks_of, fuse, overlaps
 from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
 from ds_hetero.values.plans.activations import ActivationTransfer, held_intervals, transfers

@@ -1,6 +1,6 @@
 """Walks keys, values and their gradients through the rounds of a lane, in integers, as the runtime does with tensors.
 
-The order of what happens in a step is that of `ds_hetero.runtime.attention.rings.lane_passes`: post, compute, put away,
+The order of what happens in a step is that of `ds_hetero.runtime.attention.ring`: post, compute, put away,
 let go. A block is a bitmask of the travelling tokens that have come; a partial gradient is, for every travelling token,
 the bitmask of the readers whose part is in it.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ds_hetero.batch.ring_steps import Ring
 from ds_hetero.batch.ring_table import RingTable
-from ds_hetero.batch.rounds import Round, Transfer
+from ds_hetero.batch.routes import Round, Transfer
 
 
 def lane_violations(table: RingTable) -> Iterator[str]:

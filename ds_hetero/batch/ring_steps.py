@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
 from ds_hetero.batch.ring_table import RingTable
-from ds_hetero.batch.rounds import Round
+from ds_hetero.batch.routes import Round
 from ds_hetero.batch.tiles import Band
 from ds_hetero.values.schedule import Schedule
 
@@ -62,7 +62,7 @@ class Ring:
         tokens: of the group that are of this lane.
         num_q: query heads of this rank.
         sub_rings: in which this rank takes part.
-        prepared: what `ds_hetero.runtime.attention.rings.lane_passes` makes of ``calls``, kept here for every layer.
+        prepared: what `ds_hetero.runtime.attention.ring` makes of ``calls``, kept here for every layer.
     """
 
     table: RingTable

@@ -21,8 +21,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from ds_hetero.batch.rounds import Round, Transfer
-from ds_hetero.batch.routes import Routes
+from ds_hetero.batch.routes import Round, Routes, Transfer
 from ds_hetero.values.placement import Lane, Placement, Range, Rows
 
 

@@ -1,20 +1,4 @@
-"""How keys and values get from member to member of a lane, round by round, and their gradients home.
-
-    ring      one node, or nodes that nobody has told apart: a block goes from each member to the next one
-    nodes     a block goes round the members of its node, meanwhile member i of the node sends it to member i of the
-              next node, where it goes round again: every network interface works, each transfer between nodes has as
-              many steps to hide under as a node has members
-    proxies   the same where the members of two nodes do not pair up: Zeppelin's three hops. What a node has to send is
-              cut in equal parts, as many as the smaller node has members; a part goes from its owner to a member of
-              the sending node, over the network, and on to the member where the block begins its way
-
-With N nodes and P slots in each, the block of slot i of node a is in step o * P + j at slot (i + j) mod P of node
-a + o; the backward walks all this in reverse. A slot without a member, and a member that does not need the block, are
-passed over. A ring is the case N = 1.
-
-Positions count the members of a lane. Nothing here imports torch.
-Source: Ring Attention (arXiv:2310.01889); Zeppelin (EuroSys 2026), section 3.3 and Eq. 1.
-"""
+"""How keys and values get from member to member of a lane, round by round, and their gradients home: plain integers."""
 
 from __future__ import annotations
 
@@ -22,7 +6,6 @@ from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_hetero.batch.rounds import ProxyPart, Round, RoundsOf, Transfer
 from ds_hetero.values.splits import Split, refine, share
 
 _STEPS_OF_THREE_HOPS = 3
@@ -249,3 +232,83 @@ class Routes:
                     begin = blocks.cuts[block]
                     parts[proxies][members[block]].append((piece.start - begin, piece.stop - begin, proxy))
         return parts
+
+
+class ProxyPart(NamedTuple):
+    """Some of the tokens that travel of one source, on their way over proxies.
+
+    Args:
+        start: index of the first one.
+        stop: index after the last one.
+        is_first_hop: the sender takes it from its block, and not from what it holds as a proxy.
+        is_last_hop: the receiver puts it into its block, and does not hold it as a proxy.
+    """
+
+    start: int
+    stop: int
+    is_first_hop: bool
+    is_last_hop: bool
+
+
+class Transfer(NamedTuple):
+    """One member's KV (or its gradient), or a part of it, moves from one member to another.
+
+    Args:
+        source: position whose tokens these are.
+        sender: position.
+        receiver: position.
+        due: the receiver needs it before this step.
+        part: None for the whole.
+    """
+
+    source: int
+    sender: int
+    receiver: int
+    due: int
+    part: ProxyPart | None = None
+
+
+class Round(NamedTuple):
+    """Messages of one member while it computes one step; what it receives is there at the end of step ``due - 1``."""
+
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+
+
+class RoundsOf:
+    """The rounds of one position as they are put together.
+
+    Args:
+        steps: number of rounds.
+        position: of the member whose rounds they are.
+    """
+
+    def __init__(self, steps: int, position: int) -> None:
+        self._position = position
+        self._receives: list[list[Transfer]] = [[] for _ in range(steps)]
+        self._sends: list[list[Transfer]] = [[] for _ in range(steps)]
+
+    def add(self, number: int, transfer: Transfer) -> None:
+        """Add a transfer that the member receives or sends."""
+        if transfer.receiver == self._position:
+            self._receives[number].append(transfer)
+        else:
+            self._sends[number].append(transfer)
+
+    def cross(self, hops: Iterator[tuple[int, Transfer]]) -> None:
+        """Add those transfers, with the numbers of their rounds, in which the member has part."""
+        for number, transfer in hops:
+            if self._position in (transfer.sender, transfer.receiver):
+                self.add(number, transfer)
+
+    def made(self) -> tuple[Round, ...]:
+        """Sender and receiver have the transfers of a round in the same order, by which some backends pair them."""
+        return tuple(map(Round, map(_ordered, self._receives), map(_ordered, self._sends)))
+
+
+def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    return tuple(sorted(transfers, key=_order) if len(transfers) > 1 else transfers)
+
+
+def _order(transfer: Transfer) -> tuple[int, int]:
+    return transfer.source, transfer.part.start if transfer.part else 0

@@ -15,10 +15,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-from ds_hetero.elastic.node.children import end_with_parent
 from ds_hetero.elastic.node.keeper import ask
-from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace, token_of
-from ds_hetero.elastic.node.wire import Message
+from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_parent, token_of
 
 LEFT = 75  # exit code of workers that leave after a commit
 _BEAT_S = 1.0

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ds_hetero.engine.ds_config import enabled
-from ds_hetero.engine.process.restarts import announce_lost_restarts
+from ds_hetero.engine.process import announce_lost_restarts
 from ds_hetero.errors import ConfigError, PeerError
-from ds_hetero.job.environment import differing_lines, expect_same_environment, own_environment
+from ds_hetero.job.capabilities import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
 from ds_hetero.runtime.collectives import timeout_of_job
 from ds_hetero.runtime.peers.calls import ranks_text

@@ -1,6 +1,6 @@
 """The one reader of ds_config.json: what it says, as values. Imports no framework.
 
-DeepSpeed's own reader of batch sizes is `batch_sizes`, since it writes them back.
+DeepSpeed's own reader of batch sizes is `installer`, since it writes them back.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.engine.adapters import ResultsOfTokens
-from ds_hetero.engine.calls.elastic_loader import ElasticLoader
-from ds_hetero.engine.calls.model_calls import ModelCalls, calls_of, labels_that_count
-from ds_hetero.engine.calls.sharded_calls import call_sharded
 from ds_hetero.engine.forward_mode import Wanted, sharding
+from ds_hetero.engine.loader import ElasticLoader
+from ds_hetero.engine.model_calls import ModelCalls, call_sharded, calls_of, labels_that_count
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.job.monitoring.replanning import ScheduleChange
+from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import count_items
 from ds_hetero.runtime.replica import Replica
@@ -135,7 +134,7 @@ class Handle:
         device: torch.device | str | None = None,
         batches: Literal["same", "own"] | None = None,
     ) -> Iterable[Any]:
-        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.loading.loader.ShardedLoader`.
+        """Wrap a loader of whole batches; see `ds_hetero.runtime.data.loader.ShardedLoader`.
 
         For a model that was prepared without a "heterogeneity" section, batches are only moved to its device.
 

@@ -19,27 +19,24 @@ from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.engine.adapters import Adapters, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
-from ds_hetero.engine.process.patching import Patches
+from ds_hetero.engine.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.job.capabilities import requested_kernel
-from ds_hetero.job.monitoring.batch_search import BatchSearch
-from ds_hetero.job.monitoring.document_advice import DocumentAdvice
-from ds_hetero.job.monitoring.document_costs import CostRenewal, agree_on_placer
-from ds_hetero.job.monitoring.document_zones import DocumentZones
-from ds_hetero.job.monitoring.layer_search import LayerSearch
-from ds_hetero.job.monitoring.monitor import (
+from ds_hetero.job.documents import CostRenewal, DocumentAdvice, DocumentZones, agree_on_placer
+from ds_hetero.job.monitor import (
     DocumentObserver,
     EventWriter,
     Observers,
     StepMonitor,
     steps_between,
 )
-from ds_hetero.job.monitoring.prediction_check import PredictionCheck
-from ds_hetero.job.monitoring.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
-from ds_hetero.job.monitoring.run_record import RunRecord
-from ds_hetero.job.monitoring.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
+from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
 from ds_hetero.job.request import Request, agree_on_request
+from ds_hetero.job.run_record import RunRecord
+from ds_hetero.job.searches import BatchSearch, LayerSearch
 from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.loading.sample_loader import MicroBatchWeights
-from ds_hetero.runtime.data.loading.sampling import ReplicaSampler, ReplicaStream
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
+from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
@@ -187,7 +187,7 @@ class WholeModel:
 
     @property
     def training(self) -> bool:
-        """Whether batches are trained on; see `ds_hetero.runtime.data.loading.sample_loader.Trainee`."""
+        """Whether batches are trained on; see `ds_hetero.runtime.data.sample_loader.Trainee`."""
         return self.model.training
 
     def give(self, batch: MicroBatchWeights | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
 
 
 def summed_gradient(layout: ParameterLayout, gradients: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor:

@@ -29,9 +29,7 @@ from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shar
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
-from ds_hetero.sharding.gradient_buckets import Bucket, fuse
-from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of
-from ds_hetero.sharding.parameter_cuts import ParameterLayout
+from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, ParameterLayout, chunks_of, fuse
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 
 _GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once

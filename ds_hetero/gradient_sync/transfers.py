@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
-from ds_hetero.sharding.gradient_buckets import Bucket
-from ds_hetero.sharding.gradient_chunks import Box, Chunk, box_size
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, Cut, ParameterLayout, box_size
 
 
 class BucketDtypes(NamedTuple):

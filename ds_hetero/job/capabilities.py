@@ -1,8 +1,16 @@
-"""Capabilities of every rank: device, kernel that will run, data types that are native, builds of torch and NCCL."""
+"""Capabilities of every rank: device, kernel that will run, data types that are native, builds of torch and NCCL.
+
+The environment that ranks must share: versions of the frameworks, and variables that change results or hang.
+
+Every host has an environment of its own, and launchers pass on a part of it. A variable that sets how collectives run,
+on one rank alone, makes ranks wait for each other; one that sets how numbers are rounded makes them train apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -117,3 +125,119 @@ def _architecture(device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).gcnArchName)
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "DS_HETERO_")
+"""Variables that begin so are compared, except those in `MAY_DIFFER`."""
+
+COMPARED = (
+    "DS_ACCELERATOR",  # which backend the process group has
+    "TORCH_DISTRIBUTED_DEBUG",  # DETAIL adds collectives of its own
+    "CUDA_LAUNCH_BLOCKING",  # a kernel that waits for its end can wait for a collective of another rank
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",  # the next three: how products are rounded
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+)
+"""Further variables that are compared."""
+
+MAY_DIFFER = (
+    "NCCL_CONF_FILE",  # paths and names that belong to a host
+    "NCCL_GRAPH_DUMP_FILE",
+    "NCCL_GRAPH_FILE",
+    "NCCL_HOSTID",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_OOB_NET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_TOPO_DUMP_FILE",
+    "NCCL_TOPO_FILE",
+    "NCCL_DEBUG",  # printing
+    "NCCL_DEBUG_FILE",
+    "NCCL_DEBUG_SUBSYS",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_RANK",
+    "DS_HETERO_TRACEBACK",
+    "DS_HETERO_ELASTIC_AGENT",
+    "DS_HETERO_ELASTIC_NODE",
+    "DS_HETERO_ELASTIC_SHM",
+    "DS_HETERO_ELASTIC_SILENCE_S",
+    "DS_HETERO_ELASTIC_TOKEN",
+)
+"""Variables of those families that describe one host, or only what is printed."""
+
+_MOST_SHOWN = 5  # differing keys in one message
+_LONGEST_SHOWN = 60  # characters of a value in a message
+_PACKAGES = ("ds-hetero", "deepspeed", "transformers")
+
+
+def own_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Settings that must be equal on all ranks, as texts by a name for people; what is not set is left out.
+
+    Builds of one torch for different CUDA releases count as equal where their NCCL is the same: NCCL is what they talk
+    with.
+
+    Args:
+        variables: of the environment; this process's if left out.
+    """
+    variables = os.environ if variables is None else variables
+    names = sorted(name for name in variables if name.startswith(COMPARED_PREFIXES) or name in COMPARED)
+    compared = {f"environment variable {name}": variables[name] for name in names if name not in MAY_DIFFER}
+    return {**_versions(), **compared}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": torch.__version__.partition("+")[0]} | {name: _installed(name) for name in _PACKAGES}
+    if default_device().type == "cuda":
+        library = "RCCL" if torch.version.hip else "NCCL"
+        versions[library] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {f"version of {name}": text for name, text in versions.items()}
+
+
+def _installed(package: str) -> str:
+    try:
+        return str(version(package))
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def expect_same_environment(environments: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks whose versions or variables differ where they must not.
+
+    Args:
+        environments: `own_environment` of every rank.
+
+    Raises:
+        ConfigError: names what differs, with ranks and values.
+    """
+    names = sorted({name for environment in environments for name in environment})
+    if lines := differing_lines(environments, {name: name for name in names}, absent="not set"):
+        raise ConfigError("all ranks must run in the same environment, but these differ:\n" + "\n".join(lines))
+
+
+def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str], *, absent: str) -> list[str]:
+    """One line for each key whose values differ between ranks, with the ranks of every value; at most six.
+
+    Args:
+        views: of every rank, texts by key.
+        labels: how each key that is compared is written.
+        absent: stands for a key that a rank does not have.
+    """
+    values = {key: [view.get(key, absent) for view in views] for key in labels}
+    lines = [f"  {labels[key]}: {_by_rank(of_ranks)}" for key, of_ranks in values.items() if len(set(of_ranks)) > 1]
+    if len(lines) > _MOST_SHOWN:
+        lines[_MOST_SHOWN:] = [f"  and {len(lines) - _MOST_SHOWN} more"]
+    return lines
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """``1.0 on rank 0, 2; missing on rank 1``: every value with its ranks."""
+    by_value = ranks_by_value(enumerate(values))
+    return "; ".join(f"{_short(value)} on rank {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_SHOWN else value[: _LONGEST_SHOWN - 3] + "..."

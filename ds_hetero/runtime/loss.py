@@ -26,10 +26,28 @@ A module that every rank runs whole has samples where these have tokens: its ``"
 samples, is a ``"local_mean"``.
 
 Dimension key: B batch, s tokens of this rank, V vocabulary.
+
+The load-balancing loss of a mixture of experts over sequences that ranks hold parts of.
+
+    loss = E * sum over e of f_e * P_e
+
+f_e is the share of tokens that are sent to expert e (times the experts a token is sent to) and P_e the mean probability
+of expert e, both over the tokens of all layers (Switch Transformer, arXiv:2101.03961, equations 4 to 6, as transformers
+sums them over layers). A product of means is no mean: counts and probabilities are added up over the replica first.
+
+Dimension key: T tokens of the rank's part of the batch, E experts.
+
+Log-probabilities and losses of tokens from logits, keeping nothing of the size of the logits but the logits.
+
+``torch.nn.functional.cross_entropy(logits.float(), ...)`` keeps two fp32 copies of them: 32 GB for 32K tokens and a
+vocabulary of 128K. Here log-sum-exps are kept, and the softmax is computed again, chunk by chunk, for the gradient.
+
+Dimension key: B batch, s tokens of this rank, T tokens B * s, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -287,3 +305,103 @@ class _ValueWithFactor(torch.autograd.Function):
 
 class _MeanOverReplica(_ValueWithFactor):
     """Of another name, since it is not of the engine's scale yet."""
+
+
+def load_balancing_loss(gates: Sequence[Tensor], top_k: int, real: Tensor, replica: Replica) -> Tensor:
+    """Return the loss of the whole batch, equal on all ranks of the replica.
+
+    Args:
+        gates: by layer, the router's logits [T, E].
+        top_k: experts that a token is sent to.
+        real: [T], 1 where a token counts; padding and placeholders do not.
+        replica: this rank's.
+
+    Caller: every rank of the replica, in the forward; the gradient of the loss may be taken on every rank, and adds up
+    over them to that of one process when the ranks' losses do.
+    Collectives: one all_reduce of 2 E + 1 numbers forward, one backward.
+    """
+    num_experts, weights = gates[0].shape[-1], real.to(torch.float32)
+    counts = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
+    probabilities = torch.zeros_like(counts)
+    for logits_TE in gates:
+        routed_TE = torch.softmax(logits_TE, dim=-1)
+        chosen_Tk = torch.topk(routed_TE.detach(), top_k, dim=-1).indices
+        counts = counts.scatter_add(0, chosen_Tk.reshape(-1), weights.repeat_interleave(top_k))
+        probabilities = probabilities + (routed_TE.float() * weights[:, None]).sum(0)
+    rows = weights.sum()[None] * len(gates)
+    sums: Tensor = _SumOverReplica.apply(torch.cat([counts, probabilities, rows]), replica)  # type: ignore[no-untyped-call]
+    counts, probabilities, rows = torch.split(sums, [num_experts, num_experts, 1])
+    loss: Tensor = num_experts * (counts.detach() / rows.detach() * (probabilities / rows.detach())).sum()
+    return loss
+
+
+class _SumOverReplica(torch.autograd.Function):
+    """A sum over the ranks; its gradient on a rank is the sum of what all ranks' losses make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, replica: Replica) -> Tensor:
+        ctx.replica = replica
+        total = x.clone()
+        dist.all_reduce(total, group=replica.sp_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.replica.sp_group)
+        return total, None
+
+
+def token_log_probs(logits: Tensor, labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """The log-probability of the label of each token.
+
+    logits   [B, s, V] or [T, V]
+    labels   [B, s] or [T], of the token at the same place
+    result   as labels, fp32 (fp64 for fp64 logits); 0 where the label is `IGNORE_INDEX`
+    """
+    logits_TV, labels_T = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    log_probs_T: Tensor = _TokenLogProbs.apply(logits_TV, labels_T, chunk_tokens)  # type: ignore[no-untyped-call]
+    return log_probs_T.view(labels.shape)
+
+
+def cross_entropy_sum(logits: Tensor, shift_labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """Token losses added up in fp32; see `token_log_probs`.
+
+    logits        [B, s, V] or [T, V]
+    shift_labels  [B, s] or [T]; -100 is not counted
+    result        scalar, fp32 (fp64 for fp64 logits)
+    """
+    return -token_log_probs(logits, shift_labels, chunk_tokens).sum()
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+        accumulate = torch.promote_types(logits_TV.dtype, torch.float32)
+        lse_T = logits_TV.new_empty(len(labels_T), dtype=accumulate)
+        log_probs_T = torch.empty_like(lse_T)
+        for logits, labels, lse, out in _chunks(chunk_tokens, logits_TV, labels_T, lse_T, log_probs_T):
+            logits = logits.to(accumulate)
+            lse.copy_(logits.logsumexp(-1))
+            counted = labels != IGNORE_INDEX
+            of_label = logits.gather(-1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
+            out.copy_((of_label - lse).masked_fill(~counted, 0.0))
+        ctx.save_for_backward(logits_TV, labels_T, lse_T)
+        ctx.chunk_tokens = chunk_tokens
+        return log_probs_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        logits_TV, labels_T, lse_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        for logits, labels, lse, grad, out in _chunks(ctx.chunk_tokens, logits_TV, labels_T, lse_T, grad_T, grad_TV):
+            softmax = (logits.to(lse.dtype) - lse[:, None]).exp_()
+            counted = labels != IGNORE_INDEX
+            softmax.scatter_add_(-1, labels.masked_fill(~counted, 0)[:, None], -softmax.new_ones(len(labels), 1))
+            out.copy_(softmax.mul_((-grad * counted)[:, None]))
+        return grad_TV, None, None
+
+
+def _chunks(size: int, *tensors: Tensor) -> zip[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)

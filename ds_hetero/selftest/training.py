@@ -14,9 +14,9 @@ import ds_hetero
 from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import HeteroError
-from ds_hetero.selftest.lines import Line
-from ds_hetero.selftest.schedules import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
-from ds_hetero.selftest.watch import Session
+from ds_hetero.selftest.attention import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
+from ds_hetero.selftest.meeting import Session
+from ds_hetero.selftest.summary import Line
 
 _TOLERANCE = 1e-4  # relative; sums of float32 in another order differ by less
 _CLIP = 1.0
@@ -30,7 +30,7 @@ def check_training(session: Session) -> Iterator[Line]:
     except HeteroError as error:
         yield Line("training step", "skip", str(error))
         return
-    from ds_hetero.frameworks.transformers.small_model import VOCAB_SIZE, small_llama
+    from ds_hetero.frameworks.transformers.model.facts import VOCAB_SIZE, small_llama
 
     length = length_for(session.size)
     with session.watch.call("one process trains", times=_TIMES):

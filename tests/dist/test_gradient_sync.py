@@ -21,8 +21,8 @@ from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.model_layouts import tensor_parallel_layouts
 from ds_hetero.gradient_sync.reference import summed_gradient
 from ds_hetero.gradient_sync.transfers import Shard
+from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
 from ds_hetero.sharding.gradient_traffic import ring_reduce_scatter_elements
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.values.splits import share
 from tests.support import run_ranks
 

@@ -46,7 +46,7 @@ def verdict(model: Any, batch: dict[str, Tensor], schedule: dict[str, Any]) -> s
     """
     import ds_hetero
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.checks.model_checks import head_counts
+    from ds_hetero.frameworks.transformers.model.model_checks import head_counts
     from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
     from ds_hetero.frameworks.transformers.self_check import check_batch
 

@@ -72,7 +72,7 @@ def outcomes(rank: int, names: list[tuple[str, str]]) -> dict[str, Outcome]:
 
 def _outcome(head: str, name: str) -> Outcome:
     from ds_hetero.errors import HeteroError
-    from ds_hetero.frameworks.transformers.checks.model_checks import check_model
+    from ds_hetero.frameworks.transformers.model.model_checks import check_model
 
     try:
         outline = make_model(head, name, torch.device("meta"))
@@ -154,7 +154,7 @@ def _compare(model: Any, batch: dict[str, Tensor], loss: Tensor, gradients: dict
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.transformers.checks.model_checks import head_counts
+    from ds_hetero.frameworks.transformers.model.model_checks import head_counts
 
     handle = ds_hetero.register()
     num_heads, num_kv_heads = head_counts(model)

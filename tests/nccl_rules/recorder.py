@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.runtime.attention.rings import channel
+from ds_hetero.runtime.attention import channel
 from tests.nccl_rules.events import Call, Event, Message, Wait
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -17,12 +17,10 @@ from benchmarks.proof.families import FAMILIES, table_of_readers
 from benchmarks.proof.scopes import QUICK, cuts, one_lane, placement_of
 from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
-from ds_hetero.batch.rounds import Round
-from ds_hetero.batch.routes import Routes
+from ds_hetero.batch.routes import Round, Routes
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.published.zeppelin.remap import remap
-from ds_hetero.sharding.gradient_chunks import chunks_of
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
+from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Stage
 from ds_hetero.values.plans.activations import transfers

@@ -34,7 +34,7 @@ from ds_hetero.decision.resolve import clusters_of_replicas, needs_planner, repl
 from ds_hetero.decision.start_text import forecast_text, judged_text, pipelines_text, searched_text
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError, PlanError
-from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
+from ds_hetero.frameworks.deepspeed.installer import expect_batch_of_replicas
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.planner.pipelines.given import judge_given
@@ -77,7 +77,7 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         if wants_search(section) or (plan is not None and is_of_pipelines(plan, section)):
             return {**report, **_pipelines(facts, plan, ds_config, world_size, model)}
         if model is not None and not by_batches:
-            from ds_hetero.frameworks.transformers.checks.model_checks import check_model
+            from ds_hetero.frameworks.transformers.model.model_checks import check_model
 
             check_model(model)
         return {**report, **_decision(facts, plan, ds_config, world_size, model)}

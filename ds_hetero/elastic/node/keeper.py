@@ -35,9 +35,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
-from ds_hetero.elastic.node.place import NodePlace, token_of
-from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect, welcome
-from ds_hetero.elastic.state.segments import (
+from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of, welcome
+from ds_hetero.elastic.segments import (
     HEADER_BYTES,
     SUFFIX,
     Header,

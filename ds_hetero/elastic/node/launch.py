@@ -20,10 +20,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node.children import end_with_parent
+from ds_hetero.elastic.node import wire as place_of
 from ds_hetero.elastic.node.keeper import ask
-from ds_hetero.elastic.node.place import NodePlace, token_of
+from ds_hetero.elastic.node.wire import NodePlace, end_with_parent, token_of
 from ds_hetero.errors import ConfigError
 
 _USAGE = "python -m ds_hetero.run --elastic [options] SCRIPT ARGS"

@@ -32,9 +32,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node.place import NodePlace, token_of
-from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect
+from ds_hetero.elastic.node import wire as place_of
+from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of
 from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

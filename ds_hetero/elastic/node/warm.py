@@ -25,9 +25,8 @@ import threading
 import time
 from typing import NoReturn
 
-from ds_hetero.elastic.node.children import end_with_parent
 from ds_hetero.elastic.node.client import NUMBER
-from ds_hetero.elastic.node.wire import Message
+from ds_hetero.elastic.node.wire import Message, end_with_parent
 
 _POLL_S = 0.05
 _REQUEST_TIMEOUT_S = 5.0
@@ -174,7 +173,7 @@ def import_frameworks() -> None:
         "transformers.models.llama.modeling_llama",
         "ds_hetero.job.start",
         "ds_hetero.planner.planning",
-        "ds_hetero.elastic.state.restart",
+        "ds_hetero.elastic.restart",
     ):
         with contextlib.suppress(ImportError):  # another release has it elsewhere; workers import it themselves
             importlib.import_module(late)

@@ -2,17 +2,38 @@
 
 Who connects is sent a random text and answers with its HMAC under the job's token; then it asks for the same in return.
 Neither sends the token. Contents travel raw, after a line that says how many bytes follow.
+
+Where the processes of an elastic job on one node find each other: environment variables and small files.
+
+DS_HETERO_ELASTIC_JOB      name of the job
+DS_HETERO_ELASTIC_NODE     name of the node; the host's, if it is not set
+DS_HETERO_ELASTIC_AGENT    name of the agent, given to its workers
+DS_HETERO_ELASTIC_ROUND    number of the round, given to workers
+DS_HETERO_ELASTIC_TOKEN    secret of the job; else the user's, in the cache folder
+DS_HETERO_ELASTIC_SHM      folder of the shared memory; /dev/shm, if it is not set
+
+Child processes that end with their parent, whatever ends it. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import hmac
 import json
+import os
+import re
 import secrets
+import signal
 import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from ds_hetero.errors import ConfigError
 
 Message = dict[str, Any]
 """An object of JSON."""
@@ -117,3 +138,123 @@ def _answer(token: bytes, side: str, question: object) -> str:
 
 def _is_answer(given: object, token: bytes, side: str, question: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given, _answer(token, side, question))
+
+
+PREFIX = "DS_HETERO_ELASTIC_"
+JOB, NODE, AGENT, ROUND = PREFIX + "JOB", PREFIX + "NODE", PREFIX + "AGENT", PREFIX + "ROUND"
+TOKEN, SHM, SILENCE = PREFIX + "TOKEN", PREFIX + "SHM", PREFIX + "SILENCE_S"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """A node of a job.
+
+    Args:
+        job: name of the job.
+        node: name of the node.
+        folder: of its segments and small files, in shared memory.
+    """
+
+    job: str
+    node: str
+    folder: Path
+
+    @staticmethod
+    def of_environment(variables: Mapping[str, str] | None = None) -> NodePlace | None:
+        """The node of this process; None in a job that is not elastic.
+
+        Raises:
+            ConfigError: a name has characters that a file's must not have.
+        """
+        variables = os.environ if variables is None else variables
+        job = variables.get(JOB)
+        if job is None:
+            return None
+        return NodePlace.of(job, variables.get(NODE) or socket.gethostname(), variables)
+
+    @staticmethod
+    def of(job: str, node: str, variables: Mapping[str, str] | None = None) -> NodePlace:
+        """The node of a name; see `of_environment`."""
+        variables = os.environ if variables is None else variables
+        for what, name in (("job", job), ("node", node)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} cannot be the name of a {what}: letters, digits, '_', '.' and '-', at most 64."
+                )
+        root = Path(variables.get(SHM, "/dev/shm")) / f"ds_hetero-{os.getuid()}"
+        return NodePlace(job=job, node=node, folder=root / job / node)
+
+    def make(self) -> None:
+        """Make the folder, which nobody else may read."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def address(self) -> tuple[str, int] | None:
+        """Where the node's keeper listens; None where none has ever run."""
+        content = self.read("keeper.json")
+        return None if content is None else (content["host"], content["port"])
+
+    def read(self, name: str) -> Message | None:
+        """A small file; None where there is none that is whole."""
+        try:
+            content = json.loads((self.folder / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
+    def write(self, name: str, content: Mapping[str, object]) -> None:
+        """Replace a small file; a reader gets the old or the new content."""
+        draft = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
+        draft.write_text(json.dumps(content))
+        os.replace(draft, self.folder / name)
+
+    def remove(self, name: str) -> None:
+        """Delete a small file if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+
+
+def token_of(job: str, variables: Mapping[str, str] | None = None) -> bytes:
+    """The token of a job: from the secret that is set, or the one that this user's cache folder keeps.
+
+    Nodes that do not share a home folder need the variable.
+
+    Raises:
+        ConfigError: the secret is too short, or cannot be kept.
+    """
+    variables = os.environ if variables is None else variables
+    secret = variables.get(TOKEN)
+    if secret is None:
+        secret = _kept_secret(Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_hetero")
+    if len(secret) < 16:
+        raise ConfigError(f"{TOKEN} must have 16 characters or more; it has {len(secret)}.")
+    return hmac.new(secret.encode(), job.encode(), hashlib.sha256).digest()
+
+
+def _kept_secret(folder: Path) -> str:
+    path = folder / "elastic-token"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".elastic-token.{secrets.token_hex(8)}"
+        with open(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):  # another process was first, and its secret counts
+            os.link(draft, path)
+        draft.unlink()
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(
+            f"no token for the job can be kept in {folder}: {error}. Set {TOKEN} to the same secret of 16 characters "
+            "or more on all nodes."
+        ) from error
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)

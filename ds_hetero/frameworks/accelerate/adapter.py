@@ -31,15 +31,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.calls.loader import WholeLoader
-from ds_hetero.engine.calls.loader_by_mode import LoaderByMode
 from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.loader import LoaderByMode, WholeLoader
+from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.request import ReplicaBatches
-from ds_hetero.runtime.data.loading.loader import ShardedLoader
-from ds_hetero.runtime.data.loading.sampling import replica_samples
+from ds_hetero.runtime.data.loader import ShardedLoader
+from ds_hetero.runtime.data.sampling import replica_samples
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
 _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once

@@ -17,14 +17,14 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.start_text import announce
-from ds_hetero.elastic.state.content import Content
-from ds_hetero.elastic.state.restart import Kept, find_newest
-from ds_hetero.elastic.state.snapshots import SaveRules, Snapshots
+from ds_hetero.elastic.content import Content
+from ds_hetero.elastic.restart import Kept, find_newest
+from ds_hetero.elastic.snapshots import SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.errors import CheckpointError, ConfigError
-from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
+from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory
-from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
+from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.section import SECTION, ElasticSection
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
 
 `names` lists the names of DeepSpeed that are not documented. `install` replaces names of its modules; `hooks` wraps the
 methods of an engine that has been built.
+
+All hooks around the methods of DeepSpeed's engines: `HOOKS`, one table.
 """
 
 from __future__ import annotations
@@ -33,24 +35,43 @@ from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.agreement import agree_on_configuration
 from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.deepspeed import elastic, registered, tiled_loss
-from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
-from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
-from ds_hetero.frameworks.deepspeed.hooks.backwards import BackwardsOfStep
-from ds_hetero.frameworks.deepspeed.hooks.hooks import EngineHooks, HookedEngine
-from ds_hetero.frameworks.deepspeed.hooks.losses import LossScaling
-from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
-from ds_hetero.frameworks.deepspeed.installer import Installer
+from ds_hetero.frameworks.deepspeed import elastic
+from ds_hetero.frameworks.deepspeed import hooks as split
+from ds_hetero.frameworks.deepspeed.elastic import save_after_step
+from ds_hetero.frameworks.deepspeed.hooks import (
+    EngineHooks,
+    HookedEngine,
+    HookRow,
+    SplitEngine,
+    recording,
+    refuse_batch_sizes,
+    report_times,
+    time_step,
+    waiting,
+)
+from ds_hetero.frameworks.deepspeed.installer import (
+    Installer,
+    note_engine,
+    plain_configuration,
+    report_batches_of_replicas,
+)
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
+from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
+from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling, install_tiled_loss
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
+from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
+from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expect_passes, keep_books, run_passes
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
+from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards
+from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.start import World
+from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
@@ -63,7 +84,7 @@ def install(registry: Registry) -> None:
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
     replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
-    tiled_loss.install(registry)
+    install_tiled_loss(registry)
     replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
     for name in COLLECTIVES:
@@ -104,7 +125,7 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Func
             registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
         finally:
             registry.forget_request()
-        registered.note_engine(built[0])
+        note_engine(built[0])
         return built
 
     return initialize
@@ -265,3 +286,52 @@ def _timed(stock: Function) -> Function:
 
     wrapped: Function = timed
     return wrapped
+
+
+HOOKS = (
+    HookRow("forward", recording(FORWARD), PipelinedEngine),
+    HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
+    HookRow("forward", run_passes, PipelinedEngine),
+    HookRow("forward", split.find_unit, SplitEngine),
+    HookRow("forward", split.record_common_forward, SplitEngine),
+    HookRow("forward", split.time_forward, SplitEngine),
+    HookRow("forward", waiting("running a forward"), SplitEngine),
+    HookRow("backward", recording(BACKWARD)),
+    HookRow("backward", keep_books, PipelinedEngine),
+    HookRow("backward", split.time_backward, SplitEngine),
+    HookRow("backward", waiting("running a backward"), SplitEngine),
+    HookRow("backward", split.scale_loss, SplitEngine),
+    HookRow("_backward_prologue", split.begin_backward, SplitEngine),
+    HookRow("_backward_epilogue", split.end_backward, SplitEngine),
+    HookRow("step", save_after_step, SplitEngine),
+    HookRow("step", recording(STEP)),
+    HookRow("step", time_step),
+    HookRow("step", split.record_step, SplitEngine),
+    HookRow("step", waiting("running the engine's step")),
+    HookRow("step", expect_passes, PipelinedEngine),
+    HookRow("step", split.expect_scaled_loss, SplitEngine),
+    HookRow("step", split.forget_backwards, SplitEngine),
+    HookRow("zero_grad", split.forget_backwards, SplitEngine),
+    HookRow("destroy", report_times),
+    HookRow("destroy", split.report_prediction, SplitEngine),
+    HookRow("set_train_batch_size", refuse_batch_sizes),
+    HookRow("set_train_micro_batch_size", refuse_batch_sizes),
+    HookRow("save_checkpoint", recording(SAVE)),
+    HookRow("save_checkpoint", waiting("saving a checkpoint")),
+    HookRow("save_checkpoint", save_pipelines, PipelinedEngine),
+    HookRow("save_checkpoint", split.save_checkpoint, SplitEngine),
+    HookRow("_copy_recovery_script", split.of_engine_alone(copy_script_last), SplitEngine),
+    HookRow("module_state_dict", frozen_state, PipelinedEngine),
+    HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
+    HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
+    HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
+    HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
+    HookRow("_load_checkpoint", split.of_engine_alone(raise_on_all_ranks), SplitEngine),
+    HookRow("_load_checkpoint", split.of_stage3_alone(Stage3Checkpoints.examine), SplitEngine),
+    HookRow("_load_zero_checkpoint", split.of_engine_alone(load_any_layout), SplitEngine),
+    HookRow("_load_zero_checkpoint", split.of_stage3_alone(Stage3Checkpoints.load_state), SplitEngine),
+    HookRow("load_module_state_dict", split.of_stage3_alone(Stage3Checkpoints.load_frozen_parameters), SplitEngine),
+    HookRow("_get_all_ckpt_names", split.of_stage3_alone(Stage3Checkpoints.list_model_files), SplitEngine),
+    HookRow("_get_param_fragment_func", split.of_stage3_alone(Stage3Checkpoints.equal_shard), SplitEngine),
+)
+"""Of one method outermost first."""

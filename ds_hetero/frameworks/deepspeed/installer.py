@@ -1,15 +1,29 @@
-"""One call of `deepspeed.initialize` with a section: what is alike whether a model is split or cut into stages."""
+"""One call of `deepspeed.initialize` with a section: what is alike whether a model is split or cut into stages.
+
+Batch sizes: what DeepSpeed is given for an engine without sequence parallelism, and what it then reports.
+
+Engines that `ds_hetero.register` came too late for.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
-from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.engine.process.patching import Function
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine, load_ds_config
+
+from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
+from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
-from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
-from ds_hetero.frameworks.deepspeed.protocols import Arguments
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
+from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine, State
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.plans import BatchSplit
+from ds_hetero.values.section import SECTION
 
 
 class Installer:
@@ -52,3 +66,100 @@ class Installer:
             HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         raise NotImplementedError
+
+
+_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | None) -> State:
+    """Make the configuration of an engine without sequence parallelism whose batches are those of the replicas.
+
+    Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions. Replicas
+    that take different batches are, to DeepSpeed, one that takes batches of one sample; `report_batches_of_replicas`
+    corrects that in the finished engine.
+
+    Args:
+        ds_config: DeepSpeed's configuration, as the user gave it.
+        replica: this rank's replica.
+        sp_size: the sequence-parallel size that the user gave, if any.
+
+    Raises:
+        ConfigError: the global batch is not that of the replicas.
+    """
+    config = {key: value for key, value in ds_config.items() if key != "data_parallel_size"}
+    total, micro, steps = (config.get(name) for name in _NAMES)
+    split, num_replicas = replica.batch_split, replica.num_replicas
+    if split is not None:
+        if not says_batches(ds_config):  # which were compared when they became a plan
+            expect_batch_of_replicas(ds_config, split, dist.get_world_size(), sp_size)
+        num_replicas, total, micro, steps = 1, split.micro_steps, 1, split.micro_steps
+    config["sequence_parallel_size"] = dist.get_world_size() / num_replicas
+    if micro is None and total is not None:
+        micro = total // ((steps or 1) * num_replicas)
+    if steps is None and micro:
+        steps = total // (micro * num_replicas) if total is not None else 1
+    if total is None and micro and steps:
+        total = micro * steps * num_replicas
+    config.update({name: n for name, n in zip(_NAMES, (total, micro, steps), strict=True) if n is not None})
+    return config
+
+
+def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size: int, sp_size: int | None) -> None:
+    """Check that the global batch of the configuration is that of the replicas; what is left out follows from them.
+
+    Args:
+        ds_config: DeepSpeed's configuration.
+        split: of the replicas.
+        world_size: ranks of the job.
+        sp_size: the sequence-parallel size that the user gave, if any.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    total, micro, steps = (ds_config.get(name) for name in _NAMES)
+    samples_by_setting = {"train_batch_size": total}
+    if micro is not None:
+        workers = world_size // (sp_size or world_size)
+        product = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps or 1} x {workers}"
+        samples_by_setting[product] = micro * (steps or 1) * workers
+    for setting, samples in samples_by_setting.items():
+        if samples is not None and samples != split.samples:
+            raise ConfigError(
+                f"the replicas of the schedule take {split} per optimizer step, but {setting} is {samples}. "
+                f"Make the global batch {split.samples}, leave it out where that is possible, or change the replicas' "
+                "micro_batch_size and micro_batches."
+            )
+
+
+def report_batches_of_replicas(engine: Engine, replica: Replica) -> None:
+    """Let a finished engine count replicas, and the samples of all of them, in its reports."""
+    engine.dp_world_size = replica.num_replicas  # for set_train_batch_size; ZeRO's world is seq_dp_world_size
+    split = replica.batch_split
+    if split is not None:
+        engine._config.train_batch_size = engine.tput_timer.batch_size = split.samples
+        engine._config.train_micro_batch_size_per_gpu = split.micro_batch_sizes[replica.replica_id]
+
+
+_known: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+def expect_no_engine() -> None:
+    """At registration: refuse engines that were built before it from a configuration with a section.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if not dist.is_initialized():
+        return  # and so there is none; a look at all objects takes some tenths of a second
+    for known in gc.get_objects():
+        if isinstance(known, DeepSpeedEngine) and known not in _known and enabled(load_ds_config(known.config)):
+            raise ConfigError(
+                f'ds_hetero.register() was called after an engine was built from a configuration with a "{SECTION}" '
+                "section, which trains whole sequences on every rank now. Call it before deepspeed.initialize, the "
+                "Accelerator or trainer.train()."
+            )
+
+
+def note_engine(engine: DeepSpeedEngine) -> None:
+    """``engine`` was built while registered."""
+    _known.add(engine)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import nearest
+from ds_hetero.engine.arguments import NameRow, is_in, row_of
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.engine.rows import NameRow, is_in, row_of
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content
 from ds_hetero.values.section import SECTION

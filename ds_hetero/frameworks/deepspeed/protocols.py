@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ds_hetero.job.monitoring.monitor import EventWriter
+from ds_hetero.job.monitor import EventWriter
 
 Content = Mapping[str, Any]
 """Content of a file of a checkpoint, or of a part of it."""
@@ -48,7 +48,7 @@ class CheckpointEngine(Protocol):
 
 
 class Engine(Protocol):
-    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `hook_table.HOOKS`."""
+    """Of `deepspeed.DeepSpeedEngine`; its wrapped methods are listed in `engine.HOOKS`."""
 
     _config: BatchSizes
     checkpoint_engine: CheckpointEngine

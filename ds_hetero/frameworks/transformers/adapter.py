@@ -6,14 +6,14 @@ from torch import nn
 
 from ds_hetero.engine.adapters import SplitModel, StagedModel
 from ds_hetero.engine.registry import Registry
-from ds_hetero.frameworks.transformers.attention import attention
-from ds_hetero.frameworks.transformers.attention.attention import keep_attention_function as keep_attention_function
-from ds_hetero.frameworks.transformers.checks.model_checks import check_quantized as check_quantized
-from ds_hetero.frameworks.transformers.checks.model_checks import containers_of_experts as containers_of_experts
-from ds_hetero.frameworks.transformers.model import shard_guard
+from ds_hetero.frameworks.transformers import attention, trainer
+from ds_hetero.frameworks.transformers.attention import keep_attention_function as keep_attention_function
+from ds_hetero.frameworks.transformers.model import forward_inputs
 from ds_hetero.frameworks.transformers.model.facts import describe_model as describe_model
 from ds_hetero.frameworks.transformers.model.facts import read_facts_of_whole_model as read_facts_of_whole_model
 from ds_hetero.frameworks.transformers.model.facts import read_model_facts as read_model_facts
+from ds_hetero.frameworks.transformers.model.model_checks import check_quantized as check_quantized
+from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts as containers_of_experts
 from ds_hetero.frameworks.transformers.model.sharded_call import whole_results as whole_results
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check import SelfCheck
@@ -23,7 +23,6 @@ from ds_hetero.frameworks.transformers.stages import check_stages as check_stage
 from ds_hetero.frameworks.transformers.stages import impossible_inners as impossible_inners
 from ds_hetero.frameworks.transformers.stages import is_on_meta as is_on_meta
 from ds_hetero.frameworks.transformers.stages import outputs_with as outputs_with
-from ds_hetero.frameworks.transformers.trainer import trainer
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import Plan
 
@@ -31,7 +30,7 @@ from ds_hetero.values.plans import Plan
 def install(registry: Registry) -> None:
     """Register our attention, let models look for shards, and replace methods of the Trainer."""
     attention.install(registry.patches)
-    shard_guard.install(registry.patches)
+    forward_inputs.install(registry.patches)
     trainer.install(registry)
 
 

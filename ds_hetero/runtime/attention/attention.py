@@ -27,8 +27,7 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_sequence,
 )
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
-from ds_hetero.runtime.attention.rings.lane_passes import RingContext
-from ds_hetero.runtime.attention.rings.ring import ring_backward, ring_forward
+from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
-from ds_hetero.runtime.attention.shard_header import (
+from ds_hetero.runtime.attention.local_batch import (
     Header,
+    KnownPlacement,
     LocalBatch,
     all_gather_in_replica,
     expect_one_batch,
-    gather_headers,
-)
-from ds_hetero.runtime.attention.shard_placement import (
-    KnownPlacement,
     expect_same_documents,
+    gather_headers,
     has_plain_positions,
     known_placement,
     placement_of_shards,

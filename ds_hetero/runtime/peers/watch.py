@@ -19,9 +19,7 @@ from ds_hetero import errors
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Board, End, Status, default_group
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
-from ds_hetero.runtime.peers.forced_exit import run_before_forced_exit
-from ds_hetero.runtime.peers.place import Stay, begin_counting, own_collectives
-from ds_hetero.runtime.peers.processes import Processes
+from ds_hetero.runtime.peers.place import Processes, Stay, begin_counting, own_collectives, run_before_forced_exit
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
+from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
-from ds_hetero.runtime.attention.kernels.packed import backward_each, forward_each
+from ds_hetero.runtime.attention.kernels.interface import backward_each, forward_each
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
+from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.attention.reference import dense_attention
-from ds_hetero.runtime.attention.rings import channel as channel_module
-from ds_hetero.runtime.attention.shard_header import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.baselines import ring, usp

@@ -5,7 +5,7 @@ import torch
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
-from ds_hetero.runtime.attention.shard_header import LocalBatch
+from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan

@@ -10,10 +10,10 @@ from accelerate.data_loader import prepare_data_loader
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
+from ds_hetero.engine.loader import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.runtime.data.loading.loader import ShardedLoader
-from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
+from ds_hetero.runtime.data.epochs import process_states, set_process_states
+from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement
@@ -176,7 +176,7 @@ def _check_replicas(rank):
     logs = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("ds_hetero.runtime.data.loading.fetchers")
+    logger = logging.getLogger("ds_hetero.runtime.data.fetchers")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     replica = make_replica(Plan.of_replicas(schedules_for_world(PAIR, 4)))

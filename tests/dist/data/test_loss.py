@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.runtime.data.shards import read_batch
-from ds_hetero.runtime.loss import count_items, sequence_parallel_loss
+from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.runtime.token_log_probs import cross_entropy_sum
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule

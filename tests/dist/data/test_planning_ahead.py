@@ -7,9 +7,9 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
+from ds_hetero.engine.loader import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
-from ds_hetero.runtime.data.loading.loader import ShardedLoader
+from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan

@@ -59,10 +59,10 @@ def test_hooks_are_of_methods_that_the_engine_has_and_in_one_order() -> None:
 def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str], bool]:
     import deepspeed
 
-    from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
-    from ds_hetero.frameworks.deepspeed.hooks.split_hooks import SplitEngine
+    from ds_hetero.frameworks.deepspeed.engine import HOOKS
+    from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
     from ds_hetero.frameworks.deepspeed.names import ATTRIBUTES, PRIVATE_NAMES
-    from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+    from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
     from ds_hetero.frameworks.deepspeed.protocols import Engine
 
     engine = deepspeed.DeepSpeedEngine
@@ -80,7 +80,7 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
 
 
 def test_the_first_hook_of_a_method_is_the_outermost_and_all_can_be_taken_off() -> None:
-    from ds_hetero.frameworks.deepspeed.hooks.hooks import EngineHooks, Hook, HookedEngine, HookRow
+    from ds_hetero.frameworks.deepspeed.hooks import EngineHooks, Hook, HookedEngine, HookRow
 
     calls: list[str] = []
 

@@ -287,8 +287,8 @@ def test_the_private_names_that_are_listed_exist() -> None:
 
 def _missing_names(rank: int) -> list[str]:
     """Attributes that the sources which should set them do not name; a missing name of another kind is an error."""
-    from ds_hetero.engine.process import names as of_torch
-    from ds_hetero.engine.process.patching import expect_package
+    from ds_hetero.engine import names as of_torch
+    from ds_hetero.engine.patching import expect_package
     from ds_hetero.frameworks.accelerate import names as of_accelerate
     from ds_hetero.frameworks.deepspeed import names as of_deepspeed
     from ds_hetero.frameworks.transformers import names as of_transformers
@@ -307,7 +307,7 @@ def _owner(path: str) -> Any:
 
 
 def test_a_version_outside_the_range_or_a_missing_name_is_refused() -> None:
-    from ds_hetero.engine.process.patching import expect_package
+    from ds_hetero.engine.patching import expect_package
     from ds_hetero.errors import VersionError
 
     expect_package("torch", ">=2", ["torch:nn.Linear.forward"])
@@ -327,7 +327,7 @@ def _wrap_early(rank: int) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     import ds_hetero
-    from ds_hetero.engine.calls.loader import ModelLoader
+    from ds_hetero.engine.loader import ModelLoader
     from ds_hetero.errors import ConfigError
 
     config = ds_config(1, UNEVEN_2)
@@ -364,7 +364,7 @@ def _train_one_after_another(rank: int) -> None:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.transformers.attention.former_attention import _former
+    from ds_hetero.frameworks.transformers.attention import _former
 
     handle = ds_hetero.register()
     models, replicas = [], []

@@ -136,7 +136,7 @@ def test_looking_for_stragglers_is_little_work_for_a_step():
 
 def _lines_of_monitor(rank: int, config: dict[str, Any]) -> list[int]:
     """Lines of Python that the monitor runs after each step."""
-    from ds_hetero.job.monitoring.monitor import StepMonitor
+    from ds_hetero.job.monitor import StepMonitor
 
     stock, lines_of_steps = StepMonitor.record_step, []
 

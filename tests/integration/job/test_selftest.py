@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.ranks import check_ranks
-from ds_hetero.selftest.summary import redacted
+from ds_hetero.selftest.summary import Line, merge, redacted
 from tests.support import run_deepspeed
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -74,9 +73,9 @@ def _wrong_kernel(rank: int) -> None:
 
 
 def _replace_collective(name: str, replacement: Any) -> None:
-    from ds_hetero.selftest import collectives
+    from ds_hetero.selftest import communication
 
-    collectives._COLLECTIVES[name] = replacement
+    communication._COLLECTIVES[name] = replacement
 
 
 def _sleeping_rank(rank: int) -> None:
@@ -97,11 +96,11 @@ def _dead_rank(rank: int) -> None:
 
 
 def _wrong_size(rank: int) -> None:
-    from ds_hetero.selftest import collectives
+    from ds_hetero.selftest import communication
 
-    right = collectives._part_sizes
+    right = communication._part_sizes
     if rank == 0:  # sends more than the other expects; gloo lets the opposite pass
-        collectives._part_sizes = lambda size: [count + (count == 3) for count in right(size)]  # type: ignore
+        communication._part_sizes = lambda size: [count + (count == 3) for count in right(size)]  # type: ignore
 
 
 FAULTS = {

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.checks.model_checks import check_model, decoder_of
 from ds_hetero.frameworks.transformers.model.facts import describe_model
+from ds_hetero.frameworks.transformers.model.model_checks import check_model, decoder_of
 from tests.integration.architectures import build
 from tests.integration.tiny import ONE_GROUP_2, UNEVEN_2, VOCAB
 from tests.support import run_ranks
@@ -321,7 +321,7 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     import transformers
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.checks.model_checks import check_model
+    from ds_hetero.frameworks.transformers.model.model_checks import check_model
 
     config, model, changes, says = REFUSED[name]
     settings = getattr(transformers, config)(**{**_SIZES, "attn_implementation": "sdpa", **changes})
@@ -349,7 +349,7 @@ def test_a_model_that_does_not_call_its_decoder_its_base_model_is_split_at_its_d
 
 def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by_it() -> None:
     from ds_hetero.errors import BatchError
-    from ds_hetero.frameworks.transformers.layers.counted_positions import position_counter, with_positions
+    from ds_hetero.frameworks.transformers.model.embeddings import position_counter, with_positions
 
     count = position_counter(make("roberta").base_model)
     batch = {"input_ids": torch.tensor([[5, 6, 7, 1, 1]])}
@@ -364,8 +364,7 @@ def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by
 
 def test_a_mask_of_a_shard_says_that_it_holds_no_numbers() -> None:
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.attention.attention import ShardedMask
-    from ds_hetero.frameworks.transformers.attention.masks import MaskKind
+    from ds_hetero.frameworks.transformers.attention import MaskKind, ShardedMask
 
     mask: Any = ShardedMask(None, MaskKind(True, None))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"reads its attention mask \(its 'shape'\)"):
@@ -379,7 +378,7 @@ def test_a_mask_is_read_from_the_parts_that_made_it() -> None:
     from transformers import masking_utils
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.attention.masks import mask_kind
+    from ds_hetero.frameworks.transformers.attention import mask_kind
 
     causal, full = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     assert mask_kind(causal) == (True, None)

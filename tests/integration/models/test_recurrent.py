@@ -225,7 +225,7 @@ def test_the_self_check_passes_them_and_finds_a_layer_that_stays_on_its_rank(nam
 
 
 def _check_self_check(rank: int, name: str) -> None:
-    from ds_hetero.frameworks.transformers.layers import recurrent_layers
+    from ds_hetero.frameworks.transformers.model import recurrent_layers
 
     for kind in ("plain", "packed", "left", "right"):
         model, batch = make(name).float(), rows_of(kind)
@@ -269,7 +269,7 @@ class _TokenWise(torch.nn.Module):
 def test_files_are_as_they_were_after_the_last_model_of_theirs() -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
-    from ds_hetero.frameworks.transformers.layers.recurrent_layers import open_doors
+    from ds_hetero.frameworks.transformers.model.recurrent_layers import open_doors
 
     before = file.causal_conv1d_fn, file.torch_chunk_gated_delta_rule
     models = make("Qwen3_5"), make("Qwen3_5")

@@ -45,7 +45,7 @@ def _alarms_of(model: Any, dtype: str) -> dict[str, str]:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.transformers.checks.model_checks import head_counts
+    from ds_hetero.frameworks.transformers.model.model_checks import head_counts
 
     handle = ds_hetero.register()
     num_heads, num_kv_heads = head_counts(model)

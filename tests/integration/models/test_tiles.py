@@ -54,7 +54,7 @@ def _check_training(rank: int, stage: int, schedule: dict[str, Any], checkpointi
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.transformers.layers.tiles import Tiles
+    from ds_hetero.frameworks.transformers.model.tiles import Tiles
 
     whole, expected = batches(3), llama()
     losses, norms = train_on_one_process(expected, [[batch] for batch in whole])
@@ -145,7 +145,7 @@ def _check_scaled_logits(rank: int) -> None:
 def test_a_model_without_plain_mlps_is_refused() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from ds_hetero.frameworks.transformers.layers.tiles import Tiles
+    from ds_hetero.frameworks.transformers.model.tiles import Tiles
 
     config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     model = MixtralForCausalLM(config)

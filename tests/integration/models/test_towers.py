@@ -129,7 +129,7 @@ def _check_self_check(rank: int, name: str) -> None:
 
 
 def _check_wrong_places(rank: int) -> None:
-    from ds_hetero.frameworks.transformers.layers import towers
+    from ds_hetero.frameworks.transformers.model import towers
 
     _check_self_check(rank, "Qwen3VL")
     correct = towers._Cutter.added_features

@@ -42,7 +42,7 @@ def moved_as_one_process(rank, name, changes, lora):
 
     import ds_hetero
     from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
-    from ds_hetero.frameworks.deepspeed.pipeline.moving import move_layers
+    from ds_hetero.frameworks.deepspeed.pipeline.optimizer import move_layers
     from ds_hetero.planner.replan.stage_layers import with_layers
 
     compute_in(torch.float64)
@@ -96,7 +96,7 @@ def slowed(rank):
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.job.monitoring import replanning
+    from ds_hetero.job import replanning
 
     compute_in(torch.float64)
     plan = plan_of(pipeline(1, 4, {"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}))
@@ -139,7 +139,7 @@ def test_a_rank_that_slows_down_loses_layers_within_20_steps():
 
 
 def test_layers_that_cannot_move_are_refused():
-    from ds_hetero.frameworks.deepspeed.pipeline.moving import expect_movable
+    from ds_hetero.frameworks.deepspeed.pipeline.optimizer import expect_movable
 
     model = made_model({}, False)
     expect_movable(model)

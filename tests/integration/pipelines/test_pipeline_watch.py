@@ -43,7 +43,7 @@ def watched(rank, folder):
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.job.monitoring import monitor as job_monitor
+    from ds_hetero.job import monitor as job_monitor
 
     handle = ds_hetero.register()
     said = []

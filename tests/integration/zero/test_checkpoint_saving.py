@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints.checkpoint_folder import begin, draft_of, publish, recover
-from ds_hetero.job.checkpoints.manifest import MANIFEST
+from ds_hetero.job.checkpoints import MANIFEST, begin, draft_of, publish, recover
 from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.integration.trainer.test_trainer import make_trainer
 from tests.support import ROOT, run_deepspeed
@@ -71,7 +70,7 @@ _NEW = {"a_model_states.pt": "new", MANIFEST: "new"}
 _DIE_AT = f"""
 import os, signal, sys
 from pathlib import Path
-from ds_hetero.job.checkpoints.checkpoint_folder import begin, publish
+from ds_hetero.job.checkpoints import begin, publish
 folder, last = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0
 def hook(event, args):
@@ -136,7 +135,7 @@ def test_parts_of_two_saves_and_damaged_parts_are_refused_by_name(tmp_path: Path
 def _mix(rank: int, folder: str) -> None:
     import torch.distributed as dist
 
-    from ds_hetero.frameworks.deepspeed.checkpoints.saving import STAMP
+    from ds_hetero.frameworks.deepspeed.saving import STAMP
 
     for job in JOBS:
         handle, engine = start(job)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_hetero.elastic.state.content import Content, read_content
-from ds_hetero.elastic.state.segments import Header, Save, SegmentFile
+from ds_hetero.elastic.content import Content, read_content
+from ds_hetero.elastic.segments import Header, Save, SegmentFile
 from ds_hetero.errors import CheckpointError
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from ds_hetero.elastic.node.keeper import Keeper, ask, fetch
 from ds_hetero.elastic.node.meeting import MeetingRules
-from ds_hetero.elastic.node.place import NODE, TOKEN, NodePlace, token_of
-from ds_hetero.elastic.node.wire import WireError, connect
-from ds_hetero.elastic.state.segments import Header, Save, SegmentFile, is_undamaged, read_header
+from ds_hetero.elastic.node.wire import NODE, TOKEN, NodePlace, WireError, connect, token_of
+from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, read_header
 from ds_hetero.errors import ConfigError
 
 TOKEN_BYTES = b"t" * 32

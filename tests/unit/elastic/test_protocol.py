@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import pytest
 
-from ds_hetero.elastic.state.protocol import (
+from ds_hetero.elastic.segments import (
     SLOTS,
     Holding,
     Part,
+    Save,
     choose_slot,
     committed_step,
     place_copies,
     whole_saves,
 )
-from ds_hetero.elastic.state.segments import Save
 
 
 def _save(step, start="1", world=2):

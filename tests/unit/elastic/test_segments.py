@@ -2,7 +2,7 @@ import zlib
 
 import pytest
 
-from ds_hetero.elastic.state.segments import Header, Save, SegmentFile, is_undamaged, parse_header, read_header
+from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, parse_header, read_header
 
 
 def _header(content: bytes, step: int = 7) -> Header:

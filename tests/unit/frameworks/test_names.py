@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from ds_hetero.engine.process import names as of_torch
+from ds_hetero.engine import names as of_torch
 from ds_hetero.frameworks.accelerate import names as of_accelerate
 from ds_hetero.frameworks.deepspeed import names as of_deepspeed
 from ds_hetero.frameworks.transformers import names as of_transformers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hetero.job.checkpoints.checkpoint_folder import why_not_written
+from ds_hetero.job.checkpoints import why_not_written
 from tests.file_limits import small_files
 
 TORN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")  # torch.save, disk full

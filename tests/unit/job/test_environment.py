@@ -9,7 +9,7 @@ import torch
 
 from ds_hetero.common import extras
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.environment import COMPARED, MAY_DIFFER, expect_same_environment, own_environment
+from ds_hetero.job.capabilities import COMPARED, MAY_DIFFER, expect_same_environment, own_environment
 
 
 def test_variables_that_change_results_or_hang_are_compared_and_those_of_a_host_are_not() -> None:

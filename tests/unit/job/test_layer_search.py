@@ -7,10 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from ds_hetero.job.monitoring import replanning as module
-from ds_hetero.job.monitoring.layer_search import LayerSearch, speeds_of
-from ds_hetero.job.monitoring.replanning import Replanning
-from ds_hetero.job.monitoring.times import JobTimes, MeasuredPipeline, RankTimes, RankUnitCosts
+from ds_hetero.job import replanning as module
+from ds_hetero.job.replanning import Replanning
+from ds_hetero.job.searches import LayerSearch, speeds_of
+from ds_hetero.job.times import JobTimes, MeasuredPipeline, RankTimes, RankUnitCosts
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 

@@ -8,7 +8,7 @@ import pytest
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
-from ds_hetero.job.monitoring.replanning import Replanning, ScheduleSearch
+from ds_hetero.job.replanning import Replanning, ScheduleSearch
 from ds_hetero.job.start import announce_start
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule

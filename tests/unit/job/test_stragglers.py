@@ -11,9 +11,9 @@ import pytest
 
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.facts import TrainingFacts
-from ds_hetero.job.monitoring.batch_search import BatchSearch
-from ds_hetero.job.monitoring.stragglers import OF_SAMPLES, Stragglers, scores
-from ds_hetero.job.monitoring.times import RECENT_STEPS, JobTimes, RankTimes, RankUnitCosts
+from ds_hetero.job.searches import BatchSearch
+from ds_hetero.job.stragglers import OF_SAMPLES, Stragglers, scores
+from ds_hetero.job.times import RECENT_STEPS, JobTimes, RankTimes, RankUnitCosts
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.values.section import HeterogeneitySection, ReplanSection
 

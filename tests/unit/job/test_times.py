@@ -9,8 +9,8 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.job.monitoring.times import SHARES, JobTimes, RankTimes, RankUnitCosts, observation_of
-from ds_hetero.job.monitoring.times_text import events, times_table, utilizations
+from ds_hetero.job.times import SHARES, JobTimes, RankTimes, RankUnitCosts, observation_of
+from ds_hetero.job.times_text import events, times_table, utilizations
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.observation import Observation

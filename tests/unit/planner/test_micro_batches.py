@@ -15,7 +15,7 @@ from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
-from ds_hetero.runtime.data.loading.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.data.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.plans import BatchSplit, Plan, read_plan
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+from ds_hetero.runtime.loss import cross_entropy_sum
 
 
 def make_logits(dtype, shape=(2, 37, 19)):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from ds_hetero.batch.ring_table import Block, RingTable
-from ds_hetero.batch.rounds import Round
+from ds_hetero.batch.routes import Round
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Lane, Placement, Rows, stream_placement

@@ -31,31 +31,32 @@ from ds_hetero.decision.facts import JobFacts
 from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.frameworks.deepspeed.hooks.hooks import HookedEngine
+from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
-from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import (
     LoneRank,
     LoneWorker,
     clipping_of,
     lone_configuration,
 )
-from ds_hetero.frameworks.deepspeed.pipeline.moving import expect_movable, move_layers
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,
     expect_elementwise,
+    expect_movable,
     groups_by_name,
+    move_layers,
     optimizer_of_section,
     owned_of_group,
     synchronizer_of,
 )
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.job.capabilities import requested_kernel
-from ds_hetero.job.monitoring.layer_search import LayerSearch
-from ds_hetero.job.monitoring.monitor import StepMonitor
-from ds_hetero.job.monitoring.replanning import Replanning
+from ds_hetero.job.monitor import StepMonitor
+from ds_hetero.job.replanning import Replanning
+from ds_hetero.job.searches import LayerSearch
 from ds_hetero.job.start import World, agree_on_facts, announce_start, start_job
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device

@@ -1,20 +1,59 @@
-"""Hooks of an engine whose model is a stage of a pipeline."""
+"""An engine of DeepSpeed's whose model is a stage of a pipeline, and what the hooks around its methods need.
+
+Hooks of an engine whose model is a stage of a pipeline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.arguments import refusals
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.patching import Function
 from ds_hetero.errors import BatchError
-from ds_hetero.frameworks.deepspeed.pipeline.hooked_engine import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import StageBatch, micro_batches, of_at_most, samples_of_step
+from ds_hetero.runtime.pipeline.runner import PipelineRunner
+from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.values.plans import Plan
+
+
+@dataclass(kw_only=True)
+class PipelinedEngine(HookedEngine):
+    """An engine whose model is a stage of a pipeline.
+
+    Args:
+        plan: what all ranks do.
+        stage: this rank's part of the model.
+        runner: of its passes; None on a rank that is idle.
+        groups: process groups made so far, to be used again.
+        outputs_with: makes outputs of a model of a loss and of sums that trainers log.
+        loss: of the passes that have yet to be followed by a step.
+    """
+
+    plan: Plan
+    stage: StagedModel
+    runner: PipelineRunner[StageBatch] | None
+    groups: ProcessGroups
+    outputs_with: Callable[[Tensor, Tensor | None], Any]
+    loss: Tensor | None = None
+
+    @property
+    def why_batch_is_fixed(self) -> str:
+        """The engine would count micro-batches that no pipeline has."""
+        return (
+            f"the batch of pipelines is the plan's ({self.plan.batch_split}) and cannot be changed; change "
+            "micro_batch_size and micro_batches in the plan."
+        )
+
 
 _MEASURES = "fused_lm_head"  # by which TRL's trainers ask for outputs with what they log of tokens
 _ITEMS = "num_items_in_batch"

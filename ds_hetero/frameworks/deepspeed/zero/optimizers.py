@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.ds_config import DsConfig, read_training_facts
-from ds_hetero.engine.process.patching import Function, Patches
+from ds_hetero.engine.patching import Function, Patches
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine
 from ds_hetero.frameworks.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer

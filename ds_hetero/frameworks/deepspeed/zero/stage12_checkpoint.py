@@ -24,7 +24,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.sharding.zero_partition import FlatGroup, moves, round_robin_order

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.stage3_saved import (

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.engine.process.patching import Function
+from ds_hetero.engine.patching import Function
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import ZeroParameter
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, moves

@@ -1,4 +1,7 @@
-"""Facts of a transformers model for the start of a job."""
+"""Facts of a transformers model for the start of a job.
+
+A model small enough to be trained in a second, for checks of an installation.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,13 @@ from torch import nn
 from ds_hetero.common.reading import shortened
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.checks.model_checks import check_model, head_counts, pretrained_of
-from ds_hetero.frameworks.transformers.layers.layer_values import common_value, values_by_layer
+from ds_hetero.frameworks.transformers.model.model_checks import (
+    check_model,
+    common_value,
+    head_counts,
+    pretrained_of,
+    values_by_layer,
+)
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.models.configs import model_from_config, read_model_config
 from ds_hetero.models.shapes import ModelSpec
@@ -141,3 +149,31 @@ def _trained_share(model: nn.Module | PretrainedModel) -> float:
     parameters = list(model.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
     return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / max(sum(sizes), 1)
+
+
+VOCAB_SIZE = 97
+
+
+def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
+    """A Llama of two layers with heads of 16, the same weights in every process.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        max_tokens: of the longest sequence.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16 * num_heads,
+        intermediate_size=32 * num_heads,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_tokens,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = LlamaForCausalLM(config)
+    return model

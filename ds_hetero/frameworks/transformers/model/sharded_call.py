@@ -3,7 +3,7 @@
 A loop that computes its loss from whole sequences (preferences, rewards, distillation) holds whole batches, the same on
 every rank of a replica. `ShardedCall` is one call of the model with such a batch: each rank runs the model on its
 shard, as it does with batches of a loader, and results of tokens are put together on every rank, in the order of the
-whole batch (`ds_hetero.runtime.data.gathered`). What the script computes from them is of the convention
+whole batch (`ds_hetero.runtime.data.shard_exchange`). What the script computes from them is of the convention
 ``"replica_mean"`` of `ds_hetero.runtime.loss`, so that the engine's backward gives the gradients of one process.
 
 Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary, D hidden size.
@@ -22,10 +22,10 @@ from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
-from ds_hetero.frameworks.transformers.layers.router_losses import adds_router_loss
 from ds_hetero.frameworks.transformers.model.forward_inputs import Taking
+from ds_hetero.frameworks.transformers.model.router_losses import adds_router_loss
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.gathered import gather_tokens
+from ds_hetero.runtime.data.shard_exchange import gather_tokens
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach
 from ds_hetero.runtime.data.shards import (
     IGNORE_INDEX,
@@ -37,9 +37,8 @@ from ds_hetero.runtime.data.shards import (
     place,
     read_batch,
 )
-from ds_hetero.runtime.loss import mean_over_replica
+from ds_hetero.runtime.loss import mean_over_replica, token_log_probs
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.token_log_probs import token_log_probs
 from ds_hetero.values.placement import stream_placement
 
 logger = logging.getLogger(__name__)

@@ -17,25 +17,28 @@ from torch.utils.hooks import RemovableHandle
 from ds_hetero.engine.adapters import BatchChecks
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.frameworks.transformers.attention.attention import NAME
-from ds_hetero.frameworks.transformers.attention.former_attention import remember_implementation, restore_implementation
-from ds_hetero.frameworks.transformers.checks.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
-from ds_hetero.frameworks.transformers.layers.counted_positions import position_counter, with_positions
-from ds_hetero.frameworks.transformers.layers.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
-from ds_hetero.frameworks.transformers.layers.rope_length import RopeLength
-from ds_hetero.frameworks.transformers.layers.router_losses import mark_router_logits, open_router_loss, router_term
-from ds_hetero.frameworks.transformers.layers.tiles import Tiles
-from ds_hetero.frameworks.transformers.layers.towers import DecoderDoor, Window, front_of, has_towers
-from ds_hetero.frameworks.transformers.layers.training_noise import expect_no_noise, scale_noise
+from ds_hetero.frameworks.transformers.attention import NAME, remember_implementation, restore_implementation
+from ds_hetero.frameworks.transformers.model.embeddings import (
+    RopeLength,
+    expect_no_noise,
+    position_counter,
+    scale_noise,
+    with_positions,
+)
 from ds_hetero.frameworks.transformers.model.entrance import Entrance
 from ds_hetero.frameworks.transformers.model.forward_inputs import (
     expect_shard_shapes,
     expect_whole,
     local_batch,
 )
+from ds_hetero.frameworks.transformers.model.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
+from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
+from ds_hetero.frameworks.transformers.model.router_losses import mark_router_logits, open_router_loss, router_term
+from ds_hetero.frameworks.transformers.model.tiles import Tiles
+from ds_hetero.frameworks.transformers.model.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
-from ds_hetero.runtime.attention.shard_placement import KnownPlacement
+from ds_hetero.runtime.attention.local_batch import KnownPlacement
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import PACKING, Entries

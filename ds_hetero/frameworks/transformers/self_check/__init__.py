@@ -1,9 +1,7 @@
 """The engine checks itself: a short piece of a batch runs whole and sharded through the user's model.
 
-features     what a batch can show that those before it could not
-piece        the short batch, of the batch's own keys
-traceless    runs that leave gradients, hooks, buffers and random state as they were
-recorded_run outputs of all modules, and the gradients at them, of one run
+piece        the short batch, of the batch's own keys, and what it can show that those before it could not
+recorded_run outputs of all modules, and the gradients at them, of one run that leaves no trace
 comparison   errors by token and module, against the model's own rounding
 check        what all ranks do together, and the verdict
 """

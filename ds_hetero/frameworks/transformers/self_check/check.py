@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hetero.engine.arguments import OF_RESULTS
 from ds_hetero.errors import HeteroError, ModelError
-from ds_hetero.frameworks.transformers.attention.autocast import without_autocast
+from ds_hetero.frameworks.transformers.attention import without_autocast
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
@@ -29,10 +29,9 @@ from ds_hetero.frameworks.transformers.self_check.comparison import (
     noise_of,
     worst,
 )
-from ds_hetero.frameworks.transformers.self_check.features import features_of
-from ds_hetero.frameworks.transformers.self_check.piece import has_left_padding, marks_documents, piece_of
+from ds_hetero.frameworks.transformers.self_check.piece import features_of, has_left_padding, marks_documents, piece_of
+from ds_hetero.frameworks.transformers.self_check.recorded_run import traceless
 from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
-from ds_hetero.frameworks.transformers.self_check.traceless import traceless
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import Batch, Entries
 

@@ -22,11 +22,10 @@ from ds_hetero.frameworks.transformers.self_check.comparison import Held
 from ds_hetero.frameworks.transformers.self_check.piece import real_tokens, window_of
 from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRun, record_run
 from ds_hetero.planner.documents import DocumentPlacer
-from ds_hetero.runtime.data.batch_documents import with_documents
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, PlacedBatch, model_inputs, place, read_batch
-from ds_hetero.runtime.loss import sequence_parallel_loss
-from ds_hetero.runtime.token_log_probs import cross_entropy_sum
+from ds_hetero.runtime.data.whole_batches import with_documents
+from ds_hetero.runtime.loss import cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.values.placement import stream_placement
 
 _TIE_BREAK = 0.05  # relative change of embeddings between two pairs

@@ -6,6 +6,8 @@
 Parameters are read from the folder's safetensors, of tensor-parallel stages the shard alone. A model that was built on
 the meta device from a configuration gets the values that transformers draws for such modules, from a seed by the name
 of the parameter: they are the same under every plan, though not those of a model that was built whole.
+
+The weights of a folder of transformers, read tensor by tensor: a rank reads what it holds and no more.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.checks.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
-from ds_hetero.frameworks.transformers.stages.stored_weights import StoredWeights
+from ds_hetero.runtime.data.shards import Entries
 
 _FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
 _FOLDERS: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
@@ -235,3 +239,84 @@ def _is_nothing(buffer: Tensor) -> Tensor:
     if buffer.dtype.is_floating_point:
         return buffer.isnan()
     return buffer.eq(_nothing(buffer.dtype)) if buffer.dtype is not torch.bool else torch.ones_like(buffer)
+
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class StoredWeights:
+    """The tensors of a folder as `save_pretrained` of transformers writes it, in one file or in several with an index.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        ModelError: it holds no safetensors, or its index cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: Entries = {}
+        self._files = _files_of(folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, whole."""
+        return tuple(self._slices(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of a tensor; the rest stays on the disk.
+
+        Args:
+            name: of the tensor.
+            part: a slice per dimension.
+
+        Raises:
+            ModelError: the file is damaged.
+        """
+        try:
+            tensor: Tensor = self._slices(name)[part] if part else self._file(name).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{name} cannot be read from {self._folder / self._files[name]}: {error}.") from error
+        return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.clear()
+
+    def _slices(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self._folder / file} cannot be read: {error}.") from error
+        return self._open[file]
+
+
+def _files_of(folder: Path) -> Mapping[str, str]:
+    """By name of a tensor, the file that holds it."""
+    if (folder / _INDEX).is_file():
+        content = read_file(folder / _INDEX, "index of weights", ModelError)
+        files = content.get("weight_map") if isinstance(content, Mapping) else None
+        if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
+            raise ModelError(f"{folder / _INDEX} has no weight_map of tensors and files.")
+        if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
+            raise ModelError(f"{folder} lacks {', '.join(missing[:3])}, which its index names.")
+        return dict(files)
+    if not (folder / _SINGLE).is_file():
+        raise ModelError(
+            f"{folder} holds neither {_SINGLE} nor {_INDEX}: weights are read by stage from safetensors alone. Save "
+            "the model with save_pretrained, or give deepspeed.initialize a model with its weights."
+        )
+    try:
+        with safe_open(folder / _SINGLE, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder / _SINGLE} cannot be read: {error}.") from error

@@ -1,17 +1,25 @@
 """The parts of a decoder by transformers' own pipeline plan: embedding, layers, last norm; and a part that is absent.
 
 A model that is to be cut says in ``base_model_pp_plan`` of its configuration which modules its decoder runs in order.
+
+Tensor-parallel stages: transformers' own plan of a model, applied to the layers of one stage by torch's DTensor.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.values.plans import Plan
 
 
 class Absent(nn.Module):
@@ -70,3 +78,72 @@ def with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
             empty = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return layer
+
+
+_STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_PARTIAL = "replicated_with_grad_allreduce"  # weights per head: whole on every rank, whose gradient is a summand
+
+
+def check_tensor_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be cut by tensor parallelism.
+
+    Raises:
+        ModelError: it has no tensor-parallel plan, one with a style that is not known here, adapters or dropout.
+    """
+    pretrained = pretrained_of(model)
+    name = type(pretrained).__name__
+    styles = set(_plan_of(pretrained).values())
+    if unknown := styles - {*_STYLES, _PARTIAL}:
+        raise ModelError(f"{name} cannot run in tensor-parallel stages: its base_model_tp_plan has {sorted(unknown)}.")
+    if not styles:
+        raise ModelError(f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan.")
+    if getattr(model, "peft_config", None):
+        raise ModelError("adapters of PEFT cannot be cut by tensor parallelism; use stages of one rank or sequence.")
+    dropouts = [at for at, module in pretrained.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if dropouts or pretrained.config.get_text_config().to_dict().get("attention_dropout"):
+        raise ModelError(
+            f"{name} cannot run in tensor-parallel stages with dropout ({', '.join(dropouts[:3]) or 'in attention'}): "
+            "ranks that hold copies would drop different elements. Set it to 0."
+        )
+
+
+def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model that the tensor-parallel stages of a plan cannot hold.
+
+    Raises:
+        ModelError: see `check_tensor_model`; or a degree does not divide the model's KV heads.
+    """
+    check_tensor_model(model)
+    name = type(pretrained_of(model)).__name__
+    kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
+    degrees = {len(s.ranks) for pipeline in plan.pipelines for s in pipeline.stages if s.inner == "tensor"}
+    if wrong := sorted(degree for degree in degrees if kv_heads % degree):
+        raise ModelError(
+            f"{name} has {kv_heads} KV heads, which tensor parallelism over {wrong[0]} ranks cannot share. Use a "
+            'degree that divides them, or "inner": "sequence".'
+        )
+
+
+def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> None:
+    """Replace the parameters of the layers that are there by shards on ``mesh``; the model is on its device."""
+    plan = _plan_of(pretrained)
+    decoder = pretrained.base_model
+    modules = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    styles = {name: style for name in modules if (style := _style_of(name, plan)) in _STYLES}
+    parallelize_module(decoder, mesh, {name: _STYLES[style]() for name, style in styles.items()})
+
+
+def partial_parameters(pretrained: PretrainedModel) -> frozenset[str]:
+    """Names inside the decoder of parameters whose copies have parts of a gradient's sum."""
+    plan = _plan_of(pretrained)
+    names = [name for name, _ in pretrained.base_model.named_parameters()]
+    return frozenset(name for name in names if _style_of(name.rpartition(".")[0], plan) == _PARTIAL)
+
+
+def _plan_of(pretrained: PretrainedModel) -> Mapping[str, str]:
+    return dict(getattr(pretrained.config.get_text_config(), "base_model_tp_plan", None) or {})
+
+
+def _style_of(name: str, plan: Mapping[str, str]) -> str:
+    """The style of a module: ``layers.3.mlp`` is under ``layers.*.mlp``; empty if none."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.errors import ModelError, PlanError
-from ds_hetero.frameworks.transformers.checks.model_checks import check_model, head_counts, pretrained_of
-from ds_hetero.frameworks.transformers.layers.rope_length import depends_on_length
+from ds_hetero.frameworks.transformers.model.embeddings import depends_on_length
+from ds_hetero.frameworks.transformers.model.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
-from ds_hetero.frameworks.transformers.stages.parts import Absent, DecoderParts, parts_of
-from ds_hetero.frameworks.transformers.stages.tensor_parallel import check_tensor_model, check_tensor_stages
+from ds_hetero.frameworks.transformers.stages.parts import (
+    Absent,
+    DecoderParts,
+    check_tensor_model,
+    check_tensor_stages,
+    parts_of,
+)
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.values.plans import Plan
 

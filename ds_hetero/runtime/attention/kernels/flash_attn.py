@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
-from ds_hetero.runtime.attention.kernels.packed import boundaries
+from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores, boundaries
 
 
 def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:

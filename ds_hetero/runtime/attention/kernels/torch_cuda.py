@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, FULL, Band, Tile, decompose
-from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
-from ds_hetero.runtime.attention.kernels.packed import boundaries
-from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
-from ds_hetero.runtime.attention.kernels.tiled import backward_by_tiles, forward_by_tiles
+from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores, boundaries
+from ds_hetero.runtime.attention.kernels.plain import backward_by_tiles, forward_by_tiles, plain_backward, plain_forward
 
 _aten = torch.ops.aten
 

@@ -20,9 +20,8 @@ from ds_hetero.models.shapes import ModelSlice
 from ds_hetero.planner.pipelines.finish import finish, memory_bytes, to_plan
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
 from ds_hetero.planner.pipelines.search.given_layers import judge_layers
-from ds_hetero.sharding.gradient_chunks import chunks_of
+from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
-from ds_hetero.sharding.parameter_cuts import Cut, ParameterLayout
 from ds_hetero.values.plans import read_plan
 
 CLUSTER = load_cluster("hexiscale-setting-2")

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
+from ds_hetero.engine.loader import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.data.loading.batch_mode import LoaderReport, decide_batch_mode, describe_loader
-from ds_hetero.runtime.data.loading.loader_names import TORCH_LOADERS
+from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderReport, decide_batch_mode, describe_loader
 
 
 class Numbers(Dataset):

@@ -17,11 +17,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ds_hetero.engine.calls.loader_names import KNOWN_LOADERS
+from ds_hetero.engine.loader import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.data.loading.random_states import process_states, set_process_states
-from ds_hetero.runtime.data.loading.sampling import replica_samples
-from ds_hetero.runtime.data.loading.whole_batches import BatchReading, WholeBatches
+from ds_hetero.runtime.data.epochs import process_states, set_process_states
+from ds_hetero.runtime.data.sampling import replica_samples
+from ds_hetero.runtime.data.whole_batches import BatchReading, WholeBatches
 from ds_hetero.values.plans import BatchSplit
 
 COUNT, EPOCHS = 10, 3

@@ -1,0 +1,154 @@
+"""The state that a new world goes on from: the newest save of which every part is held by somebody who is there.
+
+All ranks say what their node's keeper holds. Parts that another node has are fetched before anything is loaded, and
+stay until the new world has committed a save of its own: so another death amid the restart loses nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_hetero.elastic.content import read_content
+from ds_hetero.elastic.node.keeper import fetch
+from ds_hetero.elastic.segments import SUFFIX, Header, Holding, Save, is_undamaged, read_header, whole_saves
+from ds_hetero.elastic.worker import Worker
+from ds_hetero.errors import CheckpointError, PeerError
+from ds_hetero.runtime.collectives import on_all_ranks
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A save that was found.
+
+    Args:
+        save: which one.
+        contents: the state of every rank that took part in it.
+        fetched_bytes: that came from other nodes.
+        seconds: that finding and fetching took.
+    """
+
+    save: Save
+    contents: tuple[Any, ...]
+    fetched_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _NodeHoldings:
+    """The segments of a rank's node.
+
+    Args:
+        node: its name.
+        keeper: its keeper's address.
+        segments: name and header of each.
+    """
+
+    node: str
+    keeper: tuple[str, int]
+    segments: tuple[tuple[str, Header], ...]
+
+
+def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | None:
+    """Find and read the newest save whose parts are all there and undamaged; None where there is none.
+
+    Args:
+        worker: this process.
+        group: all ranks, over gloo.
+        model: fingerprint of the model.
+
+    Caller: every rank.
+    Collectives: `on_all_ranks` once, and once more for every save that is tried.
+
+    Raises:
+        CheckpointError: the memory holds saves of another model; on every rank.
+        PeerError: a node was lost while its parts were fetched; on every rank.
+    """
+    begin_s = time.perf_counter()
+    nodes = {holdings.node: holdings for holdings in on_all_ranks(lambda: _own_holdings(worker), group)}
+    of_others = [
+        f"{node}: {name}" for node, one in nodes.items() for name, header in one.segments if header.model != model
+    ]
+    if of_others:
+        raise CheckpointError(
+            f"the memory of job {worker.place.job} holds saves of another model ({', '.join(of_others[:3])}). Give "
+            f"this job another name (--job), or delete {worker.place.folder} on its nodes."
+        )
+    holdings = [
+        Holding(header.save, header.rank, (node, name)) for node, one in nodes.items() for name, header in one.segments
+    ]
+    for save, places in whole_saves(holdings):
+        parts = on_all_ranks(lambda p=places: _get_parts(worker, nodes, p), group)  # type: ignore[misc]
+        if all(part is not None for part in parts):
+            paths, fetched = _get_parts(worker, nodes, places) or ([], 0)
+            contents = tuple(read_content(path, header) for path, header in paths)
+            return Kept(save, contents, fetched, time.perf_counter() - begin_s)
+    return None
+
+
+def _own_holdings(worker: Worker) -> _NodeHoldings:
+    segments = worker.ask_keeper({"do": "list"})["segments"]
+    read = [(one.pop("name"), Header(save=Save(**one.pop("save")), **one)) for one in segments]
+    address = worker.place.address()
+    assert address is not None
+    return _NodeHoldings(worker.place.node, address, tuple(read))
+
+
+def _get_parts(
+    worker: Worker, nodes: dict[str, _NodeHoldings], places: dict[int, list[tuple[str, str]]]
+) -> tuple[list[tuple[Path, Header]], int] | None:
+    """Bring every part to this node; None where one of them is damaged everywhere."""
+    found, fetched = [], 0
+    for rank, of_rank in places.items():
+        own = [name for node, name in of_rank if node == worker.place.node]
+        path = next((p for name in own if _is_sound(p := worker.place.folder / name)), None)
+        if path is None:
+            path = worker.place.folder / f"got-{rank}{SUFFIX}"
+            with _alone(worker.place.folder / f".got-{rank}"):
+                if not _is_part(path, nodes, of_rank):
+                    fetched += _fetch(worker, nodes, of_rank, path)
+        header = read_header(path)
+        if header is None:
+            return None
+        found.append((path, header))
+    return found, fetched
+
+
+def _is_sound(path: Path) -> bool:
+    header = read_header(path)
+    return header is not None and is_undamaged(path, header)
+
+
+def _is_part(path: Path, nodes: dict[str, _NodeHoldings], places: list[tuple[str, str]]) -> bool:
+    """Whether another worker of this node has fetched it already."""
+    node, name = places[0]
+    wanted = dict(nodes[node].segments)[name]
+    header = read_header(path)
+    return header is not None and (header.save, header.rank) == (wanted.save, wanted.rank)
+
+
+def _fetch(worker: Worker, nodes: dict[str, _NodeHoldings], places: list[tuple[str, str]], path: Path) -> int:
+    errors = []
+    for node, name in places:
+        if node == worker.place.node:
+            continue
+        try:
+            return fetch(nodes[node].keeper, worker.token, name, path).file_bytes
+        except OSError as error:
+            errors.append(f"{node}: {error}")
+    raise PeerError(f"a part of the state could not be fetched: {'; '.join(errors)}")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other workers of this node out."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,273 @@
+"""Segments: the state of one rank at one step, in a file of shared memory that outlives its process.
+
+    4,096 bytes of header, then ``end_bytes`` of content. The header: length of a JSON text, its CRC, the text.
+
+A segment is marked dirty before its content is touched, and gets its header last. So a process that is killed at any
+byte leaves a segment that is dirty or whole, never one that only looks whole. Pages are reused from save to save.
+
+Imports no torch: the keeper of a node runs without.
+
+Rules by which ranks agree on saves: pure functions, so that a model of them can be tried through.
+
+choose_slot     where a rank writes, so that the committed save is never overwritten
+committed_step  what all ranks have, each on its own node and in its copies
+whole_saves     of which saves every part is held by somebody who is left
+place_copies    which nodes hold the copies of a part
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ds_hetero.common.limits import MAX_RANKS, MAX_STEPS, is_whole
+
+HEADER_BYTES = 4096
+SUFFIX = ".seg"
+_PREFIX = struct.Struct("<II")  # length of the text, its CRC
+_VERSION = 1
+_MAX_BYTES = 2**50
+
+
+@dataclass(frozen=True, kw_only=True, order=True, slots=True)
+class Save:
+    """One save of all ranks of a world.
+
+    Args:
+        step: optimizer steps done.
+        start: drawn by rank 0 when its world started, later starts being greater.
+        world_size: number of ranks, and so of parts.
+    """
+
+    step: int
+    start: str
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """Description of a whole segment.
+
+    Args:
+        job: name of the job.
+        model: fingerprint of the model, so that no other model's state is loaded.
+        save: that this is a part of.
+        rank: whose part it is.
+        end_bytes: length of the content.
+        crc32: of the content.
+        index_bytes: length of the description of the tensors, at the content's end.
+    """
+
+    job: str
+    model: str
+    save: Save
+    rank: int
+    end_bytes: int
+    crc32: int
+    index_bytes: int
+
+    def to_bytes(self) -> bytes:
+        """The text of the header, with its length and checksum before it."""
+        text = json.dumps({"version": _VERSION, **asdict(self)}).encode()
+        assert _PREFIX.size + len(text) <= HEADER_BYTES, "names in a header are short"
+        return _PREFIX.pack(len(text), zlib.crc32(text)) + text
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the segment with its header."""
+        return HEADER_BYTES + self.end_bytes
+
+
+def parse_header(raw: bytes) -> Header | None:
+    """Read a header; None where it is dirty, torn, of another version or nonsense."""
+    if len(raw) < _PREFIX.size:
+        return None
+    length, crc = _PREFIX.unpack_from(raw)
+    text = raw[_PREFIX.size : _PREFIX.size + length]
+    if not length or len(text) != length or zlib.crc32(text) != crc:
+        return None
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _checked(content: dict[str, Any]) -> Header | None:
+    version, save = content.pop("version"), Save(**content.pop("save"))
+    header = Header(save=save, **content)
+    numbers = ((save.step, MAX_STEPS), (save.world_size, MAX_RANKS), (header.rank, save.world_size - 1))
+    sizes = (header.end_bytes, header.crc32, header.index_bytes)
+    is_sound = (
+        version == _VERSION
+        and all(is_whole(number, 0, most) for number, most in numbers)
+        and all(is_whole(size, 0, _MAX_BYTES) for size in sizes)
+        and all(isinstance(text, str) for text in (save.start, header.job, header.model))
+        and header.index_bytes <= header.end_bytes
+    )
+    return header if is_sound else None
+
+
+def read_header(path: Path) -> Header | None:
+    """Read the header of a segment; None where it is not whole, or shorter than it says."""
+    try:
+        with path.open("rb") as file:
+            header = parse_header(file.read(HEADER_BYTES))
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    return header if header is not None and header.file_bytes <= size else None
+
+
+def is_undamaged(path: Path, header: Header) -> bool:
+    """Whether the content has the checksum of its header; 0.3 s per GB."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_READ) as content:
+            view = memoryview(content)[HEADER_BYTES : header.file_bytes]
+            crc = zlib.crc32(view)
+            view.release()
+    except (OSError, ValueError):
+        return False
+    return crc == header.crc32
+
+
+class SegmentFile:
+    """A segment that this process writes, again and again.
+
+    Args:
+        path: of its file, made with the first content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+
+    def begin(self, num_bytes: int) -> memoryview:
+        """Mark the segment dirty and return room for a content.
+
+        Args:
+            num_bytes: of the content.
+
+        Raises:
+            OSError: the shared memory has no room.
+        """
+        size = HEADER_BYTES + num_bytes
+        if self._map is None or len(self._map) < size:
+            self.close()
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, bytes(_PREFIX.size), 0)
+                size = max(size, os.fstat(descriptor).st_size)
+                os.posix_fallocate(descriptor, 0, size)  # or a page that does not exist would end the process
+                self._map = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        self._map[: _PREFIX.size] = bytes(_PREFIX.size)
+        return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + num_bytes]
+
+    def finish(self, header: Header) -> None:
+        """Make the segment whole: the text first, then its length and checksum."""
+        assert self._map is not None
+        raw = header.to_bytes()
+        self._map[_PREFIX.size : len(raw)] = raw[_PREFIX.size :]
+        self._map[: _PREFIX.size] = raw[: _PREFIX.size]
+
+    def close(self) -> None:
+        """Let the mapping go; the file stays."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a view of it is still alive; the garbage collector closes it
+                self._map.close()
+            self._map = None
+
+
+SLOTS = ("A", "B")
+Place = TypeVar("Place")
+
+
+class Holding(NamedTuple):
+    """A part of a save, and who holds it.
+
+    Args:
+        save: that it is of.
+        rank: whose part.
+        place: where it is.
+    """
+
+    save: Save
+    rank: int
+    place: tuple[str, str]
+
+
+def choose_slot(slots: Mapping[str, Save | None], kept: Save | None) -> str:
+    """Choose the slot to write to: not that of the save which is to outlive the next one.
+
+    Args:
+        slots: the save in each slot; None where it is dirty or empty.
+        kept: the save that is committed, or was resumed from.
+    """
+    free = [slot for slot in SLOTS if kept is None or slots.get(slot) != kept]
+    return min(free, key=lambda slot: (slots.get(slot) is not None, _age(slots.get(slot)), slot))
+
+
+def _age(save: Save | None) -> tuple[int, str]:
+    return (-1, "") if save is None else (save.step, save.start)
+
+
+def committed_step(done_by_rank: Iterable[int]) -> int:
+    """The newest step that every rank has written and copied; -1 where some rank has none."""
+    return min(done_by_rank)
+
+
+def whole_saves(holdings: Iterable[Holding]) -> list[tuple[Save, dict[int, list[tuple[str, str]]]]]:
+    """List the saves of which all parts are held, newest first, with the places of each rank's part."""
+    saves: dict[Save, dict[int, list[tuple[str, str]]]] = {}
+    for holding in holdings:
+        saves.setdefault(holding.save, {}).setdefault(holding.rank, []).append(holding.place)
+    whole = [save for save, parts in saves.items() if len(parts) == save.world_size]
+    return [(save, {rank: sorted(saves[save][rank]) for rank in sorted(saves[save])}) for save in sorted(whole)[::-1]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A rank's part of a save, before it is copied.
+
+    Args:
+        rank: whose it is.
+        node: that holds the original.
+        num_bytes: of it.
+    """
+
+    rank: int
+    node: str
+    num_bytes: int
+
+
+def place_copies(parts: Sequence[Part], free_bytes: Mapping[str, int], copies: int) -> dict[int, tuple[str, ...]]:
+    """Choose the nodes of the copies of every part: other nodes than its own, those with most free memory first.
+
+    A part has two slots on each node. Parts are placed from the largest on, and ties go to the first name, so that all
+    ranks come to the same places. Where there are fewer other nodes than copies, each of them gets one.
+
+    Args:
+        parts: of all ranks.
+        free_bytes: of every node's shared memory, the originals already taken off.
+        copies: of each part.
+
+    Returns:
+        By rank, the nodes in order of preference.
+    """
+    left = dict(free_bytes)
+    places: dict[int, tuple[str, ...]] = {}
+    for part in sorted(parts, key=lambda part: (-part.num_bytes, part.rank)):
+        others = sorted((node for node in left if node != part.node), key=lambda node: (-left[node], node))
+        places[part.rank] = tuple(others[:copies])
+        for node in places[part.rank]:
+            left[node] -= len(SLOTS) * part.num_bytes
+    return places

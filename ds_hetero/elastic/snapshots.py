@@ -1,0 +1,348 @@
+"""Snapshots of a running job: taken every k steps, copied by a thread, sent to other nodes, committed by agreement.
+
+    before_step()   waits until the thread has copied what the step is about to change
+    after_step()    one all-reduce; every k steps the newest save that all have is committed, and the next is taken
+
+A copy that is under way when the next save is due is waited for, so at most 2k - 1 steps are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hetero.elastic.content import Content
+from ds_hetero.elastic.segments import (
+    SLOTS,
+    SUFFIX,
+    Header,
+    Part,
+    Save,
+    SegmentFile,
+    choose_slot,
+    place_copies,
+    read_header,
+)
+from ds_hetero.elastic.worker import Worker
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.collectives import on_all_ranks
+
+logger = logging.getLogger(__name__)
+
+_FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
+_SEND_AGAIN = 3  # a keeper that was killed is back in a second
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A rank of the world, and where it keeps its state.
+
+    Args:
+        name: of its worker.
+        node: of its node.
+        keeper: address of the node's keeper.
+        free_bytes: of the node's shared memory.
+        num_bytes: of its state.
+    """
+
+    name: str
+    node: str
+    keeper: tuple[str, int]
+    free_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRules:
+    """Rules by which a rank saves.
+
+    Args:
+        model: fingerprint of the model.
+        start: of this world; greater than those before.
+        every_steps: between two saves; None for as few as cost nothing.
+        copies: of each part, on other nodes.
+        notice_s: seconds that a node has from its notice to its end.
+        resumed: the save that this world began with.
+    """
+
+    model: str
+    start: str
+    every_steps: int | None
+    copies: int
+    notice_s: float
+    resumed: Save | None
+
+
+class Snapshots:
+    """The saves of this rank.
+
+    Args:
+        worker: this process.
+        group: all ranks, over gloo.
+        rules: of its saves.
+        take: captures this rank's state.
+        say: tells an event, on rank 0.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        group: dist.ProcessGroup,
+        rules: SaveRules,
+        take: Callable[[], Content],
+        say: Callable[..., None],
+    ) -> None:
+        self._worker, self._group, self._rules, self._take, self._say = worker, group, rules, take, say
+        self.every_steps = rules.every_steps
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._files = {slot: SegmentFile(self._path(slot)) for slot in SLOTS}
+        self._slots = {slot: getattr(read_header(self._path(slot)), "save", None) for slot in SLOTS}
+        self._kept = rules.resumed
+        self._targets: list[Peer] | None = None
+        self._peers: list[Peer] = []
+        self._thread: threading.Thread | None = None
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._done_step = self.committed_step = -1
+        self._leaving: str | None = None  # why all ranks end
+        self._cost_s = 0.0  # of the latest save, from its capture to its last copy
+        self._last_step_s: float | None = None
+        self._step_s = 0.0
+        self.times: dict[str, float] = {}
+
+    def _path(self, slot: str) -> Path:
+        return self._worker.place.folder / f"own-{self._worker.name}-{slot}{SUFFIX}"
+
+    def before_step(self) -> None:
+        """Wait until nothing is left to copy of what the step changes."""
+        self.leave_if_due()
+        self._is_copied.wait()
+
+    def after_step(self, step: int) -> None:
+        """Commit and save if they are due; leave if a rank was given notice, or somebody waits to join.
+
+        Args:
+            step: optimizer steps done.
+
+        Collectives: one all_reduce of four integers; `on_all_ranks` at the first save.
+        """
+        self._worker.step = step
+        now_s = time.perf_counter()
+        if self._last_step_s is not None:
+            self._step_s = now_s - self._last_step_s
+        is_due = step % (self.every_steps or _FIRST_EVERY) == 0
+        if is_due or self._worker.has_notice:
+            self._wait_for_thread()
+        newcomers = self._newcomers() if is_due and self._rank == 0 else []
+        leaving, joining, minus_done, needed = self._agree(
+            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._needed_steps()
+        )
+        if is_due:
+            self._commit(-minus_done)
+        if is_due and self._rules.every_steps is None:
+            self.every_steps = needed
+        if is_due or leaving or joining:
+            self._save(step)
+        if leaving or joining:
+            self._leaving = "notice" if leaving else f"{', '.join(newcomers) or 'somebody'} joins"
+        self._last_step_s = time.perf_counter()
+
+    def _agree(self, *numbers: int) -> list[int]:
+        agreed = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in agreed.tolist()]
+
+    def _needed_steps(self) -> int:
+        """Steps that last as long as a save."""
+        return max(1, math.ceil(self._cost_s / self._step_s)) if self._step_s > 0 else 1
+
+    def _newcomers(self) -> list[str]:
+        try:
+            names: list[str] = self._worker.ask_meeting({"do": "newcomers"})["newcomers"]
+        except OSError:
+            return []
+        return names
+
+    def _wait_for_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _commit(self, step: int) -> None:
+        """All ranks have a save of ``step``: what is older may go."""
+        if step <= self.committed_step:
+            return
+        is_first = self.committed_step < 0
+        self.committed_step = step
+        self._kept = self._save_of(step)
+        if is_first:
+            self._say("commit", step=step, every_steps=self.every_steps, targets=[p.node for p in self._targets or []])
+            self._free()
+            if self._step_s + self._cost_s > self._rules.notice_s:
+                self._say("notice too short", step_s=self._step_s, save_s=self._cost_s, notice_s=self._rules.notice_s)
+
+    def _free(self) -> None:
+        """Delete what worlds before have left on this node; segments that are written again stay."""
+        node = self._worker.place.node
+        targets = self._targets_by_rank()
+        own = [f"own-{peer.name}-" for peer in self._peers if peer.node == node]
+        copies = [
+            _copy_prefix(peer) for rank, peer in enumerate(self._peers) if any(t.node == node for t in targets[rank])
+        ]
+        try:
+            self._worker.ask_keeper(
+                {"do": "free", "kept": asdict(self._save_of(self.committed_step)), "in_use": own + copies}
+            )
+        except OSError as error:
+            logger.warning("the keeper of this node does not free older saves: %s", error)
+
+    def _save_of(self, step: int) -> Save:
+        return Save(step=step, start=self._rules.start, world_size=self._size)
+
+    def _save(self, step: int) -> None:
+        """Capture the state, and let a thread do the rest."""
+        self._wait_for_thread()
+        begin_s = time.perf_counter()
+        content = self._take()
+        if self._targets is None:
+            self._place(content.num_bytes)
+        slot = choose_slot(self._slots, self._kept)
+        self._slots[slot] = None
+        self._is_copied.clear()
+        self._thread = threading.Thread(target=self._work, args=(slot, step, content, begin_s), daemon=True)
+        self._thread.start()
+        self.times["capture_s"] = time.perf_counter() - begin_s
+
+    def _work(self, slot: str, step: int, content: Content, begin_s: float) -> None:
+        """In the thread: copy, check, send."""
+        try:
+            self._write(slot, step, content)
+            self._is_copied.set()
+            if self._send(slot):
+                self._done_step = step
+            self._cost_s = time.perf_counter() - begin_s
+        except Exception:
+            logger.exception("a save of step %d failed; the one before stays", step)
+        finally:
+            self._is_copied.set()
+
+    def _write(self, slot: str, step: int, content: Content) -> None:
+        begin_s = time.perf_counter()
+        file, size = self._files[slot], content.num_bytes
+        room = file.begin(size)
+        try:
+            content.write_tensors(room)
+            self._is_copied.set()
+            self.times["copy_s"] = time.perf_counter() - begin_s
+            crc = content.write_rest(room)
+        finally:
+            room.release()
+        save = self._save_of(step)
+        file.finish(
+            Header(
+                job=self._worker.place.job,
+                model=self._rules.model,
+                save=save,
+                rank=self._rank,
+                end_bytes=size,
+                crc32=crc,
+                index_bytes=content.index_bytes,
+            )
+        )
+        self._slots[slot] = save
+
+    def _send(self, slot: str) -> bool:
+        """Send the segment to the nodes of its copies; whether all have it."""
+        begin_s, own = time.perf_counter(), self._peers[self._rank]
+        stored = [self._send_to(target, slot, f"{_copy_prefix(own)}{slot}{SUFFIX}") for target in self._targets or []]
+        self.times["send_s"] = time.perf_counter() - begin_s
+        return all(stored)
+
+    def _send_to(self, target: Peer, slot: str, name: str) -> bool:
+        message = {"do": "push", "name": self._path(slot).name, "to": target.keeper, "as": name}
+        return any(self._ask_to_push(message, target) for _ in range(_SEND_AGAIN))
+
+    def _ask_to_push(self, message: dict[str, Any], target: Peer) -> bool:
+        try:
+            self._worker.ask_keeper(message)
+        except OSError as error:
+            logger.warning("node %s does not take a copy: %s", target.node, error)
+            time.sleep(_PAUSE_S)
+            return False
+        return True
+
+    def _place(self, num_bytes: int) -> None:
+        """Agree on the nodes of all copies, once per world; refuse shared memory that is too small."""
+
+        def describe() -> Peer:
+            keeper = self._worker.place.address()
+            assert keeper is not None
+            free = int(self._worker.ask_keeper({"do": "list"})["free_bytes"])
+            have = sum(file.path.stat().st_size for file in self._files.values() if file.path.exists())
+            return Peer(
+                name=self._worker.name,
+                node=self._worker.place.node,
+                keeper=keeper,
+                free_bytes=free + have,
+                num_bytes=num_bytes + 2**16,
+            )
+
+        self._peers = list(on_all_ranks(describe, self._group))
+        self._targets = self._targets_by_rank()[self._rank]
+        need = expected_bytes(self._peers, self._targets_by_rank())
+        for peer in self._peers:
+            if need[peer.node] > peer.free_bytes:
+                raise ConfigError(
+                    f"node {peer.node} has {peer.free_bytes / 2**30:.2f} GiB of shared memory for saves, and needs "
+                    f"{need[peer.node] / 2**30:.2f}: two slots of each own part and of each copy. Give it more "
+                    '(docker run --shm-size, --memory-gib), or set "elastic": {"copies": 0}.'
+                )
+        if self._rank == 0 and self._rules.copies and not self._targets:
+            self._say("no copies", reason="all ranks are on one node, and no other failure domain is left")
+
+    def _targets_by_rank(self) -> dict[int, list[Peer]]:
+        """By rank, peers on the nodes that may hold its copies; the first ``copies`` of them do."""
+        by_node = {peer.node: peer for peer in reversed(self._peers)}
+        parts = [Part(rank=r, node=peer.node, num_bytes=peer.num_bytes) for r, peer in enumerate(self._peers)]
+        free = {node: peer.free_bytes for node, peer in by_node.items()}
+        for part in parts:
+            free[part.node] -= len(SLOTS) * part.num_bytes
+        places = place_copies(parts, free, self._rules.copies)
+        return {rank: [by_node[node] for node in nodes] for rank, nodes in places.items()}
+
+    def leave_if_due(self) -> None:
+        """End this process, as all ranks do, if it was agreed on: the save of the latest step is committed first.
+
+        Call it where the script has done all that belongs to a step.
+
+        Collectives: one all_reduce of four integers, if it is due.
+        """
+        if self._leaving is None:
+            return
+        self._wait_for_thread()
+        _, _, minus_done, _ = self._agree(0, 0, -self._done_step, 0)
+        self._say("leave", step=self._worker.step, committed=-minus_done, reason=self._leaving)
+        self._worker.leave()
+
+
+def _copy_prefix(peer: Peer) -> str:
+    return f"from-{peer.name}-"
+
+
+def expected_bytes(peers: list[Peer], targets: dict[int, list[Peer]]) -> dict[str, int]:
+    """Bytes that every node needs for its own parts and the copies that it holds, two slots of each."""
+    need = dict.fromkeys((peer.node for peer in peers), 0)
+    for rank, peer in enumerate(peers):
+        for node in {peer.node, *(target.node for target in targets[rank])}:
+            need[node] += len(SLOTS) * peer.num_bytes
+    return need

@@ -1,0 +1,241 @@
+"""Loader, loss and mean of a `Handle`, for each kind of model: split over the sequence, whole, or cut into stages.
+
+The mean over the tokens of a whole batch, of which every rank holds a part: what `Handle.mean` computes.
+
+`Handle.sharded_call`: which model a call is of, and what it runs under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hetero.engine.adapters import ResultsOfTokens, SplitModel
+from ds_hetero.engine.forward_mode import Wanted, sharded_calls
+from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader, stands_for_none
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.errors import BatchError, ConfigError
+from ds_hetero.runtime.data.sample_loader import SampleLoader
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.loss import (
+    cross_entropy_sum,
+    expect_same_scalar,
+    has_loss_of_batch,
+    scaled_loss,
+    sequence_parallel_loss,
+)
+from ds_hetero.runtime.pipeline.batches import SameBatches
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import IDLE
+
+BatchesOfRanks = Literal["same", "own"] | None
+NumItems = Tensor | float | None
+
+
+class ModelCalls:
+    """Calls of a `Handle` about a model that runs whole on every rank; the arguments are those of its methods.
+
+    Args:
+        model: in training.
+        samples: the model, where its replicas take different batches.
+    """
+
+    def __init__(self, model: nn.Module, samples: WholeModel | None = None) -> None:
+        parameter = next(model.parameters(), None)
+        self.device = default_device() if parameter is None else parameter.device
+        self._samples = samples
+
+    def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
+        """Wrap a loader of whole batches."""
+        if self._samples is None:
+            return WholeLoader(dataloader, device)
+        return SampleLoader(dataloader, self._samples, device, batches, KNOWN_LOADERS)
+
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
+        """The loss of the whole batch."""
+        loss: Tensor = outputs.loss
+        if num_items is None:
+            return loss
+        factor = labels_that_count(batch).ne(IGNORE_INDEX).sum() * dist.get_world_size() / num_items
+        return loss * factor if self._samples is None else scaled_loss(loss, factor)
+
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
+        """The mean over the whole batch."""
+        return token_mean(values, batch, where, None, num_items)
+
+
+class _SplitCalls(ModelCalls):
+    """Calls about a model that is split over the sequence."""
+
+    def __init__(self, model: SplitModel) -> None:
+        super().__init__(model.model)
+        self._model = model
+
+    def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
+        return ModelLoader(dataloader, self._model, device, batches)
+
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
+        model, replica, divisor = self._model, self._model.replica, 1
+        if has_loss_of_batch(outputs) and num_items is None:
+            return super().loss(outputs, batch, None)
+        labels = labels_that_count(batch)
+        num_tokens = labels.ne(IGNORE_INDEX).sum()
+        mean = None if has_loss_of_batch(outputs) else getattr(outputs, "loss", None)
+        if mean is None:
+            loss_sum = cross_entropy_sum(outputs.logits, labels) + num_tokens * model.router_term(outputs)
+        else:
+            loss_sum = mean * num_tokens
+        model.note_scaled_loss()
+        if num_items is None and replica.batch_split is not None:
+            num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps
+        with model.clock.phase(IDLE, "loss"):
+            return sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
+
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
+        return token_mean(values, batch, where, self._model.replica, num_items)
+
+
+class _StageCalls(ModelCalls):
+    """Calls about a model that is cut into stages of pipelines, which compute the loss of the global batch."""
+
+    def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
+        return SameBatches(dataloader, device)
+
+    def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
+        return super().loss(outputs, batch, None)
+
+    def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
+        raise ConfigError("handle.mean has no tokens to take a mean over: pipelines compute their loss themselves.")
+
+
+def calls_of(registry: Registry, model: nn.Module) -> ModelCalls:
+    """The calls about a model that `deepspeed.initialize` was given."""
+    if registry.is_pipelined(model):
+        return _StageCalls(model)
+    prepared = registry.find(model)
+    if prepared is None:
+        return ModelCalls(model)
+    if not isinstance(prepared.model, WholeModel):
+        return _SplitCalls(prepared.model)
+    return ModelCalls(model, prepared.model if prepared.model.takes_unlike_batches else None)
+
+
+def labels_that_count(batch: Batch) -> Tensor:
+    """Labels of the loss: those that a loader moved to their predecessors, or that the model will move."""
+    labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return labels
+
+
+def _items_of_step(batch: Batch) -> int:
+    info = shard_info(batch["position_ids"])
+    if info is None or info.num_items is None:
+        raise BatchError(
+            "replicas that take different batches are weighed by their tokens, but how many the optimizer step has is "
+            "not known of this batch. Give handle.loss the batch from handle.dataloader as it is, not a copy, or "
+            "num_items from handle.count_items."
+        )
+    return info.num_items
+
+
+def token_mean(
+    values: Tensor,
+    batch: Batch,
+    where: Tensor | None,
+    replica: Replica | None,
+    num_items: Tensor | float | None,
+) -> Tensor:
+    """The mean of ``values`` over the tokens of the whole batch, with a gradient of the scale that the engine averages.
+
+    Args:
+        values: [B, s, ...] by token of the shard, or a scalar that all ranks have alike.
+        batch: the shard.
+        where: [B, s], the tokens that count; None for those whose labels count.
+        replica: this rank's; None where the batch is whole.
+        num_items: tokens that count in the optimizer step over all ranks; None to weigh micro-batches alike.
+
+    Caller: every rank of the replica.
+    Collectives: one all_reduce of two numbers; for a scalar, two.
+
+    Raises:
+        BatchError: ``values`` is neither of the shard's tokens nor the same scalar on all ranks.
+        ConfigError: the replicas take different batches, and ``num_items`` is None.
+    """
+    counted = _counted(values, batch, where)
+    if replica is None:
+        return values if counted is None else _by_token(values)[counted].mean()
+    if counted is None:
+        expect_same_scalar(values, replica)
+        return sequence_parallel_loss(values, 1, replica)
+    if replica.batch_split is not None and num_items is None:
+        raise ConfigError(
+            f"handle.mean needs num_items where replicas take different batches ({replica.batch_split}): "
+            "handle.count_items(batches) in a loop, num_items_in_batch in a Trainer's compute_loss."
+        )
+    total = _by_token(values).masked_fill(~counted, 0.0).sum()
+    return sequence_parallel_loss(total, counted.sum(), replica, num_items)
+
+
+def _counted(values: Tensor, batch: Batch, where: Tensor | None) -> Tensor | None:
+    """[B, s], the tokens to take the mean over; None for a scalar, which belongs to no token."""
+    if not values.dim():
+        return None
+    counted = where
+    if counted is None:
+        labels = batch.get("shift_labels")
+        if labels is None:  # a whole batch
+            labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        counted = labels.ne(IGNORE_INDEX)
+    elif stands_for_none(dict(batch)):
+        counted = torch.zeros_like(counted)
+    if values.shape[:2] != counted.shape:
+        raise BatchError(
+            f"handle.mean takes one value per token of the shard, [B, s] = {list(counted.shape)}, or a scalar that is "
+            f"the same on all ranks; got {list(values.shape)}."
+        )
+    return counted.to(torch.bool)
+
+
+def _by_token(values: Tensor) -> Tensor:
+    """[B, s, ...] -> [B, s], in at least single precision."""
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.reshape(*values.shape[:2], -1).mean(-1)
+
+
+def call_sharded(registry: Registry, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens | Any:
+    """Call a model with a whole batch; see `Handle.sharded_call`.
+
+    Args:
+        registry: of this process.
+        model: an engine, or a model that one trains.
+        batch: what the model takes.
+        wanted: what to return.
+
+    Raises:
+        ConfigError: ``model`` is none that was prepared.
+    """
+    is_model = isinstance(model, nn.Module) and (registry.find(model) is not None or registry.is_unsplit(model))
+    module: nn.Module = model if is_model else getattr(model, "module", model)
+    prepared = registry.find(module)
+    if prepared is None:
+        if registry.is_unsplit(module):
+            return registry.adapters.models.whole_results(model, batch, wanted)
+        raise ConfigError(
+            "handle.sharded_call was given a model that ds_hetero does not split: one of pipelines, or one that "
+            "deepspeed.initialize was not given since ds_hetero.register(). Give it the engine."
+        )
+    split = prepared.model
+    if isinstance(split, WholeModel):
+        raise ConfigError(
+            f"handle.sharded_call was given {type(module).__name__}, which runs whole on every rank; call it itself."
+        )
+    if split.trains_now and not split.pools:
+        split.checks.check_same_batch(batch)
+    with sharded_calls(wanted):
+        return model(**batch)

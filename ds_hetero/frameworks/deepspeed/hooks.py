@@ -1,0 +1,323 @@
+"""Hooks around the methods of DeepSpeed's engine: how they are put on, and those that every engine has.
+
+A hook is a function ``hook(hooked, method, *args, **kwargs)`` that is called in the place of an engine's method. It
+calls ``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. No other
+file replaces methods of an engine; `engine.HOOKS` lists the hooks.
+
+Hooks of an engine whose model is split over the sequence, or runs whole on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.patching import Function
+from ds_hetero.engine.registry import ElasticState
+from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
+from ds_hetero.frameworks.deepspeed.loading import expect_one_save
+from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
+from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
+from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.job.monitor import StepMonitor
+from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.runtime.peers.calls import FORWARD, own_calls
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.step_clock import IDLE, StepClock
+
+Hook = Function
+
+
+@dataclass(kw_only=True)
+class HookedEngine:
+    """An engine and what the hooks around its methods need.
+
+    Args:
+        engine: DeepSpeed's, as it was built.
+        clock: times its steps.
+        monitor: takes the times of steps.
+    """
+
+    engine: Engine
+    clock: StepClock
+    monitor: StepMonitor
+
+    @property
+    def why_batch_is_fixed(self) -> str | None:
+        """Message for who changes the batch size of the engine; None where it can be changed."""
+        return None
+
+
+class HookRow(NamedTuple):
+    """A row of the table of hooks.
+
+    Args:
+        method: of the engine.
+        hook: around it.
+        of: the engines that have it.
+    """
+
+    method: str
+    hook: Hook
+    of: type[HookedEngine] = HookedEngine
+
+
+class EngineHooks:
+    """Hooks around the methods of one engine.
+
+    Args:
+        hooked: what every hook is given.
+        table: those of one method outermost first.
+    """
+
+    def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
+        self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
+        for row in reversed(table):
+            if isinstance(hooked, row.of):
+                setattr(hooked.engine, row.method, _around(row.hook, hooked, getattr(hooked.engine, row.method)))
+
+    def take_off(self) -> None:
+        """Leave the engine, if it still exists, with its own methods."""
+        if (engine := self._engine()) is not None:
+            for name in self._names & vars(engine).keys():
+                delattr(engine, name)
+
+
+def _around(hook: Hook, hooked: HookedEngine, method: Function) -> Function:
+    @functools.wraps(method)
+    def call(*args: object, **kwargs: object) -> object:
+        return hook(hooked, method, *args, **kwargs)
+
+    return call
+
+
+def waiting(phase: str) -> Hook:
+    """Make a hook that reports a collective which broke or timed out inside the engine as `PeerError`."""
+
+    def name_lost_peers(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
+        with waiting_for_peers(phase):
+            return method(*args, **kwargs)
+
+    return name_lost_peers
+
+
+def recording(call: str) -> Hook:
+    """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`."""
+
+    def record_call(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
+        own_calls.record(call)
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            own_calls.fail(error)
+            raise
+
+    return record_call
+
+
+def time_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
+    """Time the engine's step; after an optimizer step the monitor may look at all ranks' times, and change the plan."""
+    before = hooked.engine.global_steps
+    with hooked.clock.running(), hooked.clock.optimizer_step():
+        result = step(*args, **kwargs)
+    if hooked.engine.global_steps > before:
+        hooked.monitor.record_step(hooked.engine.global_samples)
+    return result
+
+
+def report_times(hooked: HookedEngine, destroy: Function, *args: object, **kwargs: object) -> object:
+    """Print the table of the ranks' times before the engine is gone."""
+    hooked.monitor.report()
+    return destroy(*args, **kwargs)
+
+
+def refuse_batch_sizes(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
+    """Refuse another batch size where the plan says what batches there are.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if (message := hooked.why_batch_is_fixed) is not None:
+        raise ConfigError(message)
+    return method(*args, **kwargs)
+
+
+@dataclass(kw_only=True)
+class SplitEngine(HookedEngine):
+    """An engine whose model is split over the sequence, or runs whole on every rank.
+
+    Args:
+        model: what it trains.
+        scaling: brings losses to the scale of the engine's average.
+        prediction_check: compares steps with their prediction.
+        note_destroyed: called before the engine is gone.
+        stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
+        backwards: watches over several backwards for one step.
+        elastic: keeps its state in memory; None in a job that is not elastic.
+    """
+
+    model: SplitModel | WholeModel
+    scaling: LossScaling
+    prediction_check: PredictionCheck
+    note_destroyed: Callable[[], None]
+    stage3: Stage3Checkpoints | None
+    backwards: BackwardsOfStep
+    elastic: ElasticState | None = None
+
+    @property
+    def why_batch_is_fixed(self) -> str | None:
+        """Replicas take different batches, which are the schedule's."""
+        split = self.model.replica.batch_split
+        if split is None:
+            return None
+        return (
+            f"the batch cannot be changed while replicas take different ones ({split}); change their micro_batch_size "
+            "and micro_batches in the schedule."
+        )
+
+
+def time_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
+    """Time a forward of the model."""
+    clock = hooked.clock
+    with clock.running(), clock.forward(training=hooked.model.times_forward and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+
+
+def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
+    """Before the first forward on unlike batches: find by what its loss is to be weighed."""
+    if isinstance(hooked.model, WholeModel) and hooked.model.needs_unit:
+        hooked.model.find_unit(args, kwargs)
+    return forward(*args, **kwargs)
+
+
+def time_backward(hooked: SplitEngine, backward: Function, *args: object, **kwargs: object) -> object:
+    """Time a backward."""
+    with hooked.clock.running(), hooked.clock.backward():
+        return backward(*args, **kwargs)
+
+
+def record_step(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
+    """Note when an optimizer step was done, for the comparison with its prediction."""
+    before = hooked.engine.global_steps
+    result = step(*args, **kwargs)
+    if hooked.engine.global_steps > before:
+        hooked.prediction_check.record_step(time.perf_counter())
+    return result
+
+
+def scale_loss(
+    hooked: SplitEngine,
+    backward: Function,
+    loss: Tensor,
+    retain_graph: bool = False,
+    scale_wrt_gas: bool = True,
+) -> object:
+    """Bring a loss of any convention to the scale that the engine's average needs."""
+    accumulation_steps = hooked.engine.gradient_accumulation_steps()
+    divisor = accumulation_steps if scale_wrt_gas else 1
+    whole = hooked.model if isinstance(hooked.model, WholeModel) else None
+    with hooked.clock.phase(IDLE, "loss"):
+        micro_step = 0 if whole is None else whole.micro_step(hooked.engine.global_steps)
+        loss = hooked.scaling.scale(loss, divisor, micro_step)
+    result = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+    if whole is not None:
+        whole.end_batch()
+    return result
+
+
+def expect_scaled_loss(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
+    """Refuse a step on gradients of a loss that did not come through ``engine.backward``."""
+    hooked.scaling.expect_scaled()
+    return step(*args, **kwargs)
+
+
+def begin_backward(hooked: SplitEngine, begin: Callable[[], None]) -> None:
+    """Keep the gradients of the backwards before, or refuse; see `backwards`."""
+    hooked.backwards.begin()
+    begin()
+
+
+def end_backward(hooked: SplitEngine, end: Callable[[], None]) -> None:
+    """Note that a backward has ended."""
+    end()
+    hooked.backwards.end()
+
+
+def forget_backwards(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
+    """After the gradients were used or dropped, the next backward is the first of a step."""
+    result = method(*args, **kwargs)
+    hooked.backwards.forget()
+    return result
+
+
+def report_prediction(hooked: SplitEngine, destroy: Function, *args: object, **kwargs: object) -> object:
+    """Print how prediction and measurement compare before the engine is gone."""
+    hooked.note_destroyed()
+    hooked.prediction_check.report()
+    return destroy(*args, **kwargs)
+
+
+_record_forward = recording(FORWARD)
+
+
+def record_common_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
+    """Record a forward unless it is of a whole batch, or without gradients, and so this rank's own affair."""
+    if hooked.model.waits_in_forward and torch.is_grad_enabled():
+        return _record_forward(hooked, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def save_checkpoint(hooked: SplitEngine, save: Function, *args: object, **kwargs: object) -> object:
+    """Save whole or not at all, with the plan that re-planning has come to."""
+    save_all: Function = save_whole
+    return save_all(hooked.engine, save, hooked.monitor.changed_plan, *args, **kwargs)
+
+
+def load_checkpoint(hooked: SplitEngine, load: Function, load_dir: str, tag: object, **kwargs: object) -> object:
+    """Load the parts of one save only; go on with its random states and the plan that re-planning had come to."""
+    engine = hooked.engine
+    if is_in_memory():
+        return load(load_dir, tag, **kwargs)
+    weights_alone = kwargs.get("load_module_only", False) or not kwargs.get("load_optimizer_states", True)
+    with_optimizer = not weights_alone or engine.zero_optimization_partition_weights()
+    manifest = expect_one_save(engine, Path(load_dir, str(tag)), with_optimizer=with_optimizer)
+    loaded = load(load_dir, tag, **kwargs)
+    if manifest is not None and manifest.plan is not None and not weights_alone:
+        hooked.monitor.resume(manifest.plan)
+    if manifest is not None and not weights_alone:
+        restore_random_states(Path(load_dir, str(tag)), manifest)
+    return loaded
+
+
+def of_engine_alone(hook: Function) -> Hook:
+    """Make a hook of a function of the engine alone."""
+
+    @functools.wraps(hook)
+    def of_engine(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
+        return hook(hooked.engine, method, *args, **kwargs)
+
+    return of_engine
+
+
+def of_stage3_alone(hook: Function) -> Hook:
+    """Make a hook of a method of `Stage3Checkpoints`; engines of other stages run without it."""
+
+    @functools.wraps(hook)
+    def of_stage3(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
+        if hooked.stage3 is None:
+            return method(*args, **kwargs)
+        return hook(hooked.stage3, method, *args, **kwargs)
+
+    return of_stage3

@@ -1,1 +1,0 @@
-"""Hooks around the methods of DeepSpeed's engine."""

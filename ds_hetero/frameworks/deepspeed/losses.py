@@ -1,0 +1,239 @@
+"""The losses that training scripts compute themselves, brought to the scale that the engine's average needs.
+
+`Handle.loss` and the Trainer give the engine a loss of the right scale, and it is known as such. Any other loss follows
+a convention (`ds_hetero.runtime.loss.CONVENTIONS`): the one that ``"loss"`` in the "heterogeneity" section declares, or
+``"replica_mean"``, the recipe that accelerate and transformers document. At an engine's first backward the ranks look
+at each other's losses and refuse what contradicts the convention: the recipe gives all ranks of a replica one value,
+the others each its own.
+
+DeepSpeed's fused loss over tiles of the logits, which cannot know the scale of a shard's loss: it is refused.
+
+`TiledFusedLogitsLoss` runs the backward of the LM head inside its forward, as if the gradient of the loss were 1. On a
+shard it is what the engine's average needs, known when the loss of all ranks is put together. So the gradient of the
+head alone would be of another scale than those of all other layers, by how many labels a rank has.
+
+Several backwards for one optimizer step: exact by ZeRO 0 and 3, refused where ZeRO 1 and 2 would drop gradients.
+
+ZeRO 1 and 2 put the gradients of the backward that ends an accumulation in the place of those that the optimizer is to
+step on, so that a second such backward drops the first one's. ZeRO 3 tells a new backward from another phase of the one
+before by a forward between them: of two backwards after two forwards it drops the first one's gradients, also while it
+accumulates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+from torch import Tensor
+
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.patching import Function
+from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
+from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.data.loss_units import expect_declared
+from ds_hetero.runtime.data.shard_info import shard_info
+from ds_hetero.runtime.data.shards import IGNORE_INDEX
+from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
+from ds_hetero.values.section import SECTION
+
+_ADDED_TERM = (
+    "the loss given to backward is the engine's plus a term computed from this rank's shard. One process would "
+    "weigh the term by tokens; as it is, ranks weigh alike, whose shards are unequal. Make the term with "
+    "handle.mean(per_token, batch), the mean over the tokens of the whole batch of values [B, s] (handle = "
+    "ds_hetero.register()). It also takes a scalar that is the same on all ranks, such as a penalty on parameters."
+)
+# Relative difference below which two ranks' losses count as one value. Ranks that follow the recipe compute with the
+# same numbers; they differ by the order of their sums, or where compilers fuse a product and a sum.
+_SAME, _SAME_HALF = 16 * torch.finfo(torch.float32).eps, 1e-3
+
+
+class LossScaling:
+    """Scales the losses given to one engine's backward.
+
+    Args:
+        model: what the engine trains, with the convention that the section declares.
+    """
+
+    def __init__(self, model: SplitModel | WholeModel) -> None:
+        self._model = model
+        self._checked: set[str] = set()
+
+    def scale(self, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """The loss to differentiate: its value is that of ``loss``.
+
+        Args:
+            loss: scalar, of the batch that the model saw last.
+            divisor: what the engine's backward will divide by.
+            micro_step: of a model that runs whole, see `WholeModel.micro_step`.
+
+        Caller: every rank of the world, once per micro-batch.
+        Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
+
+        Raises:
+            ConfigError: the loss follows another convention than it should, or is the engine's plus a term that is not;
+                on every rank.
+            BatchError: the batch did not come from the loader, so that its labels or samples are not known; on every
+                rank.
+        """
+        if isinstance(self._model, WholeModel):
+            loss = self._by_unit(self._model, loss, divisor, micro_step)
+        elif not is_scaled(loss):
+            loss = self._by_convention(loss, divisor)
+        elif has_unscaled_term(loss):
+            raise ConfigError(_ADDED_TERM)
+        self._model.note_scaled_loss()
+        return loss
+
+    def _by_unit(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
+        """Weigh the mean over a micro-batch's samples or labels as a part of the mean over those of the step."""
+        if not model.takes_unlike_batches:
+            return loss
+        batch = model.batch_at(micro_step)
+        if is_scaled(loss):
+            return loss
+        model.expect_own_loss(loss)
+        unit = model.loss_convention
+        assert unit is not None, "a forward of training comes before its backward"
+        if unit == "items":
+            raise expect_declared(type(model.model).__name__)
+        own, of_step = getattr(batch.counts, unit), getattr(batch.counts_of_step, unit)
+        return rescaled_loss(loss, "local_mean", own, model.replica, of_step, divisor)
+
+    def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
+        replica = self._model.replica
+        convention = self._model.loss_convention or "replica_mean"
+        if convention not in self._checked and self._expect(convention, loss):
+            self._checked.add(convention)
+        info = shard_info(self._model.latest_positions)
+        labels = None if info is None else info.labels
+        num_items = None if info is None else info.num_items
+        needs_items = replica.batch_split is not None
+        if (needs_items and num_items is None) or (labels is None and (needs_items or convention != "replica_mean")):
+            raise BatchError(
+                f'a loss by the convention "{convention}" needs the labels of its batch, which are not known here: '
+                "give the model the position_ids of a batch from ds_hetero's loader as they are, not a copy; or use "
+                "handle.loss."
+            )
+        num_tokens = None if labels is None else labels.ne(IGNORE_INDEX).sum()
+        return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
+
+    def expect_scaled(self) -> None:
+        """Before the engine's step: refuse gradients of a loss that was differentiated without coming here.
+
+        Raises:
+            ConfigError: the loss needed scaling; on every rank.
+        """
+        model = self._model
+        if model.end_step() and (model.loss_convention is not None or model.replica.batch_split is not None):
+            raise ConfigError(
+                "backward was called on the loss itself, which leaves it without the scale that the engine's average "
+                "needs. Call engine.backward(loss), or take the loss from handle.loss."
+            )
+
+    def _expect(self, convention: str, loss: Tensor) -> bool:
+        """Compare the ranks' losses; False where they tell nothing yet, since no rank has a label."""
+        replica = self._model.replica
+        device = message_device()
+        own = torch.tensor([replica.replica_id, float(loss.detach())], dtype=torch.float64, device=device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        rows = [(int(row[0]), float(row[1])) for row in gathered]
+        if not any(value and not math.isnan(value) for _, value in rows):
+            return False
+        by_rank = [f"{value:.6g}" for _, value in rows]
+        by_replica = [[v for r, v in rows if r == replica_id] for replica_id in sorted({r for r, _ in rows})]
+        same = _SAME if loss.element_size() >= 4 else _SAME_HALF
+        alike = [_all_alike(values, same) for values in by_replica if len(values) > 1]
+        if convention == "replica_mean" and not all(alike):
+            raise ConfigError(
+                f"the loss given to backward differs between the ranks of a replica (by rank {by_rank}), so it is not "
+                "the mean over the replica's tokens. Use handle.loss, or say what it is: "
+                f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
+                '"local_share", their sum over the number of labels in the replica.'
+            )
+        if convention != "replica_mean" and alike and all(alike):
+            raise ConfigError(
+                f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
+                f"replica (by rank {by_rank}), as it is by handle.loss and by the recipe. Leave the key out."
+            )
+        return True
+
+
+def _all_alike(values: Sequence[float], same: float) -> bool:
+    """Whether a replica's ranks have one loss, up to a relative difference; NaN is that of no label at all."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(known) != len(values):
+        return not known
+    return max(known) - min(known) <= same * max(abs(value) for value in known)
+
+
+def install_tiled_loss(registry: Registry) -> None:
+    """Let `TiledFusedLogitsLoss` refuse shards."""
+    registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
+
+
+def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
+    function: Function = stock.__func__
+
+    @functools.wraps(function)
+    def forward(*args: object, **kwargs: object) -> object:
+        if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
+            raise ModelError(
+                "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
+                "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
+                "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
+                "backward at its time; or have the model return logits, for handle.loss."
+            )
+        return function(*args, **kwargs)
+
+    return staticmethod(forward)
+
+
+class BackwardsOfStep:
+    """The backwards of one engine since its last step.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._are_averaged = False  # the gradients, for the step
+
+    def begin(self) -> None:
+        """A backward begins.
+
+        Raises:
+            StepError: it would drop the gradients of the one before.
+        """
+        stage = self._engine.zero_optimization_stage()
+        if self._are_averaged and stage in (1, 2) and not self._engine.inside_no_sync_ctxt:
+            raise StepError(
+                f"a second backward without engine.step() between: with gradient_accumulation_steps="
+                f"{self._engine.gradient_accumulation_steps()} the first has averaged the gradients for the step, and "
+                f"on ZeRO stage {stage} the second would put its own in their place. Add the losses and call "
+                "engine.backward once; or set gradient_accumulation_steps to the number of backwards and call "
+                "engine.step() after each; or call them inside `with engine.coalesce_grad_reduction():`. To drop the "
+                "gradients of the first, call engine.zero_grad()."
+            )
+        optimizer: Any = self._engine.optimizer
+        if getattr(optimizer, "_epilogue_ran_this_backward", False):  # as DeepSpeed does when a forward begins
+            optimizer.clear_backward_seen_flag()
+
+    def end(self) -> None:
+        """A backward has ended."""
+        is_last = self._engine.is_gradient_accumulation_boundary() and not self._engine.inside_no_sync_ctxt
+        self._are_averaged = self._are_averaged or is_last
+
+    def forget(self) -> None:
+        """The gradients have been used or dropped."""
+        self._are_averaged = False

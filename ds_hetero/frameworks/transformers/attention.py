@@ -1,0 +1,350 @@
+"""An attention and a mask function of our own, registered with transformers.
+
+transformers calls the mask function once per forward and passes its result to every layer, unread. While a sharded
+forward runs, ours returns a `ShardedMask`: the layout of the batch and the replica. So every layer knows what to do,
+also when activation checkpointing runs it again in the backward, where nothing else of the forward is left. At any
+other time (evaluation, generate) both functions pass the call on to the implementation that the model had before.
+
+Nothing that transformers registers is overwritten, and other models in the process are not touched.
+
+Which mask a model has: read from the mask function that transformers composed for it.
+
+Which attention a model had before it was switched to ours, kept by its configs.
+
+Attention under ``torch.autocast``, of which torch's own attention knows and ours would not.
+
+Rotary products leave queries and keys in fp32 beside values in half precision; torch casts all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
+from ds_hetero.engine.patching import Patches
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.names import MASK_PARTS
+from ds_hetero.frameworks.transformers.protocols import AttentionLayer, ModelConfig
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.data.shards import Batch
+from ds_hetero.runtime.replica import Replica
+
+NAME = "ds_hetero"  # of our attention implementation
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedMask:
+    """Stands in place of a layer's mask during a sharded forward; it can pass it on, and nothing else."""
+
+    forward: ShardedForward
+    kind: MaskKind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _MaskReadError(_MASK_READ.format(f"its {name!r}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _MaskReadError(_MASK_READ.format("a part of it"))
+
+
+class _MaskReadError(ModelError, AttributeError):
+    """An error by name, and "no" for whoever asks whether a mask has an attribute."""
+
+
+_MASK_READ = (
+    "a layer of the model reads its attention mask ({}) to build another, but during a forward on a shard it holds no "
+    "numbers: no rank sees the whole sequence. This model cannot be split over the sequence."
+)
+
+
+_select = functools.lru_cache(select)
+
+
+def install(patches: Patches) -> None:
+    """Register the two functions with transformers."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    patches.on_undo(lambda: AttentionInterface._global_mapping.pop(NAME))
+    patches.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(NAME))
+
+
+def keep_attention_function(name: str) -> Callable[[], None]:
+    """Remember the attention function that is registered under ``name``; return what puts it back."""
+    registered = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = registered.get(name)
+
+    def restore() -> None:
+        registered.pop(name, None)
+        if before is not None:
+            registered[name] = before
+
+    return restore
+
+
+def expect_whole_batch(config: ModelConfig | None = None) -> None:
+    """Outside of a sharded forward: refuse a shard that our hooks did not see, and layers that are called directly.
+
+    What recomputes layers in a backward was a forward before, of which the mask tells which.
+    """
+    mode = forward_mode()
+    if mode.is_compared:
+        return
+    if mode.given_shard is not None:
+        raise ModelError(
+            f"{mode.given_shard} was given a shard, but runs its attention past the module whose forwards ds_hetero "
+            "splits, so that each rank would attend to its own tokens only. This model cannot be split over the "
+            "sequence."
+        )
+    owner = None if config is None else owner_of(config)
+    recomputes = torch._C._current_graph_task_id() != -1
+    if owner is not None and owner.takes_shards and not mode.is_whole and not recomputes:
+        raise ModelError(
+            "attention runs outside of the forwards that ds_hetero splits, so that each rank would attend to its own "
+            "tokens only. Call the model itself, model(**batch), and not layers inside it; for whole sequences call it "
+            "in eval() or in `with handle.unsharded():`."
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mask(
+    *args: object,
+    config: ModelConfig,
+    mask_function: FunctionType = masking_utils.causal_mask_function,
+    **kwargs: object,
+) -> Any:
+    forward = forward_mode().forward
+    if forward is not None:
+        return ShardedMask(forward, mask_kind(mask_function))
+    expect_whole_batch()
+    former = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[former_implementation(config)]
+    with naming_former(config):
+        return former(*args, mask_function=mask_function, config=config, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention(
+    module: AttentionLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(attention_mask, ShardedMask):
+        options = _LayerOptions.read(args, kwargs)
+        return _sharded_attention(type(module).__name__, (query, key, value), attention_mask, options), None
+    if forward_mode().forward is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
+            "the one that transformers made, so ds_hetero cannot split it over the sequence."
+        )
+    config = module.config
+    expect_whole_batch(config)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    with naming_former(config):
+        former = ALL_ATTENTION_FUNCTIONS.get_interface(former_implementation(config), eager)
+        result: tuple[Tensor, Tensor | None] = former(module, query, key, value, attention_mask, *args, **kwargs)
+        return result
+
+
+@dataclass(frozen=True)
+class _LayerOptions:
+    """Options that layers pass to an attention function behind the mask, in the order of `sdpa_attention_forward`."""
+
+    dropout: float = 0.0
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    position_bias: Tensor | None = None
+    output_attentions: bool | None = None
+
+    @classmethod
+    def read(cls, args: Sequence[Any], kwargs: Batch) -> _LayerOptions:
+        names = {field.name for field in fields(cls)}
+        return cls(*args, **{name: value for name, value in kwargs.items() if name in names})
+
+
+def _sharded_attention(
+    layer: str, qkv: tuple[Tensor, Tensor, Tensor], mask: ShardedMask, options: _LayerOptions
+) -> Tensor:
+    """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
+    query, key, value = cast_alike(*qkv)
+    forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
+    heads, expected = (query.shape[1], key.shape[1]), _heads_of(forward.replica)
+    if heads != expected:
+        raise ModelError(
+            f"{layer} computes attention with {heads[0]} heads over {heads[1]} key/value heads, where the model's "
+            f"config says {expected[0]} over {expected[1]}, which the schedule cuts. This model cannot be split over "
+            "the sequence."
+        )
+    if problem := _problem(options, mask, head_dim, value_dim):
+        raise ModelError(f"{layer} asks for {problem}, which cannot be split over the sequence.")
+    if value_dim < head_dim:
+        value = nn.functional.pad(value, (0, head_dim - value_dim))
+    if forward.is_placeholder:
+        query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
+    spec = AttentionSpec(
+        kernel=_select(query.device, query.dtype, head_dim, options.softcap, forward.kernel),
+        causal=mask.kind.causal,
+        window=mask.kind.window,
+        scale=options.scaling,
+        softcap=options.softcap,
+        sinks=options.s_aux,
+    )
+    with without_autocast(query.device):
+        out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
+    if forward.is_placeholder:
+        out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+    return out[..., :value_dim]
+
+
+def _heads_of(replica: Replica) -> tuple[int, int]:
+    return replica.schedule.num_heads, replica.schedule.num_kv_heads
+
+
+def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
+    """The option that a layer asks for and cannot have, or None."""
+    if options.dropout:
+        return f"dropout={options.dropout} inside attention; set the model's attention dropout to 0"
+    if options.position_bias is not None:
+        return "a position_bias"
+    if options.output_attentions:
+        return "output_attentions=True; attention weights are never held"
+    if options.sliding_window is not None and options.sliding_window != mask.kind.window:
+        return f"sliding_window={options.sliding_window} with a mask whose window is {mask.kind.window}"
+    if value_dim > head_dim:
+        return f"value heads of {value_dim}, query heads of {head_dim}"
+    return None
+
+
+_SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last since transformers 5.21
+
+
+class MaskKind(NamedTuple):
+    """Tokens that a layer's mask hides beside padding and other documents.
+
+    Args:
+        causal: later keys.
+        window: keys further back than ``window - 1`` tokens; None if there is no limit.
+    """
+
+    causal: bool
+    window: int | None
+
+
+def mask_kind(mask_function: FunctionType) -> MaskKind:
+    """Read a mask function from the parts that transformers composed it of.
+
+    Raises:
+        ModelError: it has other parts: chunks, blocks, or functions of the model's own.
+    """
+    parts = {_name(part): part for part in _parts(mask_function)}
+    if unsupported := sorted(set(parts) - _SUPPORTED):
+        raise ModelError(
+            f"a mask made of {', '.join(unsupported)} cannot be split over the sequence; causal, bidirectional and "
+            "causal sliding-window masks can, with padding or packed documents."
+        )
+    overlay: Any = parts.get("sliding_window_overlay")
+    window = None if overlay is None else inspect.getclosurevars(overlay).nonlocals["sliding_window"]
+    return MaskKind("causal_mask_function" in parts, window)
+
+
+def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
+    """The function and all functions in its closure, theirs included."""
+    yield mask_function
+    for cell in mask_function.__closure__ or ():
+        contents = cell.cell_contents
+        for inner in contents if isinstance(contents, tuple) else (contents,):
+            if isinstance(inner, FunctionType):
+                yield from _parts(inner)
+
+
+def _name(part: FunctionType) -> str:
+    """Of the function in `transformers.masking_utils` that made it; qualified with its module for any other."""
+    if part.__module__ == masking_utils.__name__:
+        return part.__qualname__.partition(".")[0]
+    return f"{part.__module__}.{part.__qualname__}"
+
+
+class Owner(Protocol):
+    """The model that a config belongs to, as far as attention has to know it."""
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a forward without a cache would now take a shard."""
+
+
+_former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # likewise: whose config it is
+
+
+def remember_implementation(config: ModelConfig, owner: Owner) -> None:
+    """Remember which attention a config names, before its model is switched to ours.
+
+    Args:
+        config: of the model or of a part of it.
+        owner: the model; not kept alive.
+    """
+    _former[id(config)] = config._attn_implementation
+    _owners[id(config)] = owner
+    weakref.finalize(config, _former.pop, id(config), None).atexit = False
+
+
+def restore_implementation(config: ModelConfig) -> None:
+    """Give a switched config the attention that it named before."""
+    config._attn_implementation_internal = _former.pop(id(config))
+    _owners.pop(id(config), None)
+
+
+def former_implementation(config: ModelConfig) -> str:
+    """Name in ``config`` before the switch; eager, which is always exact, for a copy of a switched config."""
+    return _former.get(id(config), "eager") or "eager"
+
+
+@contextlib.contextmanager
+def naming_former(config: ModelConfig) -> Iterator[None]:
+    """Let the config name its former attention, which reads there which variant it is."""
+    switched = config._attn_implementation
+    config._attn_implementation_internal = former_implementation(config)
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = switched
+
+
+def owner_of(config: ModelConfig) -> Owner | None:
+    """The model that a switched config belongs to; None for a copy of a switched config."""
+    return _owners.get(id(config))
+
+
+def cast_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the data type that autocast gives to torch's attention; as they are without it."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Compute inside in the data types given: partial results of attention are merged in fp32."""
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -1,1 +1,0 @@
-"""Our attention and masks, registered with transformers."""

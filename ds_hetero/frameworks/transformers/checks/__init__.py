@@ -1,1 +1,0 @@
-"""Requirements of models, arguments and adapters, checked before training."""

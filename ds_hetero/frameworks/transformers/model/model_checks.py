@@ -1,0 +1,314 @@
+"""Requirements of a transformers model that is split over the sequence, checked before training begins.
+
+Every check reads public attributes of the model and its configuration and refuses by name. Without the checks, a rank
+that holds one token of a layer which mixes neighbours would silently train on something else.
+
+Fields of a transformers configuration that may have a value of its own in every layer, such as Gemma 4's.
+
+Read from the configuration itself, such a field is an error of transformers'.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.model.embeddings import LENGTH_DEPENDENT, depends_on_length
+from ds_hetero.frameworks.transformers.model.peft_adapters import adapter_problems
+from ds_hetero.frameworks.transformers.model.recurrent_layers import (
+    LAYER_TYPES,
+    has_doors,
+    has_scan_without_door,
+    mixes_by_door,
+)
+from ds_hetero.frameworks.transformers.model.router_losses import has_router_loss
+from ds_hetero.frameworks.transformers.model.towers import front_of, has_towers, makes_masks, text_decoder_of
+from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.data.shards import Entries
+
+_EXPERTS = "Experts"  # how transformers ends the names of the classes that hold the experts of a layer
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+POOLS = (
+    "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
+    "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
+)
+# By model_type, models that take their attention from transformers' registry though they do not declare it.
+_UNDECLARED = ("stablelm",)
+# By model_type, attention that goes through transformers' interface and is another's all the same.
+_OWN_ATTENTION = {
+    "doge": "its attention chooses keys by their content, in masks of its own",
+    "jetmoe": "its attention has num_key_value_heads of keys per expert and repeats them for each expert of a token",
+}
+
+
+def pretrained_of(model: nn.Module) -> PretrainedModel:
+    """The transformers model inside ``model``: itself, or what PEFT, torch.compile or a module of the user's wraps.
+
+    Raises:
+        ModelError: there is none, or there are two side by side.
+    """
+    from transformers import PreTrainedModel
+
+    outermost: list[PretrainedModel] = []
+    inside: set[int] = set()
+    for module in model.modules():  # a parent comes before its children
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            outermost.append(module)
+            inside.update(map(id, module.modules()))
+    if len(outermost) == 1:
+        return outermost[0]
+    names = [type(module).__name__ for module in outermost]
+    raise ModelError(
+        f"ds_hetero splits one transformers model over the sequence, but {type(model).__name__} holds "
+        f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself; any "
+        'module trains with "sequence_parallel_size": 1.'
+    )
+
+
+def decoder_of(pretrained: PretrainedModel) -> nn.Module:
+    """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
+    if has_towers(pretrained):
+        return text_decoder_of(pretrained)
+    from transformers import PreTrainedModel
+
+    base: Any = pretrained.base_model
+    behind_head: Any = getattr(base, "model", None)
+    if base is pretrained and isinstance(behind_head, PreTrainedModel):
+        base = behind_head  # Mllama's text model has a head and is a base model by its name
+    inner: Any = getattr(base, "decoder", None)  # heads of OPT and its kin call it past the base model
+    wraps = isinstance(inner, PreTrainedModel) and not hasattr(base, "encoder")
+    decoder: nn.Module = inner if wraps else base
+    return decoder
+
+
+def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
+    """Module that turns tokens into embeddings; None if the model does not say."""
+    try:
+        return pretrained.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def containers_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold all experts of a layer, and call one inside once for each expert that a token chose.
+
+    How often that is depends on the tokens, and so differs from rank to rank and from run to run.
+    """
+    return [module for module in model.modules() if type(module).__name__.endswith(_EXPERTS)]
+
+
+def pools(pretrained: PretrainedModel) -> bool:
+    """Whether the head pools over the sequence that its decoder returns, as for classification and rewards."""
+    return type(pretrained).__name__.endswith("ForSequenceClassification")
+
+
+def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
+    """Query heads and key/value heads.
+
+    Raises:
+        ModelError: the configuration does not have one number for all layers.
+    """
+    config = pretrained.config.get_text_config()
+    num_heads = _only(values_by_layer(config, "num_attention_heads"))
+    num_kv_heads = _only(values_by_layer(config, "num_key_value_heads")) or num_heads
+    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+        raise ModelError(
+            f"{type(pretrained).__name__} must have the same number of heads in every layer, but its config has "
+            f"num_attention_heads={num_heads!r}, num_key_value_heads={num_kv_heads!r}."
+        )
+    return num_heads, num_kv_heads
+
+
+def _only(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be split exactly.
+
+    Raises:
+        ModelError: with every feature that stands in the way, and what to change where that is possible.
+    """
+    adapters: Entries = {}
+    for module in reversed(list(model.modules())):  # the outermost module knows best what its adapters are called
+        configs = getattr(module, "peft_config", None)
+        adapters |= configs if isinstance(configs, dict) else {}
+    problems = list(adapter_problems(adapters))
+    if problems:  # first, since an adapter may bring a model of its own
+        problems.append('docs/adapters.md lists those that can be; any trains with "sequence_parallel_size": 1')
+        raise _error_of(model, problems)
+    pretrained = pretrained_of(model)
+    problems = [problem for check in _CHECKS for problem in check(pretrained)]
+    if problems:
+        raise _error_of(pretrained, problems)
+
+
+def _error_of(model: object, problems: list[str]) -> ModelError:
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    return ModelError(f"{type(model).__name__} cannot be split over the sequence:{listed}")
+
+
+def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    decoder: Any = decoder_of(pretrained)
+    compatible = getattr(decoder, "is_backend_compatible", pretrained.is_backend_compatible)
+    if not (compatible() or _asks_registry(pretrained)):
+        yield "transformers does not declare that its attention may be replaced (`_supports_attention_backend`)"
+    if getattr(pretrained.config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder; cross attention is not supported"
+    if type(pretrained).__name__.endswith(_POOLED):
+        yield "its head pools over the whole sequence, of which each rank holds a part"
+    if pools(pretrained) and getattr(decoder_of(pretrained), "pooler", None) is not None:
+        yield f"{type(decoder_of(pretrained)).__name__} itself pools over the sequence, of which each rank holds a part"
+    if "position_ids" not in inspect.signature(type(decoder_of(pretrained)).forward).parameters:
+        yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
+
+
+def _asks_registry(pretrained: PretrainedModel) -> bool:
+    """Whether a model takes its attention from transformers' registry, or that of its layers with attention."""
+    decoder = decoder_of(pretrained)
+    known = has_doors(decoder) or getattr(pretrained.config, "model_type", "") in _UNDECLARED
+    return known and hasattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    config = pretrained.config.get_text_config()
+    by_door = (*LAYER_TYPES, *_TOKENWISE_TYPES) if has_doors(decoder_of(pretrained)) else ()
+    supported = (*_LAYER_TYPES, *by_door)
+    unknown = sorted({str(kind) for kind in common_value(config, "layer_types") or ()} - set(supported))
+    if unknown:
+        yield f"layers of type {', '.join(unknown)}; supported are {', '.join(supported)}"
+    for name in _DROPOUTS:
+        if any(values := values_by_layer(config, name)):
+            yield f"{name}={_only(values)}: dropout inside attention is not supported; set it to 0"
+    for kind in _rope_types(common_value(config, "rope_parameters") or {}):
+        if kind in LENGTH_DEPENDENT and not any(map(depends_on_length, pretrained.modules())):
+            yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
+    if common_value(config, "output_router_logits") and (problem := router_loss_problem(pretrained)):
+        yield problem
+
+
+def router_loss_problem(pretrained: PretrainedModel) -> str:
+    """Why the loss of a model's routers, once it is asked for, would not be that of one process; empty if it would."""
+    weight = common_value(pretrained.config.get_text_config(), "router_aux_loss_coef")
+    if not weight or (has_router_loss(pretrained) and not has_towers(pretrained)):
+        return ""
+    return (
+        f"its router loss (router_aux_loss_coef={weight}) is not a mean over tokens that is known; set "
+        "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
+        "sets output_router_logits by itself)"
+    )
+
+
+def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    if reason := _OWN_ATTENTION.get(getattr(pretrained.config, "model_type", "")):
+        yield reason
+    for name, module in pretrained.named_modules():
+        if type(module).__name__.endswith("Indexer"):
+            yield f"{name} ({type(module).__name__}) chooses keys by the content of the whole sequence"
+            break
+    layer_types = common_value(pretrained.config.get_text_config(), "layer_types") or ()
+    directions = {module.is_causal for module in decoder_of(pretrained).modules() if hasattr(module, "is_causal")}
+    if "sliding_attention" in layer_types and directions == {False}:
+        yield "its sliding windows look in both directions; without a window, or causal, they are supported"
+
+
+def _rope_types(parameters: Entries) -> set[Any]:
+    """Of one set of rotary parameters, or of one per layer type."""
+    per_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    return {entry.get("rope_type") for entry in [parameters, *per_layer]}
+
+
+def _tower_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    if not has_towers(pretrained):
+        return
+    decoder = decoder_of(pretrained)
+    if decoder in (pretrained, pretrained.base_model):
+        yield "its towers and its text decoder are one module, so that there is no place to cut between them"
+    elif common_value(pretrained.config.get_text_config(), "cross_attention_layers"):
+        yield "its text attends to its images by cross attention, which is not supported"
+    if makes_masks(front_of(pretrained)):
+        yield "it makes the masks of its text decoder before it, by blocks of images that see in both directions"
+
+
+def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    doors = has_doors(decoder_of(pretrained))
+    if has_scan_without_door(decoder_of(pretrained)):
+        yield "its state-space layers are of the first Mamba, whose scan cannot be split by heads"
+    for name, module in decoder_of(pretrained).named_modules():
+        mixes = isinstance(module, nn.RNNBase | nn.RNNCellBase)
+        mixes |= isinstance(module, convolutions) and any(size > 1 for size in module.kernel_size)
+        mixes &= not (doors and mixes_by_door(module))
+        if mixes:
+            yield f"layer {name} ({type(module).__name__}) mixes neighbouring tokens outside attention"
+            return
+
+
+def check_quantized(model: nn.Module, zero_stage: int) -> None:
+    """Refuse weights quantized by bitsandbytes that do not train as on one process, in split and in whole models.
+
+    Raises:
+        ModelError: with the layer and what to change.
+    """
+    problem = next(_quantization_problems(model, zero_stage), None)
+    if problem is not None:
+        raise ModelError(f"{type(model).__name__} does not train exactly on several ranks: {problem}.")
+
+
+def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt":
+            yield (
+                f"layer {name} is 8-bit. bitsandbytes rounds activations to 8 bits, so that a last bit becomes a step "
+                "(4e-4 of a gradient norm was seen, with llm_int8_threshold=0); with a threshold it keeps columns in "
+                "full precision by the tokens that a rank happens to have; load the model in 4 bits by "
+                "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
+            )
+        use_dora = getattr(module, "use_dora", None)  # of LoRA's layers by adapter
+        of_dora = isinstance(use_dora, dict) and any(use_dora.values())
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if zero_stage == 3 and of_dora and type(weight).__name__ == "Params4bit":
+            yield (
+                f"layer {name} has DoRA on a 4-bit weight, which PEFT replaces by a new one when it reads it on a CPU: "
+                "ZeRO-3 loses the weight. Use ZeRO stage 2, or LoRA with use_dora=False"
+            )
+
+
+_CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
+    _interface_problems,
+    _config_problems,
+    _attention_problems,
+    _tower_problems,
+    _module_problems,
+)
+
+
+def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
+    """The value of every layer; one alone where all layers have it, None where there is no such field."""
+    if getattr(config, "is_heterogeneous", False):
+        values = tuple(getattr(layer, name, None) for layer in config.per_layer_config)
+        return values[:1] if all(value == values[0] for value in values) else values
+    return (getattr(config, name, None),)
+
+
+def common_value(config: Any, name: str) -> Any:
+    """The value that all layers have; None where there is no such field.
+
+    Raises:
+        ModelError: layers differ in it.
+    """
+    value, *others = values_by_layer(config, name)
+    if others:
+        raise ModelError(
+            f"{name} must be the same in every layer, but the config has {[value, *others]}, one for each. A model "
+            'whose layers differ in it trains with "sequence_parallel_size": 1.'
+        )
+    return value

@@ -1,1 +1,0 @@
-"""The Hugging Face Trainer on shards."""

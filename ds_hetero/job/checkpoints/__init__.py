@@ -1,1 +1,0 @@
-"""Files of checkpoints: complete or not there, and checked."""

@@ -1,0 +1,284 @@
+"""Costs of documents on the units of every replica: rank 0, which has read the cluster, hands the numbers to all.
+
+Advice on batches of several documents that are cut by their length, as they are where nobody asked otherwise.
+
+Where the tokens of placed documents lie: inside one group, on groups of one node, or on several nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ds_hetero.cost.calibrated import CalibratedCostModel
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.forecast import Forecast
+from ds_hetero.decision.start_text import announce
+from ds_hetero.errors import HeteroError
+from ds_hetero.job.start import World
+from ds_hetero.job.times import RankTimes
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places, place_documents, unit_costs
+from ds_hetero.planner.documents.placement_loads import placement_loads
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import HeterogeneitySection, PlacementSection
+
+
+def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer | None:
+    """Return what places the batches of one replica by their documents; None where the section does not ask for it.
+
+    Where the devices are not known, the schedule's token weights stand for their speeds.
+
+    Args:
+        world: the ranks of the job.
+        start: what they have agreed on.
+        replica_id: index of this rank's replica.
+
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`, where the section asks for it.
+
+    Raises:
+        HeteroError: the cost model cannot be asked; on every rank.
+    """
+    if start.section.placement.mode == "stream":
+        return None
+    flat = world.on_all_ranks(lambda: [c.to_floats() for c in _unit_costs(start)] if world.rank == 0 else None)[0]
+    assert flat is not None
+    return document_placer(start.section.placement, UnitCosts.from_floats(flat[replica_id]))
+
+
+def _unit_costs(start: JobStart) -> Sequence[UnitCosts]:
+    if not start.forecasts:
+        return [UnitCosts.from_weights(schedule) for schedule in start.plan.schedules]
+    costs = []
+    for forecast in start.forecasts:
+        assert isinstance(forecast.cost, CalibratedCostModel)
+        costs.append(unit_costs(forecast.cost, forecast.schedule.shifted(0)))
+    return costs
+
+
+def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlacer:
+    """Return what places the batches of one replica by their documents.
+
+    Args:
+        section: of the configuration.
+        costs: of the replica's units.
+
+    Raises:
+        PlanError: the section's planner is unknown, or cannot describe the units.
+    """
+    if section.planner is not None:
+        expect_places(section.planner, costs)
+    limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
+    return DocumentPlacer(limited, section.min_cut_tokens, section.planner)
+
+
+class CostRenewal:
+    """Re-planning where batches are placed by documents: measured speeds are new costs from the next batch on.
+
+    The schedule stays, so that no process group is made and shards that were drawn before remain valid. What batches
+    are placed by changes when two observations in a row predict a gain.
+
+    Args:
+        start: what the ranks have agreed on.
+        change_placer: called on every rank with what places its replica's batches from now on.
+    """
+
+    def __init__(self, start: JobStart, change_placer: Callable[[DocumentPlacer], None]) -> None:
+        self._world, self._start, self._change_placer = World.current(), start, change_placer
+        self._costs = list(_unit_costs(start)) if self._world.rank == 0 else []
+        self._predicted_gain_before = False
+
+    def observe(self, step: int, times: Sequence[RankTimes]) -> bool:
+        """Renew the costs if these times call for it; return whether they are new.
+
+        Args:
+            step: optimizer steps so far.
+            times: of all ranks since the last observation.
+
+        Caller: every rank of the world.
+        Collectives: one `on_all_ranks`.
+        """
+        flat = self._world.on_all_ranks(lambda: self._decide(step, times) if self._world.rank == 0 else None)[0]
+        if flat is None:
+            return False
+        place = self._start.plan.place_of(self._world.rank)
+        assert place is not None
+        self._change_placer(document_placer(self._start.section.placement, UnitCosts.from_floats(flat[place[0]])))
+        return True
+
+    def _decide(self, step: int, times: Sequence[RankTimes]) -> list[list[float]] | None:
+        """The costs of all replicas if they are to change; None else."""
+        spec, schedules = self._start.facts.model.spec, self._start.plan.schedules
+        if spec is None:
+            return None
+        by_replica = [[times[rank] for rank in schedule.ranks] for schedule in schedules]
+        measured = [
+            measured_costs(costs, schedule, ranks, spec)
+            for costs, schedule, ranks in zip(self._costs, schedules, by_replica, strict=True)
+        ]
+        gain = max(
+            predicted_gain_of_documents(old, new, ranks)
+            for old, new, ranks in zip(self._costs, measured, by_replica, strict=True)
+        )
+        is_gain = gain >= self._start.section.replan.min_gain
+        if not (is_gain and self._predicted_gain_before):
+            self._predicted_gain_before = is_gain
+            return None
+        self._predicted_gain_before = False
+        self._costs = measured
+        announce(
+            f"step {step}: documents are placed by the measured speeds from now on, predicted to save {gain:.1%} of "
+            "the time to compute"
+        )
+        return [costs.to_floats() for costs in measured]
+
+
+def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTimes], spec: ModelSpec) -> UnitCosts:
+    """The same costs with the times to compute that were measured.
+
+    Attention of n tokens is n * n / 2 pairs of query and key a head, each of as many operations as the ranks counted
+    forward, recomputed and backward. A unit is as slow as its slowest rank, whose share of heads and tokens is the
+    schedule's. A unit without a measurement keeps its ratio to the others.
+
+    Args:
+        costs: of the units so far.
+        schedule: of the replica.
+        ranks: their times, by ascending rank.
+        spec: of the model.
+    """
+    backward = sum(rank.attention_backward_flops for rank in ranks)
+    flops_per_pair = 10 * spec.head_dim * sum(rank.attention_flops for rank in ranks) / backward if backward else 0.0
+    times = dict(zip(schedule.ranks, ranks, strict=True))
+    token_s, square_s = [], []
+    for group in schedule.ring_groups:
+        weight = group.weight or 1.0
+        token_s.append(
+            max(
+                tokens / weight * times[rank].model_s_per_token / spec.num_layers
+                for rank, tokens in zip(group.ranks, group.tokens, strict=True)
+            )
+        )
+        square_s.append(
+            max(
+                heads * times[rank].attention_s_per_flop * flops_per_pair / 2
+                for rank, heads in zip(group.ranks, group.heads, strict=True)
+            )
+        )
+    return replace(costs, token_s=_completed(token_s, costs.token_s), square_s=_completed(square_s, costs.square_s))
+
+
+def _completed(measured: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:
+    """``measured`` with a number for every unit."""
+    known = [new / old for new, old in zip(measured, before, strict=True) if new]
+    ratio = sum(known) / len(known) if known else 1.0
+    return tuple(new or old * ratio for new, old in zip(measured, before, strict=True))
+
+
+def predicted_gain_of_documents(old: UnitCosts, new: UnitCosts, ranks: Sequence[RankTimes]) -> float:
+    """The share of the time to compute that placing by ``new`` saves over placing by ``old``.
+
+    With ``old`` every unit is given work in proportion to its old speed, and the unit that has become slowest ends
+    last. Work is what the ranks did: tokens, and squares of lengths in proportion to it.
+
+    Args:
+        old: costs that batches are placed by.
+        new: the true costs.
+        ranks: the times of the replica's ranks.
+    """
+    tokens, attention_s = sum(rank.tokens for rank in ranks), sum(rank.attention_s for rank in ranks)
+    model_s = sum(rank.model_s for rank in ranks)
+    mean_square_s = sum(new.square_s) / len(new.square_s)
+    mean_token_s = sum(new.token_s) / len(new.token_s)
+    squares = tokens * mean_token_s / mean_square_s * attention_s / model_s if model_s else 1.0
+    before = [t * tokens + q * squares for t, q in zip(old.token_s, old.square_s, strict=True)]
+    after = [t * tokens + q * squares for t, q in zip(new.token_s, new.square_s, strict=True)]
+    slowest = max(b / a for a, b in zip(before, after, strict=True))
+    return 1 - sum(1 / a for a in before) / sum(1 / b for b in after) / slowest
+
+
+logger = logging.getLogger(__name__)
+
+WORTH_SAYING = 0.05  # of the time of a layer
+
+
+class DocumentAdvice:
+    """Says once what placing documents is predicted to save, at the first batch that has several.
+
+    It is silent where the section has ``"placement"``, and where nothing is known of the devices: on all ranks but 0.
+
+    Args:
+        section: of the configuration.
+        forecasts: one per replica, this rank's first; none where nothing is known of the devices.
+    """
+
+    def __init__(self, section: HeterogeneitySection, forecasts: Sequence[Forecast]) -> None:
+        is_open = "placement" not in section.model_fields_set
+        self._forecast = forecasts[0] if is_open and forecasts else None
+
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Take note that a sharded forward begins."""
+        rows, forecast = batch.placement.rows, self._forecast
+        if forecast is None or len(rows) != 1 or len(rows[0].documents) < 2 or not torch.is_grad_enabled():
+            return
+        self._forecast = None
+        cost, documents, length = forecast.cost, rows[0].documents, batch.placement.length
+        if not isinstance(cost, CalibratedCostModel):
+            return
+        schedule = forecast.schedule.shifted(0)
+        costs = unit_costs(cost, schedule)
+        try:
+            placed = place_documents(schedule, documents, length, costs)
+        except HeteroError as error:
+            logger.debug("its documents cannot be placed: %s", error)
+            return
+        cut_s, placed_s = (placement_loads(p, documents, costs).predicted_s for p in (batch.placement, placed))
+        if placed_s < (1 - WORTH_SAYING) * cut_s:
+            announce(
+                f"a batch of {len(documents)} documents is cut by its length. Placed by them, its layers are predicted "
+                f'to take {1 - placed_s / cut_s:.0%} less time: set "placement" to "documents" in the "heterogeneity" '
+                'section, or to "stream" to hear no more of it.'
+            )
+
+
+ZONES = ("local", "node", "cluster")
+
+
+class DocumentZones:
+    """Counts the tokens of this replica's batches by zone, see `ds_hetero.values.placement.Lane.zone`.
+
+    Args:
+        node: of every unit of the replica's schedule.
+    """
+
+    def __init__(self, node: Sequence[int]) -> None:
+        self._node = node
+        self._tokens: Counter[str] = Counter()
+        self._is_announced = False
+
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Count the tokens of a batch."""
+        for lane in batch.placement.lanes:
+            tokens = sum(stop - start for start, stop in lane.spans)
+            self._tokens[lane.zone(self._node)] += batch.batch_size * tokens
+
+    def take_shares(self) -> dict[str, float]:
+        """Shares of the tokens since the last call, by zone; nothing where there were none."""
+        tokens, self._tokens = self._tokens, Counter()
+        total = tokens.total()
+        return {zone: tokens[zone] / total for zone in ZONES} if total else {}
+
+    def announce_once(self, shares: dict[str, float]) -> None:
+        """Say at the first observation where documents lie; for rank 0."""
+        if not shares or self._is_announced:
+            return
+        self._is_announced = True
+        announce(
+            f"documents: {shares['local']:.0%} of the tokens lie inside one group of ranks, {shares['node']:.0%} are "
+            f"cut inside a node, {shares['cluster']:.0%} between nodes"
+        )

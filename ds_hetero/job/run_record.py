@@ -1,0 +1,244 @@
+"""Record that rank 0 keeps of a running job for ``run.json``, and when it writes it.
+
+The file is written at the job's end, however it ends, and meanwhile whenever writing it takes less than a thousandth of
+the time since the last write, so that a job that is killed leaves what it had measured.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from ds_hetero.cluster import load_cluster
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide_pipelines import pipelines_workload
+from ds_hetero.decision.forecast import COST_MODEL
+from ds_hetero.decision.start_text import announce
+from ds_hetero.errors import HeteroError
+from ds_hetero.job.replanning import PlanChange
+from ds_hetero.job.start import World
+from ds_hetero.job.times import JobTimes, RankTimes, planned_step_s
+from ds_hetero.reporting.described_plan import PlanScenario
+from ds_hetero.reporting.run_file import MAX_TRACED, MeasuredRank, RunFile, TracedRange, write_run
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.step_clock import NamedRange
+
+logger = logging.getLogger(__name__)
+
+WRITING_SHARE = 1e-3  # of the time, at most
+KEPT_OBSERVATIONS = 2_000  # of those of longer jobs, every second one is dropped
+_PACKAGES = ("ds-hetero", "torch", "deepspeed", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Measurements that one rank sends now and then.
+
+    Args:
+        device: its name.
+        memory_bytes: most memory in use so far: of the device, on CPUs of the process.
+        trace: ranges of its latest step.
+    """
+
+    device: str
+    memory_bytes: int
+    trace: tuple[TracedRange, ...]
+
+    @classmethod
+    def take(cls, device: torch.device, ranges: Sequence[NamedRange]) -> Snapshot:
+        """Of this rank.
+
+        Args:
+            device: where it computes.
+            ranges: of its latest step; left out where they are more than a trace can show.
+        """
+        if device.type == "cuda":
+            name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device)
+        else:
+            name, memory_bytes = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        kept = ranges if len(ranges) <= MAX_TRACED else ()
+        return cls(name, memory_bytes, tuple((each.name, each.start_s, each.stop_s) for each in kept))
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks."""
+        return json.dumps([self.device, self.memory_bytes, self.trace]).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Snapshot:
+        """Of another rank."""
+        device, memory_bytes, trace = json.loads(content)
+        return cls(device, memory_bytes, tuple((name, start_s, stop_s) for name, start_s, stop_s in trace))
+
+
+class RunRecord:
+    """Record of the job so far; on rank 0.
+
+    Args:
+        start: what the ranks agreed on for the model.
+        path: of the file.
+        changes: returns the changes of the plan so far.
+    """
+
+    def __init__(self, start: JobStart, path: Path, changes: Callable[[], Sequence[PlanChange]]) -> None:
+        self._start, self._path, self._changes = start, path, changes
+        self._scenario = _scenario_of(start)
+        self._versions = _versions()
+        self._error_before = getattr(sys, "last_value", None)
+        self._totals: list[RankTimes] = []
+        self._observations: list[Mapping[str, float]] = []
+        self._snapshots: list[Snapshot] = []
+        self._traced_step: int | None = None
+        self._written_s, self._writing_s = time.monotonic(), 0.0
+
+    def add(self, step: int, seen: JobTimes, totals: Sequence[RankTimes]) -> None:
+        """Keep an observation, and write the file if that is cheap.
+
+        Args:
+            step: optimizer steps so far.
+            seen: since the last observation.
+            totals: of all ranks since the first one.
+        """
+        self._totals = list(totals)
+        self._observations.append(
+            {
+                "step": step,
+                "steps": seen.ranks[0].steps,
+                "step_s": seen.step_s,
+                "tokens_per_s": seen.tokens_per_s(self._start.plan),
+                "imbalance": seen.imbalance,
+            }
+        )
+        if len(self._observations) > KEPT_OBSERVATIONS:
+            del self._observations[::2]
+        if time.monotonic() - self._written_s > self._writing_s / WRITING_SHARE:
+            self._write("running")
+
+    def add_snapshots(self, step: int, snapshots: Sequence[Snapshot]) -> None:
+        """Keep what all ranks say of themselves after ``step`` optimizer steps."""
+        self._traced_step, self._snapshots = step, list(snapshots)
+
+    def end(self, reason: str | None = None) -> None:
+        """Write the file for the last time.
+
+        Args:
+            reason: why the job ends; left out, the error that ends this process, if there is one.
+        """
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if reason is None and error is not None and error is not self._error_before:
+            reason = f"{type(error).__name__}: {error}"
+        if not self._totals:
+            announce(f"no {self._path.name}: the job ended before its third optimizer step")
+        elif self._write(reason or "normally"):
+            announce(f"what was measured is in {self._path}")
+
+    def _write(self, ended: str) -> bool:
+        began_s = time.monotonic()
+        try:
+            write_run(self._run(ended), self._path)
+        except OSError as error:  # a full disk is no reason to end a training
+            logger.error("%s cannot be written: %s", self._path, error)
+            return False
+        finally:
+            self._written_s = time.monotonic()
+            self._writing_s = self._written_s - began_s
+        return True
+
+    def _run(self, ended: str) -> RunFile:
+        return RunFile(
+            plan=self._start.plan,
+            scenario=self._scenario,
+            predicted_s=_predicted_s(self._start),
+            ended=ended,
+            written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=self._versions,
+            steps=int(self._totals[0].steps),
+            ranks=tuple(map(_measured, self._totals, self._snapshots)),
+            observations=tuple(self._observations),
+            changes=tuple(change.to_dict() for change in self._changes()),
+            traced_step=self._traced_step,
+            trace=tuple(snapshot.trace for snapshot in self._snapshots),
+        )
+
+
+def _measured(times: RankTimes, snapshot: Snapshot) -> MeasuredRank:
+    exchanges = ("all_to_all_s", "ring_wait_s", "idle_s", "hop_s", "bubble_s", "sync_s")
+    per_step = ("step_s", "attention_s", "model_s", *exchanges, "tokens")
+    own = ("own_min_s", "own_median_s", "own_max_s")
+    return MeasuredRank(
+        device=snapshot.device,
+        memory_bytes=snapshot.memory_bytes,
+        **{name: getattr(times, name) / times.steps for name in per_step},
+        **{name: getattr(times, name) for name in own},
+    )
+
+
+def _predicted_s(start: JobStart) -> float | None:
+    """Predicted time of a step at the start."""
+    if start.is_of_pipelines:
+        return planned_step_s(start.plan)
+    return max((forecast.prediction.iteration_s for forecast in start.forecasts), default=None)
+
+
+def _scenario_of(start: JobStart) -> PlanScenario | None:
+    """Scenario of the plan's prediction; None where there is no prediction."""
+    if start.is_of_pipelines:
+        return _scenario_of_pipelines(start)
+    if not start.forecasts:
+        return None
+    costs = [forecast.cost for forecast in start.forecasts]
+    whole = costs[0].workload.zero_cluster
+    return PlanScenario(
+        cost_model=costs[0].name,
+        model=costs[0].model,
+        workload=costs[0].workload,
+        clusters=tuple(cost.cluster for cost in costs) if whole is None else (whole,),
+    )
+
+
+def _scenario_of_pipelines(start: JobStart) -> PlanScenario | None:
+    """Likewise; of a plan from a file as far as the section describes the devices."""
+    facts, plan = start.facts, start.plan
+    try:
+        if start.searched is not None:
+            cluster = start.searched.planned.costs.cluster
+        elif start.section.cluster == "measure":
+            return None
+        else:
+            cluster = load_cluster(start.section.cluster)
+        is_known = facts.model.spec is not None and cluster.num_ranks == World.current().size
+        workload = pipelines_workload(
+            facts,
+            on_host=default_device().type == "cpu",
+            seq_len=plan.seq_len,
+            checkpointing=plan.activation_checkpointing,
+        )
+    except HeteroError as error:
+        logger.debug("run.json does not say what its plan was made for: %s", error)
+        return None
+    if not is_known:
+        return None
+    if plan.is_replicas and plan.ranks == tuple(range(len(plan.ranks))):
+        cluster = cluster.part(0, len(plan.ranks))  # without ranks that are idle
+    return PlanScenario(cost_model=COST_MODEL, model=facts.model.expect_spec(), workload=workload, clusters=(cluster,))
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: _version(name) for name in _PACKAGES}
+    return {"python": sys.version.split()[0], **{name: text for name, text in packages.items() if text is not None}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,228 @@
+"""Point-to-point traffic of the ring: one batch of receives and sends per round, and no barrier between rounds.
+
+In which order one rank goes through the rounds of its lanes.
+
+A lane is an iterator. Between two of its stops it posts a round of messages and computes; at each stop it yields the
+messages that must be here before it goes on, or `NOTHING`. At its first stop it has posted its first round, which
+depends on nothing, and computed nothing.
+
+All ranks post the first rounds of all lanes first, and then lane by lane. Every rank has part in some of the lanes
+only, but all go through theirs in this one order, so that of all rounds that are under way the earliest can always be
+finished. Communicators that pair messages by the order of posting (NCCL) need that. Where tags pair them (gloo), a
+lane that would wait yields to the next one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_hetero.runtime.collectives import pairs_by_order
+from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.step_clock import RING_WAIT, Clock
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to receive or to send.
+
+    Args:
+        tensor: contiguous.
+        peer: global rank of the other end.
+        tag: pairs messages of one round.
+        due: the receiver needs it before this step.
+        is_far: it may take several steps, and nothing is to wait behind it.
+    """
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    due: int = 0
+    is_far: bool = False
+
+
+class PendingReceives:
+    """Receives in flight that end before a step. `Channel.finish` waits for sends, so no step waits for a slow peer."""
+
+    def __init__(self, pending: Sequence[_Pending]) -> None:
+        self._pending = pending
+
+    def __add__(self, other: PendingReceives) -> PendingReceives:
+        """Both together."""
+        return PendingReceives((*self._pending, *other._pending))
+
+    def wait(self) -> None:
+        """Wait until everything is here (on CUDA: make the current stream wait)."""
+        for pending in self._pending:
+            pending.wait()
+
+
+NOTHING = PendingReceives(())  # before a step for which nothing is received
+
+
+class Channel:
+    """Rounds of messages over ``group`` within one pass of its rings; `finish` must be called once at its end.
+
+    Args:
+        group: the ranks.
+        far_group: the same ranks, for far messages; where messages are paired by order, a group works on one after
+            the other.
+
+    Attributes:
+        keeps_order: messages are paired by the order in which rounds are posted, which must be one for all ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, far_group: ProcessGroup | None = None) -> None:
+        self._group, self._far_group = group, far_group or group
+        self.keeps_order = pairs_by_order(group)
+        self._unfinished: list[_Pending] = []
+
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
+        """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send.
+
+        Returns:
+            What is received, by the step before which it must be here.
+        """
+        if self.keeps_order:
+            return self._post_together(receives, sends)
+        pending: dict[int, list[_Pending]] = defaultdict(list)
+        for message in receives:
+            work = dist.irecv(message.tensor, message.peer, group=self._group, tag=message.tag)
+            pending[message.due].append(_Pending(work, (message.tensor,)))
+        for message in sends:
+            work = dist.isend(message.tensor, message.peer, group=self._group, tag=message.tag)
+            self._unfinished.append(_Pending(work, (message.tensor,)))
+        return {due: PendingReceives(of_step) for due, of_step in pending.items()}
+
+    def finish(self) -> None:
+        """Wait for the sends of all rounds; their buffers may be reused afterwards."""
+        for pending in self._unfinished:
+            pending.wait()
+        self._unfinished = []
+
+    def _post_together(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
+        """Post what is due at the same step as one group of messages, which is over when all of them are."""
+        pending_by_due: dict[int, PendingReceives] = {}
+        for is_far, due in sorted({(message.is_far, message.due) for message in (*receives, *sends)}):
+            group = self._far_group if is_far else self._group
+            received, sent = (
+                [message for message in messages if (message.is_far, message.due) == (is_far, due)]
+                for messages in (receives, sends)
+            )
+            operations = [dist.P2POp(dist.irecv, m.tensor, m.peer, group) for m in received]
+            operations += [dist.P2POp(dist.isend, m.tensor, m.peer, group) for m in sent]
+            tensors = tuple(message.tensor for message in (*received, *sent))
+            works = dist.batch_isend_irecv(operations)
+            pending = [_Pending(work, tensors) for work in works]
+            self._unfinished += pending
+            if received:
+                pending_by_due[due] = pending_by_due.get(due, NOTHING) + PendingReceives(pending)
+        return pending_by_due
+
+
+class _Pending:
+    """Messages that have been posted and not yet waited for; holds their tensors until then."""
+
+    def __init__(self, work: dist.Work | None, tensors: tuple[Tensor, ...]) -> None:
+        assert work is not None
+        self._work: dist.Work | None = work
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Wait for the messages; later calls return at once, since gloo would wait for another message."""
+        if self._work is None:
+            return
+        with waiting_for_peers("exchanging keys and values in ring attention"):
+            self._work.wait()
+        self._work, self._tensors = None, ()
+
+
+Rounds = Iterator[PendingReceives]
+
+
+def run_in_order(lanes: Sequence[Rounds], clock: Clock) -> None:
+    """Run lanes to their end, one after the other once all have posted their first round.
+
+    Args:
+        lanes: in the placement's order.
+        clock: times the waiting.
+    """
+    for lane in lanes:
+        next(lane)
+    for lane in lanes:
+        for pending in lane:
+            if pending is not NOTHING:
+                with clock.phase(RING_WAIT, "ring_wait"):
+                    pending.wait()
+
+
+def run_as_ready(lanes: Sequence[Rounds], clock: Clock) -> None:
+    """Run lanes to their end, always the first of those that need not wait; see `run_in_order`."""
+    for lane in lanes:
+        next(lane)
+    waiting: dict[int, Future[None] | None] = dict.fromkeys(range(len(lanes)))
+    while waiting:
+        number = next((i for i, arrival in waiting.items() if arrival is None or arrival.done()), None)
+        if number is None:
+            with clock.phase(RING_WAIT, "ring_wait"):
+                wait([arrival for arrival in waiting.values() if arrival is not None], return_when=FIRST_COMPLETED)
+            continue
+        if arrival := waiting[number]:
+            arrival.result()
+        pending = next(lanes[number], None)
+        if pending is None:
+            del waiting[number]
+        elif pending is NOTHING:
+            waiting[number] = None
+        elif len(waiting) == 1:  # nobody else could go on meanwhile
+            waiting[number] = None
+            with clock.phase(RING_WAIT, "ring_wait"):
+                pending.wait()
+        else:
+            waiting[number] = _waiters.submit(pending.wait)
+
+
+class _Waiters:
+    """Threads that wait in the place of the computing one, as many as are needed at once.
+
+    gloo cannot be asked whether a message has arrived. The threads do not outlive the process, unlike those of the
+    standard library's executor: one that waits for a dead rank must not keep this rank alive.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_free = 0
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            needs_thread = self._num_free == 0
+            if not needs_thread:
+                self._num_free -= 1
+        if needs_thread:
+            threading.Thread(target=self._work, daemon=True).start()
+        self._tasks.put((task, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            task, future = self._tasks.get()
+            try:
+                task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            with self._lock:
+                self._num_free += 1
+
+
+_waiters = _Waiters()

@@ -1,0 +1,255 @@
+"""How the calls of one lane step act on tensors: one block at a time, or all blocks of a kind in one call.
+
+Documents of a lane step are blocks of their own. A kernel that takes many at a time is given them one behind the
+other; short documents then cost one launch together, and not one each.
+
+Keys and values as they travel round a lane's ring: one [2, B, heads, n, D] tensor per sub-ring and source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hetero.batch.ring_steps import KernelCall, Ring
+from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, PackedBlocks, SavedForward, Scores, merge_
+from ds_hetero.runtime.devices import copied_to
+from ds_hetero.values.placement import Range
+
+
+class Call(Protocol):
+    """One call of a kernel: forward, and backward of the same queries and keys.
+
+    Tensors of queries are [B, h, tokens of the lane, ...], those of keys [B, g, tokens of the source, D].
+    """
+
+    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the call's queries."""
+
+    def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+        """Merge a `forward` into the results of all queries."""
+
+    def backward(
+        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the call's queries and keys."""
+
+    def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
+        """Add to the gradient of all queries."""
+
+    def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """Add to a gradient of all keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """A call for one block, on views of the tensors."""
+
+    call: KernelCall
+
+    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
+        """See `Call`."""
+        q, k, v = qkv
+        return kernel.forward(q[self.call.queries], k[self.call.keys], v[self.call.keys], scores, self.call.band)
+
+    def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+        """See `Call`."""
+        at = self.call.queries
+        if self.call.first:
+            out[at], lse[at] = part
+        else:
+            merge_(out[at], lse[at], *part)
+
+    def backward(
+        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Call`."""
+        at_q, at_k = self.call.queries, self.call.keys
+        block = SavedForward(saved.q[at_q], saved.k[at_k], saved.v[at_k], saved.out[at_q], saved.lse[at_q])
+        return kernel.backward(dout[at_q], block, scores, self.call.band)
+
+    def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
+        """See `Call`."""
+        grad[self.call.queries] += part
+
+    def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """See `Call`."""
+        grad[self.call.keys] += part
+
+
+@dataclass(frozen=True, eq=False)
+class PackedCall:
+    """A call for many blocks of one batch row and one range of heads; no two share a query or a key.
+
+    Args:
+        q_heads: of this rank.
+        kv_heads: of the sub-ring.
+        queries: local queries of every block, ascending.
+        keys: keys of every block, ascending.
+        bands: of every block, all with the same `Band.window`.
+        first: whether no earlier call of the forward has any of these queries.
+    """
+
+    q_heads: slice
+    kv_heads: slice
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+    bands: tuple[Band, ...]
+    first: bool
+
+    @cached_property
+    def blocks(self) -> PackedBlocks:
+        """Where the blocks lie in the packed tensors."""
+        return PackedBlocks.of_sizes(
+            [stop - start for start, stop in self.queries], [stop - start for start, stop in self.keys], self.bands
+        )
+
+    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
+        """See `Call`."""
+        q, k, v = qkv
+        return kernel.forward_many(self._queries_of(q), self._keys_of(k), self._keys_of(v), scores, self.blocks)
+
+    def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+        """See `Call`."""
+        out_part, lse_part = part[0].to(out.dtype), part[1]
+        if not self.first:
+            merged, lse_merged = self._queries_of(out).clone(), self._queries_of(lse).clone()
+            merge_(merged, lse_merged, out_part, lse_part)
+            out_part, lse_part = merged, lse_merged
+        at = index_of(self.queries, out.device)
+        out[:, self.q_heads].index_copy_(2, at, out_part)
+        lse[:, self.q_heads].index_copy_(2, at, lse_part)
+
+    def backward(
+        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Call`."""
+        q, out, lse, dout = (self._queries_of(x) for x in (saved.q, saved.out, saved.lse, dout))
+        packed = SavedForward(q, self._keys_of(saved.k), self._keys_of(saved.v), out, lse)
+        return kernel.backward_many(dout, packed, scores, self.blocks)
+
+    def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
+        """See `Call`."""
+        grad[:, self.q_heads].index_add_(2, index_of(self.queries, grad.device), part.to(grad.dtype))
+
+    def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """See `Call`."""
+        grad[:, self.kv_heads].index_add_(2, index_of(self.keys, grad.device), part.to(grad.dtype))
+
+    def _queries_of(self, x: Tensor) -> Tensor:
+        return _taken(x[:, self.q_heads], self.queries)
+
+    def _keys_of(self, x: Tensor) -> Tensor:
+        return _taken(x[:, self.kv_heads], self.keys)
+
+
+def _taken(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
+    """The tokens in ``ranges`` of [B, heads, tokens, ...]; a view where they are consecutive."""
+    if all(before[1] == after[0] for before, after in pairwise(ranges)):
+        return x[:, :, ranges[0][0] : ranges[-1][1]]
+    return torch.index_select(x, 2, index_of(ranges, x.device))
+
+
+def packed_calls(calls: Sequence[KernelCall]) -> tuple[Call, ...]:
+    """The same work as ``calls``, of one sub-ring and step of a batch of one row, in as few calls as may be.
+
+    Together are blocks with the same heads and the same window, as flash-attention counts it, that share no query and
+    no key. Calls that are the first to have their queries come first: none of their queries is in any other of these.
+    """
+    open_: dict[tuple[object, ...], list[list[KernelCall]]] = {}
+    for call in calls:
+        num_queries, num_keys = (part[2].stop - part[2].start for part in (call.queries, call.keys))
+        window = call.band.window(num_queries, num_keys)
+        heads = (call.queries[1].start, call.queries[1].stop, call.keys[1].start, call.keys[1].stop)
+        groups = open_.setdefault((heads, window, call.first), [])
+        group = next((group for group in groups if _follows(group[-1], call)), None)
+        if group is None:
+            groups.append([call])
+        else:
+            group.append(call)
+    made = [_together(group) for groups in open_.values() for group in groups]
+    return tuple(call for first in (True, False) for call, is_first in made if is_first == first)
+
+
+def _follows(before: KernelCall, call: KernelCall) -> bool:
+    follows: bool = before.queries[2].stop <= call.queries[2].start and before.keys[2].stop <= call.keys[2].start
+    return follows
+
+
+def _together(group: Sequence[KernelCall]) -> tuple[Call, bool]:
+    first = group[0]
+    if len(group) == 1:
+        return BlockCall(first), first.first
+    packed = PackedCall(
+        q_heads=first.queries[1],
+        kv_heads=first.keys[1],
+        queries=tuple((call.queries[2].start, call.queries[2].stop) for call in group),
+        keys=tuple((call.keys[2].start, call.keys[2].stop) for call in group),
+        bands=tuple(call.band for call in group),
+        first=first.first,
+    )
+    return packed, first.first
+
+
+def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
+    """This rank's KV as it travels; no tensor if no other group needs it."""
+    columns = ring.table.columns(ring.position)
+    if not columns:
+        return []
+    blocks = []
+    for sub in ring.sub_rings:
+        if len(columns) == 1:
+            blocks.append(torch.stack([x[:, sub.kv_heads, slice(*columns[0])] for x in (k, v)]))
+        else:
+            index = index_of(columns, k.device)
+            blocks.append(torch.stack([x[:, sub.kv_heads].index_select(2, index) for x in (k, v)]))
+    return blocks
+
+
+def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...], first: int = 0) -> None:
+    """Add the gradient of keys that have travelled to that of all keys, both [B, heads, tokens, D].
+
+    Args:
+        grad: of all keys.
+        part: of those in ``columns``, or of some of them that follow one another.
+        columns: keys that travel.
+        first: index of the first key of ``part`` among these.
+    """
+    if len(columns) == 1:
+        start = columns[0][0] + first
+        grad[:, :, start : start + part.shape[2]] += part
+    else:
+        grad.index_add_(2, index_of(columns, grad.device)[first : first + part.shape[2]], part)
+
+
+@lru_cache(maxsize=256)
+def index_of(columns: tuple[Range, ...], device: torch.device) -> Tensor:
+    """The indices in ``columns``, one behind the other."""
+    return copied_to(torch.cat([torch.arange(start, stop) for start, stop in columns]), device)
+
+
+def local_kv(k: Tensor, v: Tensor, packed: list[Tensor], ring: Ring) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the local block, per sub-ring: the packed ones, being contiguous, if they hold all tokens."""
+    if packed and packed[0].shape[3] == k.shape[2]:
+        return [(kv[0], kv[1]) for kv in packed]
+    return [(k[:, sub.kv_heads], v[:, sub.kv_heads]) for sub in ring.sub_rings]
+
+
+def block_like(q: Tensor, ring: Ring, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised memory for the KV of so many tokens, or for its gradient."""
+    batch_size, _, _, head_dim = q.shape
+    return [
+        q.new_empty(2, batch_size, sub.kv_heads.stop - sub.kv_heads.start, tokens, head_dim, dtype=dtype)
+        for sub in ring.sub_rings
+    ]
+
+
+def only(blocks: Mapping[int, list[Tensor]], keep: Set[int]) -> dict[int, list[Tensor]]:
+    """Those blocks whose sources are in ``keep``."""
+    return {source: block for source, block in blocks.items() if source in keep}

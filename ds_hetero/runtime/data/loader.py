@@ -1,0 +1,212 @@
+"""A loader whose batches are this rank's shards: the drop-in for DeepSpeed's UlyssesSPDataLoaderAdapter.
+
+    for batch in ShardedLoader(dataloader, replica):       # input_ids [B, s], position_ids, shift_labels, ...
+
+Where all ranks of the replica are given the same batch, each cuts its own part out of it and only a checksum travels,
+by which every rank learns whether they still agree. Where each is given a batch of its own, the batches are used in
+turn and their parts travel in one uneven all-to-all of bytes. Where the replicas take different batches, each reads its
+own samples out of those of the whole job.
+
+    batch_mode      which of the three it is
+    whole_batches   the wrapped loader: its batches, and where it is resumed
+    sampling        one replica's samples out of those of the whole job
+    planning_ahead  reading and placing the next batches while the step computes
+    fetch           what the ranks do together for their next batches; fetchers: in each of the three ways
+    shards          what becomes of each entry of a batch
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames
+from ds_hetero.runtime.data.epochs import STATE_VERSION, expect_compatible
+from ds_hetero.runtime.data.fetch import PlacerOfNow, PlanningAhead, Progress
+from ds_hetero.runtime.data.fetchers import make_fetcher
+from ds_hetero.runtime.data.shards import Batch, Entries
+from ds_hetero.runtime.data.whole_batches import BatchReading, WholeBatches
+from ds_hetero.runtime.peers.calls import own_calls
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.values.placement import Placer, stream_placement
+
+
+class ShardedLoader:
+    """Wraps a loader of whole batches; yields dicts of this rank's shards, on the CPU.
+
+    Lengths may differ from batch to batch and need not divide by anything. An epoch ends on all ranks in the same
+    step, also where ranks of a replica with batches of their own have unequally many: every batch is used.
+    ``iter(loader)`` begins an epoch, as with a DataLoader; ``next(loader)`` goes on with an epoch of its own and, after
+    StopIteration, begins another. ``len(loader)`` counts the steps of an epoch: the batches of the wrapped loader, or,
+    where each rank has its own, of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
+
+    Where the replicas take different batches (`Replica.batch_split`), ``dataloader`` is to be a `DataLoader` of all
+    samples, equal on all ranks; its batch size does not matter. Any other iterable is taken to hold this replica's
+    micro-batches. Each optimizer step is as many batches on every rank; replicas with fewer are given filler batches, a
+    short row in which no label counts. A shuffled loader has to be seeded alike on all ranks.
+
+    Args:
+        dataloader: yields mappings; map-style or iterable, or any iterable of batches.
+        replica: this rank's replica.
+        batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
+            out, it is detected, and logged by rank 0.
+        reading: what is made of a batch before it is cut.
+        placer: decides who holds which positions of a batch.
+        plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
+            gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
+        names: by which the framework's loaders show their parts.
+
+    Caller: every rank of the world.
+    Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
+        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of 16 integers
+        over the world. With "own", per sp_size steps: two small all_gathers over the world and one all_to_all_single of
+        the bytes of all shards; entries that are not tensors are pickled into the second all_gather, if there are any.
+
+    Raises:
+        BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch
+            cannot be cut, the ranks do not hold the same one, or the replicas run out at different steps.
+        StepError: in iteration, on every rank: a rank has left out a forward, backward or step of the batch before, or
+            is elsewhere, as after a `break` of its own.
+        PeerError: another rank could not read its batch; that rank raises what happened to it.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        replica: Replica,
+        *,
+        batches: Literal["same", "own"] | None = None,
+        reading: BatchReading = BatchReading(),  # noqa: B008  (frozen)
+        placer: Placer = stream_placement,
+        plan_ahead: PlacerOfNow | None = None,
+        names: LoaderNames = TORCH_LOADERS,
+    ) -> None:
+        self._replica = replica
+        self._batches = WholeBatches(dataloader, names, reading)
+        self._placer_of_now, self._plans_ahead = plan_ahead or (lambda: placer), plan_ahead is not None
+        self._fetcher = make_fetcher(self._batches, replica, placer, batches)
+        self._start = self._progress = Progress()
+        self._num_skipped = 0
+        self._state_before_fetch: Any = None  # of the wrapped loader
+        self._checksum_before_fetch: int | None = 0
+        self._running: Iterator[Entries] | None = None  # the epoch of next(loader)
+
+    @property
+    def dataloader(self) -> Any:
+        """The wrapped loader; where the replicas take different batches, it reads those of this one."""
+        return self._batches.dataloader
+
+    @property
+    def whole(self) -> Any:
+        """The wrapped loader; where the replicas take different batches, with the samples of all of them."""
+        return self._batches.all_samples
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica; batches are cut for the schedule that it has when they are drawn."""
+        return self._replica
+
+    @property
+    def batches(self) -> str:
+        """Which batches the ranks hold: ``"same"``, ``"own"`` or ``"dealt"``, see `batch_mode`."""
+        return self._fetcher.mode
+
+    def __len__(self) -> int:
+        return self._fetcher.num_steps(self._batches, self._num_skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # looked up by copy before there is any attribute
+            raise AttributeError(name)
+        return getattr(self._batches.dataloader, name)
+
+    def __iter__(self) -> Iterator[Entries]:
+        progress, self._start = self._start, Progress()
+        self._progress = progress
+        epoch = PlanningAhead(self._batches, self._batches.read_epoch(progress.fetches), self._placer_of_now)
+        while True:
+            if self._fetcher.uses_in_turn:
+                self._state_before_fetch = self._batches.state()
+            self._checksum_before_fetch = self._batches.checksum
+            shards = self._fetcher.fetch(self.replica, epoch, progress.fetches)
+            if not shards:
+                break
+            if self._plans_ahead:
+                epoch.prepare(self._fetcher.batches_per_fetch, self.replica.schedule)
+            for number, shard in enumerate(shards[progress.used :], progress.used + 1):
+                is_last = number == len(shards)
+                self._progress = Progress(progress.fetches + 1) if is_last else replace(progress, used=number)
+                yield from own_calls.giving(shard)
+            progress = Progress(progress.fetches + 1)
+        self._progress = Progress()
+
+    def __next__(self) -> Entries:
+        if self._running is None:
+            self._running = iter(self)
+        try:
+            return next(self._running)
+        except Exception:
+            self._running = None
+            raise
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
+        self._batches.set_epoch(epoch)
+
+    def state_dict(self) -> Entries:
+        """Where this rank is in the epoch, for `load_state_dict` on the same rank.
+
+        Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
+        Any other is read from its beginning on resuming, and what was used is dropped, with the random states that the
+        epoch began with; it must then give the same batches in the same order, or is refused. Where replicas take
+        different batches, other replicas may go on, as long as the global batch is the same.
+        """
+        is_amid_fetch = self._progress.used > 0
+        checksum = self._checksum_before_fetch if is_amid_fetch else self._batches.checksum
+        loader_state = None
+        if self._fetcher.resumes_loader:
+            loader_state = self._state_before_fetch if is_amid_fetch else self._batches.state()
+        return {
+            **self._compatibility(),
+            "epoch": self._batches.epoch,
+            "rounds": self._progress.fetches,
+            "used": self._progress.used,
+            "loader": loader_state,
+            "start": self._batches.start_of_epoch(is_begun=self._progress != Progress(), checksum=checksum),
+        }
+
+    def load_state_dict(self, state: Batch) -> None:
+        """Begin the next epoch where ``state`` was taken; the one after that is whole.
+
+        Raises:
+            BatchError: the state is of another version, or was taken when batches went to the ranks in another way.
+                The loader's next epoch raises it on every rank where the loader gives other batches than before.
+        """
+        expect_compatible(state, self._compatibility())
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        self._running = None
+        self._start = self._progress = Progress(state["rounds"], state["used"])
+        per_fetch = self._fetcher.batches_per_fetch
+        num_again = per_fetch if state["used"] else 0
+        self._batches.resume(state["rounds"] * per_fetch, num_again, state["loader"], state["start"])
+        self._state_before_fetch, self._checksum_before_fetch = self._batches.state(), state["start"]["checksum"]
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
+        """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
+
+        Args:
+            num_batches: steps to leave out.
+            skip: how the wrapped loader does it: ``skip(dataloader, n)`` returns one without its first n batches, as
+                ``accelerate.skip_first_batches``.
+        """
+        loader = copy.copy(self)
+        loader._start = loader._progress = self._fetcher.progress_after(num_batches)
+        loader._batches = self._batches.skipping(loader._start.fetches * self._fetcher.batches_per_fetch, skip)
+        loader._num_skipped = num_batches
+        loader._running = None
+        return loader
+
+    def _compatibility(self) -> Entries:
+        return {"version": STATE_VERSION, **self._fetcher.compatibility(self.replica)}

@@ -1,1 +1,0 @@
-"""Loaders: batches that are read once, in the order of one process, and resumed where they were."""
