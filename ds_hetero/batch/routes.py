@@ -255,8 +255,6 @@ class Transfer(NamedTuple):
 
     Args:
         source: position whose tokens these are.
-        sender: position.
-        receiver: position.
         due: the receiver needs it before this step.
         part: None for the whole.
     """

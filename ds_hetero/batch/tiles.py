@@ -99,7 +99,6 @@ def decompose(
     Args:
         num_queries: at least 1, each with a visible key.
         num_keys: at least 1, each with a query that sees it.
-        band: what is visible.
         leaf: the largest square on an edge that is computed whole.
         chunk: the largest square on an edge whose pieces are batched.
         side: the largest side of a full rectangle, if there shall be a limit.

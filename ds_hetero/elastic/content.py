@@ -29,7 +29,6 @@ class Content:
     """A state, taken apart.
 
     Args:
-        state: whatever pickles.
         at_once: addresses of tensors that are copied now, because somebody may change them before the thread comes.
     """
 

@@ -29,7 +29,6 @@ class Kept:
     """A save that was found.
 
     Args:
-        save: which one.
         contents: the state of every rank that took part in it.
         fetched_bytes: that came from other nodes.
         seconds: that finding and fetching took.
@@ -46,8 +45,6 @@ class _NodeHoldings:
     """The segments of a rank's node.
 
     Args:
-        node: its name.
-        keeper: its keeper's address.
         segments: name and header of each.
     """
 
@@ -60,9 +57,7 @@ def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | 
     """Find and read the newest save whose parts are all there and undamaged; None where there is none.
 
     Args:
-        worker: this process.
         group: all ranks, over gloo.
-        model: fingerprint of the model.
 
     Caller: every rank.
     Collectives: `on_all_ranks` once, and once more for every save that is tried.

@@ -42,7 +42,6 @@ class Save:
     """One save of all ranks of a world.
 
     Args:
-        step: optimizer steps done.
         start: drawn by rank 0 when its world started, later starts being greater.
         world_size: number of ranks, and so of parts.
     """
@@ -57,12 +56,8 @@ class Header:
     """Description of a whole segment.
 
     Args:
-        job: name of the job.
         model: fingerprint of the model, so that no other model's state is loaded.
         save: that this is a part of.
-        rank: whose part it is.
-        end_bytes: length of the content.
-        crc32: of the content.
         index_bytes: length of the description of the tensors, at the content's end.
     """
 
@@ -152,9 +147,6 @@ class SegmentFile:
     def begin(self, num_bytes: int) -> memoryview:
         """Mark the segment dirty and return room for a content.
 
-        Args:
-            num_bytes: of the content.
-
         Raises:
             OSError: the shared memory has no room.
         """
@@ -195,8 +187,6 @@ class Holding(NamedTuple):
     """A part of a save, and who holds it.
 
     Args:
-        save: that it is of.
-        rank: whose part.
         place: where it is.
     """
 
@@ -236,13 +226,7 @@ def whole_saves(holdings: Iterable[Holding]) -> list[tuple[Save, dict[int, list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A rank's part of a save, before it is copied.
-
-    Args:
-        rank: whose it is.
-        node: that holds the original.
-        num_bytes: of it.
-    """
+    """A rank's part of a save, before it is copied."""
 
     rank: int
     node: str

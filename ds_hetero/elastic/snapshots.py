@@ -48,11 +48,8 @@ class Peer:
     """A rank of the world, and where it keeps its state.
 
     Args:
-        name: of its worker.
-        node: of its node.
         keeper: address of the node's keeper.
         free_bytes: of the node's shared memory.
-        num_bytes: of its state.
     """
 
     name: str
@@ -67,7 +64,6 @@ class SaveRules:
     """Rules by which a rank saves.
 
     Args:
-        model: fingerprint of the model.
         start: of this world; greater than those before.
         every_steps: between two saves; None for as few as cost nothing.
         copies: of each part, on other nodes.
@@ -87,10 +83,7 @@ class Snapshots:
     """The saves of this rank.
 
     Args:
-        worker: this process.
         group: all ranks, over gloo.
-        rules: of its saves.
-        take: captures this rank's state.
         say: tells an event, on rank 0.
     """
 
@@ -130,9 +123,6 @@ class Snapshots:
 
     def after_step(self, step: int) -> None:
         """Commit and save if they are due; leave if a rank was given notice, or somebody waits to join.
-
-        Args:
-            step: optimizer steps done.
 
         Collectives: one all_reduce of four integers; `on_all_ranks` at the first save.
         """

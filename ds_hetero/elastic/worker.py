@@ -28,8 +28,6 @@ class Worker:
     """A worker of an elastic job.
 
     Args:
-        place: its node.
-        agent: that has started it.
         local_rank: among the workers of its agent.
         round_number: of the world that it belongs to.
     """
@@ -104,7 +102,6 @@ class Worker:
         """Leave behind why this process ends, for its agent.
 
         Args:
-            text: of the error.
             is_refusal: another start would end in the same way.
         """
         with contextlib.suppress(OSError):

@@ -288,21 +288,13 @@ class TrainerAdapter(Protocol):
         """Make ready a trainer with sequence parallelism, right after ``Trainer.__init__``.
 
         Args:
-            trainer: the trainer.
             patches: takes what is replaced in its library.
-            find_split: `ds_hetero.engine.registry.Registry.find_split`.
         """
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a registration.
-
-    Args:
-        models: of transformers.
-        processes: of accelerate.
-        trainers: of TRL.
-    """
+    """The adapters of a registration."""
 
     models: ModelAdapter
     processes: ProcessAdapter

@@ -136,7 +136,6 @@ def expect_all_registered(
     Args:
         warn_after_s: seconds until a warning says who is missing.
         give_up_after_s: seconds until that is an error; left out, the timeout of the default process group.
-        sleep: between two looks.
 
     Caller: every registered rank, as often as the others; nothing happens without a process group.
     Collectives: none; one key of the store per rank and call.

@@ -34,7 +34,6 @@ class NameRow:
         kind: ``"exact"``: training equals one process with the same value, which a test shows; ``"untried"``: it
             should, and no machine without a GPU can show it; ``"harmless"``: it changes nothing of what is computed;
             ``"refused"``: any value that is not in ``off`` ends the job; ``"ignored"``: it is not read in such a job.
-        why: the reason, for people.
         off: values with which a refused name does nothing. Texts are compared without regard to case.
     """
 

@@ -100,9 +100,6 @@ def size_of_configuration(ds_config: DsConfig | None) -> int | None:
 
     Where replicas take different batches, or are cut into stages, they are one worker on all ranks.
 
-    Args:
-        ds_config: DeepSpeed's configuration.
-
     Returns:
         None without the section, with batches by rank in it, with one rank, or with what is no size and will be
         refused later.

@@ -45,7 +45,6 @@ class ShardedForward:
         replica: this rank's replica, with the schedule for which the batch was cut.
         kernel: the name of the kernel in the configuration, or None.
         is_placeholder: this rank holds no token of the batch; its one column stands for none.
-        clock: of the model.
         doors_used: by its recurrent layers, see `recurrent_layers`.
     """
 

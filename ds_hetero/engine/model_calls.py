@@ -43,7 +43,6 @@ class ModelCalls:
     """Calls of a `Handle` about a model that runs whole on every rank; the arguments are those of its methods.
 
     Args:
-        model: in training.
         samples: the model, where its replicas take different batches.
     """
 
@@ -155,7 +154,6 @@ def token_mean(
 
     Args:
         values: [B, s, ...] by token of the shard, or a scalar that all ranks have alike.
-        batch: the shard.
         where: [B, s], the tokens that count; None for those whose labels count.
         replica: this rank's; None where the batch is whole.
         num_items: tokens that count in the optimizer step over all ranks; None to weigh micro-batches alike.
@@ -212,10 +210,7 @@ def call_sharded(registry: Registry, model: Any, batch: Batch, wanted: Wanted) -
     """Call a model with a whole batch; see `Handle.sharded_call`.
 
     Args:
-        registry: of this process.
         model: an engine, or a model that one trains.
-        batch: what the model takes.
-        wanted: what to return.
 
     Raises:
         ConfigError: ``model`` is none that was prepared.

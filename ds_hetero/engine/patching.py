@@ -51,7 +51,6 @@ def expect_package(package: str, works: str, names: Iterable[str]) -> None:
     """Check that a framework is of a version that works, and has the private names which an integration builds on.
 
     Args:
-        package: distribution name.
         works: versions that work, such as ``">=0.19.8,<0.20"``.
         names: ``"module:attribute"`` or ``"module:Class.attribute"``.
 

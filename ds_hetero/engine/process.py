@@ -94,7 +94,6 @@ def name_of_start(store: Store, rank: int, size: int) -> str:
 
     Args:
         store: which may outlive them.
-        rank: of this process.
         size: number of ranks.
 
     Caller: every rank; waits for all, as long as the store's timeout.

@@ -132,7 +132,6 @@ class Registry:
 
     Args:
         ds_config: the configuration given to `register`, if any.
-        adapters: of the frameworks.
 
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
@@ -222,9 +221,6 @@ class Registry:
     def request_of(self, ds_config: Mapping[str, object]) -> Request:
         """Request of a configuration's section; read and agreed on once, until `forget_request`.
 
-        Args:
-            ds_config: DeepSpeed's configuration.
-
         Caller: every rank of the world.
         Collectives: those of `agree_on_request`, the first time.
         """
@@ -291,11 +287,6 @@ class Registry:
     def monitor_steps(self, prepared: PreparedModel, steps_per_print: float | None, writer: EventWriter) -> StepMonitor:
         """Make what observes an engine's steps, and changes the plan if the section says so.
 
-        Args:
-            prepared: what the engine trains.
-            steps_per_print: of the engine's configuration.
-            writer: the engine's monitors.
-
         Caller: every rank of the world, when the engine has been built.
         """
         weak = weakref.ref(prepared)  # the monitor reports when the process exits, and would keep the model until then
@@ -336,10 +327,6 @@ class Registry:
         """Make what observes an engine's steps, as the section of its job says.
 
         Args:
-            start: of the job.
-            clock: of the steps.
-            steps_per_print: of the engine's configuration.
-            writer: the engine's monitors.
             replanning: changes the plan; None where the section does not ask for it.
             documents: see `Observers`.
 

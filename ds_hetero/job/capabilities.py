@@ -36,7 +36,6 @@ def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
 
     Args:
         wish: the "attention" key of the section.
-        rank: this one.
 
     Raises:
         ConfigError: the list has no entry for this rank, or several keys of the object fit its device.
@@ -88,7 +87,6 @@ def own_capabilities(facts: JobFacts, rank: int) -> str:
 
     Args:
         facts: of the job, of which kernel, data type, head size and soft cap count.
-        rank: this one.
 
     Raises:
         ConfigError: no attention kernel works here for them.

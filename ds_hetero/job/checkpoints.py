@@ -176,7 +176,6 @@ class SavedFile:
     """A file of a checkpoint as it was saved.
 
     Args:
-        size_bytes: of the file.
         crc32: of its content, as zip files have it. It finds damage, not forgery.
     """
 
@@ -256,7 +255,6 @@ def changed_parts(folder: Path, manifest: Manifest, names: Iterable[str]) -> dic
     """Compare parts with what the manifest says of them.
 
     Args:
-        folder: of the checkpoint.
         manifest: its own.
         names: of the parts to read.
 
@@ -309,7 +307,6 @@ def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> Non
     """Write the index of a folder.
 
     Args:
-        folder: holds the files.
         files: name of the file of every tensor.
         total_bytes: of all tensors.
 

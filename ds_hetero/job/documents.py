@@ -66,7 +66,6 @@ def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlac
     """Return what places the batches of one replica by their documents.
 
     Args:
-        section: of the configuration.
         costs: of the replica's units.
 
     Raises:
@@ -98,7 +97,6 @@ class CostRenewal:
         """Renew the costs if these times call for it; return whether they are new.
 
         Args:
-            step: optimizer steps so far.
             times: of all ranks since the last observation.
 
         Caller: every rank of the world.
@@ -148,9 +146,7 @@ def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTim
 
     Args:
         costs: of the units so far.
-        schedule: of the replica.
         ranks: their times, by ascending rank.
-        spec: of the model.
     """
     backward = sum(rank.attention_backward_flops for rank in ranks)
     flops_per_pair = 10 * spec.head_dim * sum(rank.attention_flops for rank in ranks) / backward if backward else 0.0
@@ -188,7 +184,6 @@ def predicted_gain_of_documents(old: UnitCosts, new: UnitCosts, ranks: Sequence[
 
     Args:
         old: costs that batches are placed by.
-        new: the true costs.
         ranks: the times of the replica's ranks.
     """
     tokens, attention_s = sum(rank.tokens for rank in ranks), sum(rank.attention_s for rank in ranks)
@@ -213,7 +208,6 @@ class DocumentAdvice:
     It is silent where the section has ``"placement"``, and where nothing is known of the devices: on all ranks but 0.
 
     Args:
-        section: of the configuration.
         forecasts: one per replica, this rank's first; none where nothing is known of the devices.
     """
 

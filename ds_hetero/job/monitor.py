@@ -97,7 +97,6 @@ class StepMonitor:
 
     Args:
         start: of the job that is observed.
-        clock: times the model's steps.
         observers: who is given what is observed.
         interval: steps between two observations; rank 0's is used.
         writer: of the events that each observation makes.

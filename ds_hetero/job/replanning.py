@@ -45,8 +45,6 @@ class PlanSearch(Protocol):
         """Return the changes that these times call for; none where they gain too little.
 
         Args:
-            step: optimizer steps so far.
-            plan: of the moment.
             seen: since the last observation.
         """
 
@@ -61,7 +59,6 @@ class ScheduleChange:
     Args:
         step: optimizer steps that this process has done before it.
         replica: index of the replica whose schedule changed.
-        schedule: its new schedule.
         gain: share of a step's time that the change was predicted to save.
     """
 
@@ -94,11 +91,7 @@ def has_schedules_to_change(plan: Plan) -> bool:
 
 
 class ScheduleSearch:
-    """Looks for other schedules of replicas; on rank 0, which has the forecasts.
-
-    Args:
-        start: of the job.
-    """
+    """Looks for other schedules of replicas; on rank 0, which has the forecasts."""
 
     def __init__(self, start: JobStart) -> None:
         self._replanner = Replanner(
@@ -151,7 +144,6 @@ class Replanning:
         change_plan: called on every rank with the new plan.
 
     Attributes:
-        plan: of the moment.
         changes: oldest first; the same on every rank.
     """
 
@@ -166,7 +158,6 @@ class Replanning:
         """Change the plan if these times call for it.
 
         Args:
-            step: optimizer steps so far.
             seen: since the last observation.
 
         Returns:

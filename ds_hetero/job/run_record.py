@@ -45,7 +45,6 @@ class Snapshot:
     """Measurements that one rank sends now and then.
 
     Args:
-        device: its name.
         memory_bytes: most memory in use so far: of the device, on CPUs of the process.
         trace: ranges of its latest step.
     """
@@ -85,7 +84,6 @@ class RunRecord:
 
     Args:
         start: what the ranks agreed on for the model.
-        path: of the file.
         changes: returns the changes of the plan so far.
     """
 
@@ -104,7 +102,6 @@ class RunRecord:
         """Keep an observation, and write the file if that is cheap.
 
         Args:
-            step: optimizer steps so far.
             seen: since the last observation.
             totals: of all ranks since the first one.
         """

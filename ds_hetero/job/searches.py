@@ -76,9 +76,7 @@ def best_layer_change(step: int, plan: Plan, seen: JobTimes) -> LayerChange:
     """Return the layers with which the pipelines are predicted to be fastest.
 
     Args:
-        step: optimizer steps so far.
         plan: that the steps ran under.
-        seen: of these steps.
     """
     before_s = after_s = 0.0
     layers = []
@@ -98,7 +96,6 @@ def speeds_of(measured: MeasuredPipeline, layers: Sequence[int], growth: Sequenc
     The backward is taken to be shared between layers and the rest as the forward is.
 
     Args:
-        measured: of the pipeline.
         layers: by stage.
         growth: by stage, by what factor the memory in use may grow.
     """

@@ -61,12 +61,7 @@ _MISSING = "missing"
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a job, and how they fail together.
-
-    Args:
-        rank: of this process.
-        size: ranks of the job.
-    """
+    """The ranks of a job, and how they fail together."""
 
     rank: int
     size: int
@@ -150,8 +145,6 @@ def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
 
     Args:
         facts: as this rank has read them.
-        world_size: ranks of the job.
-        rank: this one.
 
     Returns:
         See `expect_kernel`.
@@ -172,7 +165,6 @@ def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
 
     Args:
         facts: as this rank has read them.
-        rank: this one.
 
     Returns:
         What the device computes slowly though it works, for people; None if there is nothing.
@@ -302,9 +294,6 @@ def announce_start(start: JobStart) -> None:
 
     Pipelines that were searched for are kept as a file, whose path is announced: a later job may name it as its
     schedule.
-
-    Args:
-        start: of the job.
     """
     if start.is_of_pipelines:
         lines = [f"on, {pipelines_text(start.plan)}"]

@@ -28,7 +28,6 @@ class Remedy(NamedTuple):
 
     Args:
         subject: of the sentence that says what it saves, with its verb.
-        setting: that switches it on.
     """
 
     subject: str
@@ -71,7 +70,6 @@ class Stragglers:
         """Take an observation into account.
 
         Args:
-            step: optimizer steps so far.
             seen: of all ranks.
 
         Returns:

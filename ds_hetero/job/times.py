@@ -61,8 +61,6 @@ class RankTimes:
         growth: see `Observation`.
         peak_flops_per_s: of the device, 0 where it is not known.
         own_min_s: shortest computing time of the latest steps, at most `RECENT_STEPS`.
-        own_median_s: median of it.
-        own_max_s: longest of it.
         forward_s: of passes of pipelines, likewise those that follow.
         backward_s: likewise.
         hop_s: packing and sending, and waiting for what the neighbour had computed already.
@@ -192,7 +190,6 @@ class MeasuredPipeline:
         backward_s: likewise.
         layers_share: by stage, share of a forward that the stage's layers take.
         hop_s: from the end of a pass to the arrival at the next stage, one direction.
-        micro_batches: of a step.
         in_flight: by stage.
         passes_s: from the first pass to the end of the last one.
     """
@@ -216,7 +213,6 @@ class JobTimes(NamedTuple):
     """Times of the job in one observation.
 
     Args:
-        ranks: of all.
         pipelines: of all, where stages wait for each other; none where every pipeline is one stage.
     """
 

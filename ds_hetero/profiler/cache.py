@@ -184,8 +184,6 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
     """Refuse numbers that are not those of the ranks: a file that was changed by hand plans for devices that are not.
 
     Args:
-        cluster: of the profile.
-        ranks: that live.
         samples: what was timed, by rank; empty in a profile that has no timings.
 
     Raises:

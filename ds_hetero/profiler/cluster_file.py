@@ -46,11 +46,8 @@ class RankFacts:
 
     Args:
         node: the same for ranks that share a machine and its network.
-        host: name of the machine.
         device: the catalogue's name where it has one.
         memory_bytes: of the device; of a CPU, the rank's share.
-        torch: its version.
-        dtype: measured in.
         attention: name of the kernel that is timed.
         head_dim: width of the heads that it is timed with; None in profiles of earlier releases.
         softcap: bound of the attention scores that it is timed with; None for no bound.

@@ -104,7 +104,6 @@ class AttentionProbe(Protocol):
     """A kernel as the profiler times it: both methods do one pass over one block.
 
     Attributes:
-        name: of the kernel.
         head_dim: D of the blocks that it is timed with.
         softcap: bound of the scores, see `ds_hetero.runtime.attention.kernels.Scores`.
     """
@@ -176,13 +175,7 @@ def attention_probes(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) ->
 
 
 def attention_table(timer: Timer, dtype: torch.dtype, probe: AttentionProbe) -> list[tuple[int, float]]:
-    """Forward seconds of causal attention by tokens, one sequence of few heads: the table of the hetero-ring paper.
-
-    Args:
-        timer: of this rank.
-        dtype: of the tensors.
-        probe: the kernel.
-    """
+    """Forward seconds of causal attention by tokens, one sequence of few heads: the table of the hetero-ring paper."""
     heads, lengths = (4, (256, 512, 1024)) if timer.device.type == "cpu" else (8, (2048, 4096, 8192, 16384))
     table = []
     for tokens in lengths:

@@ -38,8 +38,6 @@ def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool =
 
     Args:
         pairs: that exchange at the same moment.
-        rank: this process's.
-        device: of the messages.
         at_once: pairs share a port. Then times are means over the whole round, in which all of them send as much.
     """
     statistic = mean if at_once else _lower_quartile
@@ -95,9 +93,6 @@ def message_overhead_s(device: torch.device) -> float:
 
     CPU time of this thread, which waiting does not count, times how much longer the same thread takes for work without
     waiting: a rank may have a part of a core only. 0 where a device computes and the host runs ahead of it.
-
-    Args:
-        device: of the messages.
 
     Caller: every rank.
     """

@@ -22,10 +22,8 @@ class CpuUse(NamedTuple):
     """Load on the cores of this rank's host while it was measured.
 
     Args:
-        host: its name.
         busy_cores: cores that were busy, in the mean; None where the operating system does not say.
         own_cores: cores that this rank itself kept busy.
-        num_cores: of the host.
     """
 
     host: str

@@ -207,8 +207,6 @@ def describe_ranks(device: torch.device, dtype: torch.dtype, attention: Attentio
     """Describe all ranks; CPU ranks of a host share its memory.
 
     Args:
-        device: of this rank.
-        dtype: to be measured in.
         attention: the kernel to be timed.
 
     Caller: every rank.

@@ -47,7 +47,6 @@ def position_moments(runs: PositionRuns, intervals: Sequence[Range]) -> tuple[in
     """The sum of the position ids in ``intervals`` of all rows, and their sum weighted by 1, 2, ... in this order.
 
     Args:
-        runs: of the whole batch.
         intervals: of positions, the same in every row, as a rank holds them.
     """
     total = moment = 0

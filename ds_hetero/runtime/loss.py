@@ -80,7 +80,6 @@ def sequence_parallel_loss(
         loss_sum: scalar, this rank's token losses added up. A mean times ``num_tokens`` will do.
         num_tokens: how many there are. Where it is 0, ``loss_sum`` counts as 0, even if it is NaN, and so does its
             gradient.
-        replica: this rank's replica.
         num_items: valid tokens of the optimizer step over all ranks, see `count_items`; left out, each micro-batch of
             each replica weighs the same.
         divisor: with ``num_items``: what the engine will divide by, to be undone.
@@ -117,7 +116,6 @@ def mean_over_replica(
     Args:
         mean: scalar, over this rank's tokens. Where there are none, it counts as 0, even if it is NaN.
         num_tokens: how many there are.
-        replica: this rank's replica.
         num_items: what to divide by in place of n_R.
 
     Caller: every rank of the replica.
@@ -147,7 +145,6 @@ def rescaled_loss(
         loss: scalar, by ``convention``. Where no token counts, it counts as 0, even if it is NaN.
         convention: one of `CONVENTIONS`; table at the top.
         num_tokens: this rank's valid tokens; not needed for ``"replica_mean"`` without ``num_items``.
-        replica: this rank's replica.
         num_items: valid tokens of the optimizer step over all ranks; left out, each micro-batch of each replica weighs
             the same.
         divisor: with ``num_items``: what the engine will divide by, to be undone.
@@ -314,7 +311,6 @@ def load_balancing_loss(gates: Sequence[Tensor], top_k: int, real: Tensor, repli
         gates: by layer, the router's logits [T, E].
         top_k: experts that a token is sent to.
         real: [T], 1 where a token counts; padding and placeholders do not.
-        replica: this rank's.
 
     Caller: every rank of the replica, in the forward; the gradient of the loss may be taken on every rank, and adds up
     over them to that of one process when the ranks' losses do.

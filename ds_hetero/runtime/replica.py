@@ -150,7 +150,6 @@ def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
     """The replica as lanes by heads see it: the groups of ``schedule`` exchange heads over the process group of all.
 
     Args:
-        replica: this rank's replica.
         schedule: of the same ranks.
     """
     if schedule == replica.schedule:

@@ -65,7 +65,6 @@ class PassTimes(NamedTuple):
         kind: `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``.
         micro_batch: its number.
         asked_s: the rank was ready for it.
-        begin_s: its input was there.
         end_s: it was computed; a backward of a replica, up to its last exchange.
         sent_s: its result was on its way, and the rank was free.
         layers_s: seconds of a forward that the layers of a stage took, without what it does before and after them.

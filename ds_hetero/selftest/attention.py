@@ -138,7 +138,6 @@ class Case:
 
     Args:
         spec: of the layer, without sinks.
-        dtype: of the tensors.
         head_dim: D.
         documents: of the one row; None for one document.
         with_sinks: a sink for every head.
@@ -155,10 +154,7 @@ def largest_error(case: Case, replica: Replica, length: int, device: torch.devic
     """Error of this rank's part of output and gradients, relative to the largest entry of each.
 
     Args:
-        case: what is asked for.
-        replica: this rank's.
         length: tokens of the sequence.
-        device: of this rank.
 
     Caller: every rank of the replica.
     Collectives: those of `attention`, forward and backward.

@@ -108,12 +108,7 @@ _COLLECTIVES: dict[str, Callable[[Session], Any]] = {
 
 
 def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
-    """One line per part, with what this rank measured.
-
-    Args:
-        session: of this rank.
-        described: this rank, from `ds_hetero.selftest.ranks.describe_rank`.
-    """
+    """One line per part, with what this rank measured."""
     name = catalogue_name(described["device"], int(described["memory_gib"] * GIB))
     entry = None if name is None or session.device.type == "cpu" else CATALOGUE[name]
     timer = Timer(session.device, 0.05 if session.quick else 0.2)

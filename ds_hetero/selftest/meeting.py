@@ -37,10 +37,8 @@ class Failure:
     """Why the test cannot go on.
 
     Args:
-        rank: that noticed it.
         number: of the call, which counts alike on all ranks.
         call: what the rank was doing.
-        cause: completes "CALL ...".
     """
 
     rank: int
@@ -54,8 +52,6 @@ class Meeting:
 
     Args:
         store: for keys of this test alone.
-        rank: of this process.
-        size: ranks of the job.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -65,7 +61,6 @@ class Meeting:
         """Return the values of all ranks, in rank order; every rank calls it once with the same ``name``.
 
         Args:
-            name: of these values.
             value: of this rank, as JSON can carry it.
             limit_s: seconds to wait for the others.
 
@@ -243,7 +238,6 @@ class CallWatch:
         """End what runs inside in time, on the device too.
 
         Args:
-            name: for people.
             times: the usual limit to allow.
         """
         self._number += 1
@@ -306,12 +300,8 @@ class Session:
     """One run of the self-test on one rank, once the default process group exists.
 
     Args:
-        rank: of this process.
-        size: ranks of the job.
-        device: of this rank.
         watch: sets every call a deadline.
         nodes: by node, its ranks.
-        quick: leave out what repeats.
     """
 
     rank: int

@@ -34,11 +34,9 @@ class Options:
     """Options of the user.
 
     Args:
-        quick: leave out what repeats.
         limit_s: seconds that a call may take.
         out: file for the report as text.
         as_json: file for the report as JSON.
-        with_host_names: tell host names.
     """
 
     quick: bool
@@ -80,10 +78,7 @@ class _Run:
 
     Args:
         meeting: to exchange lines with the other ranks.
-        aside: for the watch.
         report: with the checks that are over.
-        options: of the user.
-        begin_s: time of the start.
         own_lines: what the check that runs has said of this rank.
     """
 

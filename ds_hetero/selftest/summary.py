@@ -31,8 +31,6 @@ class Report:
     Args:
         ranks: descriptions by rank, from `ds_hetero.selftest.ranks`.
         nodes: by node, its ranks.
-        lines: verdicts.
-        seconds: that the run took.
     """
 
     ranks: list[JsonObject] = field(default_factory=list)
@@ -128,7 +126,6 @@ class Line:
     """Result of a check, on one rank or on ranks that agree.
 
     Args:
-        name: what was tried.
         status: ``"info"`` takes no part in the verdict.
         detail: the reason, or what was measured.
         ranks: of which it is said, once those of all ranks have been put together; empty for all.

@@ -89,7 +89,6 @@ class ParameterLayout:
     """Shards of one parameter on every replica or stage, and on every ZeRO owner.
 
     Args:
-        shape: of the whole parameter.
         cuts: one per summand of the gradient: per replica, in the same order for every parameter, or per stage that
             holds the parameter; a rank belongs to one of them.
         owners: who keeps optimizer state and the sum of the gradients of what, one rank per part. None gives every
@@ -131,7 +130,6 @@ class Chunk:
     """Elements of a parameter that the same ranks sum, own and hold.
 
     Args:
-        name: of the parameter.
         boxes: disjoint; elements travel box after box, each in row-major order.
         contributors: ranks whose gradients are summed, by replica: one of each, or every copy where they are partial.
         owner: the rank that keeps the sum and the optimizer state.
@@ -172,8 +170,6 @@ def chunks_of(
     Elements with the same members are one chunk, however many boxes they are.
 
     Args:
-        name: of the parameter.
-        layout: who holds what.
         alignment: elements of which the boundaries between owners and between equal copies are multiples, within what
             the same ranks hold; smaller for what is too small (`ds_hetero.sharding.zero_partition.alignment_of`).
         owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these

@@ -58,9 +58,6 @@ class Keeper:
     """State of the process; each connection has a thread of its own.
 
     Args:
-        place: of the node.
-        token: of the job.
-        rules: of the meeting.
         memory_bytes: that copies and own segments may take; None for all that is free.
     """
 

@@ -65,12 +65,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 class NodeProcesses:
-    """The processes of this node.
-
-    Args:
-        options: of the command line.
-        place: of the node.
-    """
+    """The processes of this node."""
 
     def __init__(self, options: argparse.Namespace, place: NodePlace) -> None:
         self._options, self._place = options, place

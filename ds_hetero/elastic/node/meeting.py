@@ -44,7 +44,6 @@ class _Member:
     """An agent that is connected.
 
     Args:
-        tell: sends it a message.
         info: what it says of itself; equal ``terms`` are a condition.
         joined_s: since when it waits for a round; None while its workers run.
     """
@@ -83,8 +82,6 @@ class AgentMeeting:
             info: node, address, and ``terms`` that all have to share.
             last: what ended its workers: ``error``, ``step``, ``is_refusal``.
             round_: the round that it was in: ``number``, ``members``; number 0 for a newcomer.
-            tell: sends it messages.
-            now_s: time.
         """
         if self.closed is not None:
             tell({"closed": self.closed})

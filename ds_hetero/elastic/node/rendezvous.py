@@ -58,7 +58,6 @@ class KeeperRendezvous(RendezvousHandler):
     """The handler of one agent.
 
     Args:
-        place: of this node.
         agent: name of this agent, the same over its life.
         endpoint: of the keeper that serves the meeting at first.
         address: under which other nodes reach this one.

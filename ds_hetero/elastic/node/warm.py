@@ -33,11 +33,7 @@ _REQUEST_TIMEOUT_S = 5.0
 
 
 class WarmServer:
-    """Forks workers and tells their clients how they end.
-
-    Args:
-        path: of the socket.
-    """
+    """Forks workers and tells their clients how they end."""
 
     def __init__(self, path: str) -> None:
         self._clients: dict[int, socket.socket] = {}  # by process id of the worker

@@ -151,8 +151,6 @@ class NodePlace:
     """A node of a job.
 
     Args:
-        job: name of the job.
-        node: name of the node.
         folder: of its segments and small files, in shared memory.
     """
 

@@ -108,11 +108,7 @@ def gathering_over_replicas(accelerator: Accelerator) -> Iterator[None]:
 
 
 def gathered_from_replicas(stock: Function) -> Function:
-    """``gather`` or ``gather_object`` of accelerate; inside `gathering_over_replicas` it takes a replica's first rank.
-
-    Args:
-        stock: the function.
-    """
+    """``gather`` or ``gather_object`` of accelerate; of replicas' first ranks inside `gathering_over_replicas`."""
 
     @functools.wraps(stock)
     def gather(values: Any) -> object:
@@ -278,7 +274,6 @@ def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
     """Why nothing is split under a sequence-parallel size of 1, and what to do.
 
     Args:
-        ds_config: DeepSpeed's configuration.
         has_parallelism: accelerate was given a ParallelismConfig, with that size.
     """
     sized_by = '"sequence_parallel_size"' if read_training_facts(ds_config).sp_size == 1 else None

@@ -38,8 +38,6 @@ class ElasticEngine:
     """An engine whose state outlives its process.
 
     Args:
-        engine: DeepSpeed's.
-        worker: this process.
         section: ``"elastic"`` of the configuration, or its defaults.
     """
 

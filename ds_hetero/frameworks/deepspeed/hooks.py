@@ -46,7 +46,6 @@ class HookedEngine:
 
     Args:
         engine: DeepSpeed's, as it was built.
-        clock: times its steps.
         monitor: takes the times of steps.
     """
 
@@ -64,8 +63,6 @@ class HookRow(NamedTuple):
     """A row of the table of hooks.
 
     Args:
-        method: of the engine.
-        hook: around it.
         of: the engines that have it.
     """
 
@@ -159,7 +156,6 @@ class SplitEngine(HookedEngine):
     """An engine whose model is split over the sequence, or runs whole on every rank.
 
     Args:
-        model: what it trains.
         scaling: brings losses to the scale of the engine's average.
         prediction_check: compares steps with their prediction.
         note_destroyed: called before the engine is gone.

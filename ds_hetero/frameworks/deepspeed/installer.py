@@ -30,10 +30,8 @@ class Installer:
     """One call of `deepspeed.initialize` with a section; subclasses `install` what it asks for.
 
     Args:
-        registry: of this process.
         stock: DeepSpeed's own function.
         given: the arguments of the call, by name.
-        ds_config: the configuration among them.
     """
 
     def __init__(self, registry: Registry, stock: Function, given: Arguments, ds_config: DsConfig) -> None:
@@ -80,7 +78,6 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
 
     Args:
         ds_config: DeepSpeed's configuration, as the user gave it.
-        replica: this rank's replica.
         sp_size: the sequence-parallel size that the user gave, if any.
 
     Raises:
@@ -108,9 +105,6 @@ def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size:
     """Check that the global batch of the configuration is that of the replicas; what is left out follows from them.
 
     Args:
-        ds_config: DeepSpeed's configuration.
-        split: of the replicas.
-        world_size: ranks of the job.
         sp_size: the sequence-parallel size that the user gave, if any.
 
     Raises:

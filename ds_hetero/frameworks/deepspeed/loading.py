@@ -33,7 +33,6 @@ def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Ma
 
     Args:
         engine: that is about to load it.
-        folder: of the checkpoint.
         with_optimizer: check the parts that only the optimizer's state is read from.
 
     Returns:

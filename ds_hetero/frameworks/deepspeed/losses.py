@@ -199,11 +199,7 @@ def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> ob
 
 
 class BackwardsOfStep:
-    """The backwards of one engine since its last step.
-
-    Args:
-        engine: DeepSpeed's.
-    """
+    """The backwards of one engine since its last step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -61,8 +61,6 @@ def save_whole(
     """Around ``save_checkpoint``: write beside the folder, and move it there when all ranks have written their parts.
 
     Args:
-        engine: whose state is saved.
-        save: DeepSpeed's method.
         changed_plan: what re-planning has given the job; None while it runs what it began with.
         save_dir: as of the method, and so the other arguments.
 
@@ -114,7 +112,6 @@ class _PartWriter:
     """Stands in for DeepSpeed's checkpoint engine while a checkpoint is saved.
 
     Args:
-        stock: writes the files.
         draft: the folder that the checkpoint is written into.
         stamp: put into every part.
 
@@ -234,7 +231,6 @@ def restore_random_states(folder: Path, manifest: Manifest) -> None:
     """Go on with the random states of the ranks that saved a checkpoint; on another number of ranks, say that not.
 
     Args:
-        folder: of the checkpoint.
         manifest: of it; its parts are known to be undamaged.
 
     Collectives: one `on_all_ranks`, where as many ranks have saved.

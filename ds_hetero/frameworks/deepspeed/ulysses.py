@@ -34,7 +34,6 @@ class SequenceParallelState:
     ``initialize_sequence_parallel`` marks it, as in DeepSpeed, as an mpu without model parallelism.
 
     Args:
-        replica: this rank's.
         size_given: the sequence-parallel size that the user gave, if any: the number of all ranks where replicas have
             different sizes.
     """

@@ -241,7 +241,6 @@ class MaskKind(NamedTuple):
     """Tokens that a layer's mask hides beside padding and other documents.
 
     Args:
-        causal: later keys.
         window: keys further back than ``window - 1`` tokens; None if there is no limit.
     """
 

@@ -90,12 +90,7 @@ def _accepts_loss_kwargs(trainer: Trainer) -> bool:
 
 
 def evaluating(registry: Registry, stock: Function) -> Function:
-    """Replace ``Trainer.evaluate`` and ``Trainer.predict``.
-
-    Args:
-        registry: of this process.
-        stock: the method.
-    """
+    """Replace ``Trainer.evaluate`` and ``Trainer.predict``."""
 
     @functools.wraps(stock)
     def evaluate(trainer: Trainer, *args: object, **kwargs: object) -> object:

@@ -76,10 +76,6 @@ def expect_plain_samples(trainer: Trainer) -> None:
 class UnlikeSteps:
     """Batches and losses of one training.
 
-    Args:
-        trainer: whose.
-        model: as it is prepared.
-
     Attributes:
         is_scaling: the loss that ``Trainer.compute_loss`` returns is a part of one that is scaled by its caller.
         computes_loss_itself: the Trainer's class makes its loss past ``Trainer.compute_loss``, and its unit is declared
@@ -170,8 +166,6 @@ class UnlikeSteps:
 
         Args:
             compute: ``Trainer.compute_loss`` of a batch and a number of items.
-            inputs: the batch.
-            num_items: of the step.
 
         Caller: every rank of the world.
         """

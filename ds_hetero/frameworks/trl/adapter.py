@@ -209,7 +209,6 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
 
     Args:
         arguments: of the trainer; ``generation_batch_size`` is set to what all replicas take in one generation.
-        num_replicas: of the job.
 
     Raises:
         ConfigError: a batch of all replicas does not hold all generations of each of its prompts.

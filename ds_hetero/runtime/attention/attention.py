@@ -72,12 +72,7 @@ def attention(
         result [B, s, H, D]; zero for tokens that are padding
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        replica: this rank's replica.
         batch: from `agree_on_batch`.
-        spec: of the layer.
         clock: times every phase, forward and backward.
 
     Caller: every rank of the replica, once per attention layer.

@@ -91,7 +91,6 @@ def agree_on_batch(
     """Exchange what the ranks see of the batch and derive the layout that all of them share.
 
     Args:
-        replica: this rank's replica.
         local: what this rank sees of the batch.
         earlier: schedules that the replica had before, latest first; shards cut for them may still come. The layout
             is that of the schedule for which the shards were cut.

@@ -34,7 +34,6 @@ class Message(NamedTuple):
     """A contiguous tensor to receive or to send.
 
     Args:
-        tensor: contiguous.
         peer: global rank of the other end.
         tag: pairs messages of one round.
         due: the receiver needs it before this step.
@@ -71,7 +70,6 @@ class Channel:
     """Rounds of messages over ``group`` within one pass of its rings; `finish` must be called once at its end.
 
     Args:
-        group: the ranks.
         far_group: the same ranks, for far messages; where messages are paired by order, a group works on one after
             the other.
 
@@ -152,7 +150,6 @@ def run_in_order(lanes: Sequence[Rounds], clock: Clock) -> None:
 
     Args:
         lanes: in the placement's order.
-        clock: times the waiting.
     """
     for lane in lanes:
         next(lane)

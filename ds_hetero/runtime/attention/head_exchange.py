@@ -137,8 +137,6 @@ def _runs(
 
     Args:
         flat: the members' parts, one behind the other.
-        sizes: of these parts.
-        exchange: the tables.
         shape: s, B and D.
     """
     begins = (0, *accumulate(sizes))

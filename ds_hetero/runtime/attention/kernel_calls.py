@@ -88,8 +88,6 @@ class PackedCall:
     """A call for many blocks of one batch row and one range of heads; no two share a query or a key.
 
     Args:
-        q_heads: of this rank.
-        kv_heads: of the sub-ring.
         queries: local queries of every block, ascending.
         keys: keys of every block, ascending.
         bands: of every block, all with the same `Band.window`.
@@ -218,7 +216,6 @@ def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...], first: 
     Args:
         grad: of all keys.
         part: of those in ``columns``, or of some of them that follow one another.
-        columns: keys that travel.
         first: index of the first key of ``part`` among these.
     """
     if len(columns) == 1:

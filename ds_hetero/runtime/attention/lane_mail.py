@@ -22,7 +22,6 @@ class KVBlocks:
     """Keys and values that travel.
 
     Args:
-        ring: of the lane.
         like: a tensor [B, h, S, D] on the same device.
         own: what travels of this rank's own.
 
@@ -75,9 +74,7 @@ class GradientBlocks(KVBlocks):
     """Partial dK/dV of others on their way home; what comes home is added to the gradients of this rank's own.
 
     Args:
-        ring: of the lane.
         like: a tensor [B, h, S, D] on the same device.
-        dtype: of gradients.
         home: dK and dV of this rank's own keys and values, by sub-ring.
     """
 
@@ -118,7 +115,6 @@ class LaneMail:
     """The rounds of one member of a lane in one pass.
 
     Args:
-        ring: of the lane.
         channel: of all lanes of the layer.
     """
 

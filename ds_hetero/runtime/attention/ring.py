@@ -70,7 +70,6 @@ def ring_backward(
         dout: [B, h, S, D].
         saved: q, k, v of this group and the merged out and lse, so that every block's backward is exact by itself.
         kept: from the forward, by lane.
-        context: of the forward.
 
     Caller: every rank of the replica, in the backward of `attention`.
     Messages: per lane, sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
@@ -121,8 +120,6 @@ class RingContext:
         rings: this rank's part in the ring of each of its lanes, in the placement's order.
         group: process group of the replica, on which messages travel.
         far_group: the same ranks, for messages between nodes.
-        kernel: computes the blocks.
-        scores: how scores are made.
         clock: times the phases and counts the operations.
     """
 
@@ -153,8 +150,6 @@ class LaneForward:
 
     Args:
         tensors: q, k, v, and out and lse to be filled, of the lane's tokens.
-        ring: of the lane.
-        context: of the layer.
         channel: of all lanes of the layer.
 
     Attributes:
@@ -206,8 +201,6 @@ class LaneBackward:
         saved: of the lane's tokens.
         kept: from the lane's forward.
         grads: dq, dk and dv of the lane's tokens, to be added to.
-        ring: of the lane.
-        context: of the layer.
         channel: of all lanes of the layer.
     """
 

@@ -44,7 +44,6 @@ class Epochs:
     """Reads the epochs of one loader.
 
     Args:
-        dataloader: whose epochs they are.
         names: by which it shows its parts.
 
         compares: whether an epoch of this loader is a whole one, whose batches a resumed one can be compared with.
@@ -202,7 +201,6 @@ def expect_same_checksum(read: int | None, expected: int | None, what: str) -> N
     Args:
         read: checksum of it; None where it is not known.
         expected: checksum of what it gave before; None where it is not known.
-        what: was read.
 
     Raises:
         BatchError: they differ.

@@ -50,7 +50,6 @@ class FetchReport:
     """Report of one rank at the beginning of a fetch.
 
     Args:
-        replica: id of its replica.
         batches: how many batches it has for the fetch.
         checksum: of those batches, where all ranks of the replica must hold the same.
         samples: checksum of the samples that all replicas together are to take; 0 if unknown.
@@ -71,7 +70,6 @@ class FetchReports:
 
     Args:
         number: of the fetch in the epoch.
-        by_rank: the reports.
         payloads: what `Fetcher._payload` gave, by rank.
         keeps_some: a rank keeps a batch of the fetch whole, see `WholeBatches.take_kept`.
     """
@@ -148,7 +146,6 @@ def exchange_reports(
 
     Args:
         number: of the fetch in the epoch.
-        report: of this rank.
         payload: for every rank.
         error: what kept this rank from reading.
         keeps_some: this rank keeps a batch of the fetch whole.
@@ -190,7 +187,6 @@ class Fetcher(ABC):
 
         Args:
             replica: this rank's replica, with the schedule to cut for.
-            batches: this rank's batches, placed.
             number: of the fetch in the epoch.
 
         Caller: every rank of the world.
@@ -279,11 +275,7 @@ class PlanningAhead:
 
     Args:
         batches: the loader that they are read from.
-        epoch: its batches.
         placer: gives what places a batch that is drawn now; every rank of a replica changes it between the same steps.
-
-    Attributes:
-        batches: as given.
     """
 
     def __init__(self, batches: WholeBatches, epoch: Iterator[WholeBatch], placer: PlacerOfNow) -> None:

@@ -118,7 +118,6 @@ class DividedBatches(Fetcher):
 
     Args:
         placer: decides who holds which positions of a batch.
-        replica_id: of this rank's replica.
         split: the batches of all replicas.
         reader: what chooses this replica's samples; None where the caller has chosen them.
         lengths: batches of an epoch on each replica; None where a loader does not know.
@@ -194,7 +193,6 @@ def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, reques
 
     Args:
         batches: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.
-        replica: this rank's replica.
         placer: decides who holds which positions of a batch.
         requested: the mode that the user requested, if any.
 

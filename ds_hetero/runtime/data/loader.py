@@ -49,7 +49,6 @@ class ShardedLoader:
 
     Args:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
-        replica: this rank's replica.
         batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
             out, it is detected, and logged by rank 0.
         reading: what is made of a batch before it is cut.
@@ -197,7 +196,6 @@ class ShardedLoader:
         """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
 
         Args:
-            num_batches: steps to leave out.
             skip: how the wrapped loader does it: ``skip(dataloader, n)`` returns one without its first n batches, as
                 ``accelerate.skip_first_batches``.
         """

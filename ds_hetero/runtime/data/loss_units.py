@@ -83,7 +83,6 @@ class Probe:
     Args:
         together: of both; nan where there was no loss.
         alone: of the one, and of the other.
-        counts: of the rows.
         by_items: the loss was divided by a number that was given, so that its parts add up.
         tells: whether rows are unlike, so that something can be concluded.
         tolerance: relative, of the loss's data type.
@@ -117,7 +116,6 @@ def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *,
     Args:
         compute: the loss of such a batch, without gradients and without randomness; None where there is none.
         batch: of this rank: tensors in mappings and sequences.
-        rows: of the batch.
         by_items: see `Probe`.
 
     Caller: every rank that shares parameters of the model; no collectives of its own.
@@ -138,7 +136,6 @@ def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
 
     Args:
         probes: by rank.
-        name: of the model.
 
     Raises:
         ConfigError: the loss is no mean over any unit, or of more than one.

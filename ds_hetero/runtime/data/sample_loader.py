@@ -233,7 +233,6 @@ class SampleLoader:
         """This rank's micro-batches of an optimizer step; none at the epoch's end.
 
         Args:
-            batches: of the wrapped loader.
             number: of the step in the epoch.
         """
         split, replica_id = self._split

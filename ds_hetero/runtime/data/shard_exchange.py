@@ -60,7 +60,6 @@ def exchange_shards(
     Args:
         placed: this rank's batch; None if it has none.
         manifests: of all ranks of the replica; empty for a rank without a batch.
-        replica: this rank's replica.
         placer: decides who holds which positions of the batches of the other ranks.
 
     Returns:
@@ -179,8 +178,6 @@ def gather_tokens(shard: Tensor, placement: Placement, replica: Replica) -> Tens
 
     Args:
         shard: of this rank's tokens, in their order.
-        placement: of the batch.
-        replica: this rank's replica.
 
     Caller: every rank of the replica.
     Collectives: one all_gather of [B, max s, ...] forward, none backward. The gradient of ``shard`` is its part of the

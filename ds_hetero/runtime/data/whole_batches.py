@@ -64,7 +64,6 @@ class WholeBatches:
     """The batches of one loader, before they are cut.
 
     Args:
-        dataloader: yields mappings.
         names: by which loaders show their parts.
         reading: of every batch.
     """
@@ -210,7 +209,6 @@ class WholeBatches:
 
         Args:
             is_begun: whether batches of the epoch have been used.
-            checksum: of what was used.
         """
         return self._epochs.state(amid_epoch=is_begun or self._begun is not None, checksum=checksum)
 
@@ -218,7 +216,6 @@ class WholeBatches:
         """Begin the next epoch after ``num_batches`` batches, by the loader's own ``state`` if there is one.
 
         Args:
-            num_batches: that were used.
             num_again: that were read after those, and are to be used.
             state: of the loader, from `state`.
             start: from `start_of_epoch`.

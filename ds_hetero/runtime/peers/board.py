@@ -40,7 +40,6 @@ class Status(NamedTuple):
         waits: whether it waits for other ranks there.
         in_script: whether in a collective that the script itself calls.
         unchanged_s: for how long it has been there.
-        history: its latest calls.
         collective: of torch's that it waits in.
         counts: of the collectives that it has begun, by the name of their process group.
     """
@@ -59,7 +58,6 @@ class Collective(NamedTuple):
     """A collective of torch's in which a rank waits.
 
     Args:
-        name: of the function.
         group: name of its process group.
         ranks: of the group, in the whole job.
     """
@@ -73,9 +71,7 @@ class End(NamedTuple):
     """The last words of a rank.
 
     Args:
-        rank: whose.
         how: `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks.
-        text: its error.
     """
 
     rank: int

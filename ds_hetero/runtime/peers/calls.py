@@ -35,8 +35,6 @@ class Counts(NamedTuple):
 
     Args:
         forwards: on shards and with gradients, where ranks wait for one another.
-        backwards: of the engine.
-        steps: of the engine.
         number: of the fetch that begins, in its epoch.
     """
 
@@ -80,11 +78,7 @@ class History(NamedTuple):
 
 
 class Calls:
-    """The calls of this process; `own_calls` is the one instance.
-
-    Attributes:
-        number: calls made so far.
-    """
+    """The calls of this process; `own_calls` is the one instance."""
 
     def __init__(self) -> None:
         self._latest: deque[str] = deque(maxlen=_KEPT)

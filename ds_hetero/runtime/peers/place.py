@@ -180,7 +180,6 @@ class Processes:
 
     Args:
         board: by which ranks tell each other who they are.
-        rank: of this process.
         size: number of ranks.
 
     Caller: every rank; waits until all have introduced themselves.

@@ -36,7 +36,6 @@ def lost_peer_error(error: BaseException, phase: str) -> PeerError | StepError:
     """The error to raise where a backend has reported ``error``: which rank is gone, or went another way.
 
     Args:
-        error: of the backend.
         phase: what this rank was doing.
     """
     watch = current_watch()

@@ -129,7 +129,6 @@ def _fetch(batches: Iterator[Any], number: int) -> Any:
     """Return the next batch, which is the same on all ranks; None at the end of the epoch.
 
     Args:
-        batches: this rank's.
         number: of the batch in the epoch.
     """
     batch: Any = None

@@ -31,7 +31,6 @@ class BoundaryGroups(NamedTuple):
 
     Args:
         activations: from the earlier stage to the later one.
-        gradients: back.
     """
 
     activations: ProcessGroup
@@ -93,10 +92,7 @@ class Boundary:
     """One direction between this rank's stage and a neighbouring one.
 
     Args:
-        source: the stage that sends.
-        target: the stage that receives.
         rank: this process's, on either side.
-        group: of both stages' ranks.
         device: where activations live.
     """
 
@@ -128,7 +124,6 @@ class Boundary:
             rows: b.
             length: tokens of the whole sequence.
             width: H.
-            dtype: of the elements.
         """
         held = held_intervals(self.target, length, self.rank)
         result = torch.empty(rows, sum(stop - start for start, stop in held), width, dtype=dtype, device=self.device)

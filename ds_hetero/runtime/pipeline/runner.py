@@ -60,7 +60,6 @@ class Neighbours:
     """Both directions of the boundaries of this rank's stage.
 
     Args:
-        pipeline: of the rank.
         stage: index of its stage.
         inputs: activations from the stage before; None on the first.
         input_gradients: gradients to the stage before.
@@ -83,7 +82,6 @@ def neighbours_of(
 
     Args:
         plan: what all ranks do.
-        rank: this process's.
         groups: see `make_boundary_groups`.
         device: where activations live.
     """
@@ -116,7 +114,6 @@ class PipelineRunner(Generic[B]):
 
     Args:
         neighbours: of the stage, see `neighbours_of`.
-        compute: its layers.
         width: H.
         dtype: of the activations between stages.
         clock: told of the passes of training, not of those of evaluation.
@@ -140,7 +137,6 @@ class PipelineRunner(Generic[B]):
         """Run forward and backward of every micro-batch.
 
         Args:
-            batches: of this rank's pipeline.
             no_sync: gradients of all backwards but the last are computed inside.
 
         Returns:

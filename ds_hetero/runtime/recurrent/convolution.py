@@ -43,9 +43,7 @@ def convolution(
         x: this rank's tokens, [B, C, s].
         size: k, of the convolution.
         compute: the convolution of sequences [B, C, n], each token with the k - 1 before it: [B, C, n].
-        replica: this rank's replica.
         batch: from `agree_on_batch`.
-        clock: times the exchange.
 
     Caller: every rank of the replica, once per layer.
     Collectives: one all_to_all_single forward, one backward; none where no rank needs a token of another.
@@ -108,7 +106,6 @@ class _Halo:
         give: for each rank, the own tokens that it needs.
         take: how many tokens come from each rank.
         is_used: some rank needs one of another.
-        rows: of the batch.
     """
 
     give: tuple[Tensor, ...]
@@ -209,9 +206,7 @@ class _Pieces:
     """This rank's tokens, piece by piece.
 
     Args:
-        intervals: of this rank.
         places: of all positions.
-        rank: this one.
         fetched: place of every fetched position behind the own tokens.
         zero: place of the zero.
     """

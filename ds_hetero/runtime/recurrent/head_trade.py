@@ -42,7 +42,6 @@ class HeadTrade:
     Args:
         tokens: by rank of the replica.
         index: which of them this rank is.
-        process_group: of the replica.
         positions: position of every token, by rank and by its place there; None where they ascend as they are.
     """
 
@@ -132,7 +131,6 @@ def scatter_tokens(
         tensors: of one data type.
         cuts: of each tensor.
         heads: N of each tensor.
-        trade: of the batch.
 
     Collectives: one all_to_all_single.
     """

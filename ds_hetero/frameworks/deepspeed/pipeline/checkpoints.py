@@ -86,7 +86,6 @@ def load_any_plan(
     """In place of ``load_checkpoint``: take a checkpoint of pipelines that any plan has saved.
 
     Args:
-        pipelined: the engine.
         load: the engine's own, which is not called.
         load_dir: as of the method, and so the others.
         tag: left out, the one that ``latest`` names.
@@ -150,8 +149,6 @@ def whole_tensor(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequenc
     """Put a parameter together.
 
     Args:
-        name: for the message.
-        shape: of the parameter.
         pieces: boxes, and their elements box after box.
 
     Raises:
@@ -246,7 +243,6 @@ class Consolidated:
         step: optimizer steps done when the checkpoint was saved.
         tensors: parameters, a tied one once.
         size_bytes: of all of them.
-        files: names.
     """
 
     step: int

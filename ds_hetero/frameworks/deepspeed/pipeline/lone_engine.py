@@ -78,7 +78,6 @@ def lone_configuration(ds_config: DsConfig, samples: int) -> State:
     """Make the configuration of an engine that sees one rank in fp32, without ZeRO and without clipping.
 
     Args:
-        ds_config: DeepSpeed's configuration.
         samples: of an optimizer step of the plan.
     """
     kept = {key: value for key, value in ds_config.items() if key not in (*_OURS, "sequence_parallel_size")}

@@ -53,9 +53,7 @@ class PipelineOptimizer(Optimizer):
 
     Args:
         inner: over `AsymmetricGradientSync.owned`.
-        sync: of the model's gradients.
         clip: largest norm of the gradient of the whole model; 0 does not clip.
-        clock: times the exchanges.
         names: of the whole model's parameters, by group.
 
     Attributes:
@@ -282,10 +280,6 @@ def expect_movable(stage_model: nn.Module) -> None:
 @waiting_for_peers("moving layers between stages")
 def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
     """Go on with other numbers of layers.
-
-    Args:
-        pipelined: the engine.
-        plan: the new one.
 
     Caller: every rank of the world, between two steps.
     Collectives: those of making an `AsymmetricGradientSync`; one `on_all_ranks`; messages of every parameter that

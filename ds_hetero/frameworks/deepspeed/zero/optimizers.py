@@ -44,7 +44,6 @@ class Replacement:
 
     Args:
         module: where the engine looks for DeepSpeed's class.
-        name: of that class.
         make: takes the arguments of that class, and ``weights``.
         check: raises `ConfigError` for a configuration with which unequal weights do not work.
     """
@@ -76,8 +75,6 @@ def agree_on_weights(start: JobStart, ds_config: DsConfig, model: torch.nn.Modul
 
     Args:
         start: what the ranks have agreed on for the model.
-        ds_config: DeepSpeed's configuration.
-        model: what is trained.
         optimizer: given to ``deepspeed.initialize``, if any.
 
     Returns:
@@ -123,7 +120,6 @@ def expect_possible(
     """Check that unequal partitions can be had with the rest of the configuration.
 
     Args:
-        ds_config: DeepSpeed's configuration.
         weights: one per rank; equal ones are always possible.
         model: the model; None where it is not known.
         optimizer: given to ``deepspeed.initialize``, if any.
@@ -176,11 +172,7 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float]) -> Iterat
 
 
 def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
-    """Make what reads and writes the checkpoints of an engine; None where DeepSpeed does it alone.
-
-    Args:
-        engine: built under `optimizers_in_place`.
-    """
+    """Make what reads and writes the checkpoints of an engine; None where DeepSpeed does it alone."""
     ours = OPTIMIZERS.get(engine.zero_optimization_stage()) is _STAGE_3
     has_state = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)  # not so without an optimizer
     return Stage3Checkpoints(engine) if ours and has_state else None

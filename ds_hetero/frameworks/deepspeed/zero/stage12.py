@@ -30,9 +30,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     """`DeepSpeedZeroOptimizer` whose rank r owns ``weights[r] / sum(weights)`` of every parameter group.
 
     Args:
-        args: of `DeepSpeedZeroOptimizer`.
         weights: by rank of the data-parallel group, not negative; a rank of weight zero owns nothing.
-        kwargs: of `DeepSpeedZeroOptimizer`.
 
     Collectives: DeepSpeed's; with unequal parts the updated parameters are gathered by one broadcast per owner and
     group, all posted together.

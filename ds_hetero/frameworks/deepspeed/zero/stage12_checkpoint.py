@@ -73,10 +73,6 @@ def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup])
 def read_shard(load: Function, path: str) -> State:
     """A shard's state, on the CPU.
 
-    Args:
-        load: of DeepSpeed's checkpoint engine.
-        path: of the shard's file.
-
     Raises:
         CheckpointError: the file is missing or damaged.
     """
@@ -108,10 +104,8 @@ def read_groups(
 
     Args:
         read: the content of the i-th shard's file; called once for each shard that is needed, this rank's own first.
-        num_shards: ranks that saved it.
         names: of the parameters, by group, as they are now.
         layouts: of the groups, as they are now.
-        rank: whose part.
         round_robin: how stock DeepSpeed laid the groups out, where the checkpoint does not say it.
 
     Returns:

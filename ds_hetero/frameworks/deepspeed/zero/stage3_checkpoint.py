@@ -44,7 +44,6 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
 
     Args:
         flat: a value for each element of the shards.
-        params: weighted parameters.
         name: of what is exchanged, for the error.
 
     Raises:

@@ -49,7 +49,6 @@ class Saved:
     Args:
         model_files: names of the files with buffers, frozen parameters and the state of training.
         optimizer_files: names of the files with master weights and optimizer state.
-        places: of trained parameters.
         shapes: of trained and of frozen parameters.
     """
 
@@ -232,7 +231,6 @@ def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str
 
     Args:
         saved: from `examine_files`.
-        engine: its model.
         names: of what the checkpoint holds as frozen, which includes parameters without elements.
 
     Raises:

@@ -111,7 +111,6 @@ class RopeLength:
 
         Args:
             positions: of the shard, [B, s] or [axes, B, s].
-            replica: this rank's.
 
         Caller: every rank of the replica.
         Collectives: one all_reduce of one integer, for a model that has such modules.

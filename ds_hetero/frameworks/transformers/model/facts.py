@@ -155,13 +155,7 @@ VOCAB_SIZE = 97
 
 
 def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
-    """A Llama of two layers with heads of 16, the same weights in every process.
-
-    Args:
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        max_tokens: of the longest sequence.
-    """
+    """A Llama of two layers with heads of 16, the same weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

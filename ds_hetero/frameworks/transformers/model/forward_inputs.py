@@ -70,7 +70,6 @@ def expect_arguments(model: Taking, arguments: Batch, *, in_call: bool) -> None:
     """Refuse arguments with which a forward on shards would not compute what one process computes.
 
     Args:
-        model: whose forward it is.
         arguments: of the forward, by name.
         in_call: whether they are those of a sharded call, which takes whole batches.
 

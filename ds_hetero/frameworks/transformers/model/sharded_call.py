@@ -83,7 +83,6 @@ class ShardedCall:
     """One call of a model with a whole batch.
 
     Args:
-        model: that is called.
         arguments: of the call, by name: the whole batch, and what else the model takes.
         wanted: what it is to return.
 
@@ -236,8 +235,6 @@ def whole_results(model: Any, batch: Batch, wanted: Wanted) -> TokenResults:
 
     Args:
         model: returns ``logits``; and ``hidden_states`` where asked for.
-        batch: the whole batch.
-        wanted: what to return.
     """
     labels, results = batch.get("labels"), TokenResults()
     others = {name: entry for name, entry in batch.items() if name != "labels"}

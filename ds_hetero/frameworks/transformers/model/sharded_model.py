@@ -62,7 +62,6 @@ class ShardedModel:
 
     Args:
         model: a PreTrainedModel, or a PEFT model or other module around one.
-        replica: this rank's replica.
         kernel: one of `ds_hetero.values.kernel_names.KERNEL_NAMES`; None for the best on the device.
 
     Attributes:

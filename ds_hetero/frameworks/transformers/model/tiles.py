@@ -34,7 +34,6 @@ class Tiles:
 
     Args:
         model: a model with a head for language.
-        decoder: of the model.
         tokens: of a tile, at most.
 
     Raises:

@@ -127,7 +127,6 @@ class DecoderDoor:
         """Cut the outer model's tensors of whole sequences for this rank's decoder.
 
         Args:
-            kwargs: of the decoder.
             rank: this process's global rank.
 
         Returns:
@@ -182,7 +181,6 @@ class _Cutter(NamedTuple):
     """Cut of whole sequences.
 
     Args:
-        model: its class.
         length: L.
         places: positions, [s].
         rows: of the batch, from the first.

@@ -41,11 +41,7 @@ _MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers mov
 
 
 class SelfCheck:
-    """The self-check of one model; `ds_hetero.engine.adapters.BatchChecks`.
-
-    Args:
-        model: what is trained.
-    """
+    """The self-check of one model; `ds_hetero.engine.adapters.BatchChecks`."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model

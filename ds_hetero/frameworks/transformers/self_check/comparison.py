@@ -57,7 +57,6 @@ class Difference:
 
     Args:
         kind: ``"output"``, ``"gradient"`` or ``"loss"``.
-        module: its name.
         error: relative, of the worst token.
         noise: what rounding accounts for.
         ratio: error over what is allowed; a fault above 1.

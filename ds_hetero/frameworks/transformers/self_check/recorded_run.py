@@ -68,7 +68,6 @@ def record_run(
 
     Args:
         model: called with ``inputs``.
-        inputs: of the model.
         shape: (B, s) of the inputs; outputs that begin with it, with (1, s) or with B * s are recorded.
         loss_of: takes what the model returned.
         shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or

@@ -35,7 +35,6 @@ class Runs:
     """Runs of one piece, whole and sharded.
 
     Args:
-        model: what is trained.
         piece: the same on every rank.
     """
 
@@ -72,8 +71,6 @@ class Runs:
         """Return a change of embeddings by 1 +- amplitude, alike for a token wherever it is held.
 
         Args:
-            seed: of the change.
-            amplitude: of the change, relative.
             intervals: of the tokens that are held; None for all.
         """
 
@@ -137,7 +134,6 @@ class WindowRuns(Runs):
     """Runs of a window of the batch, for a model with towers.
 
     Args:
-        model: what is trained.
         piece: the whole batch, the same on every rank.
     """
 

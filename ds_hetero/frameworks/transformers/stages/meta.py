@@ -37,8 +37,6 @@ class _Place(NamedTuple):
     """Where a parameter is in a model.
 
     Args:
-        module: that has it.
-        attribute: of the module.
         name: of the parameter in the whole model, the first one where it is tied.
     """
 
@@ -248,9 +246,6 @@ _SINGLE = "model.safetensors"
 class StoredWeights:
     """The tensors of a folder as `save_pretrained` of transformers writes it, in one file or in several with an index.
 
-    Args:
-        folder: of the model.
-
     Raises:
         ModelError: it holds no safetensors, or its index cannot be read.
     """
@@ -271,7 +266,6 @@ class StoredWeights:
         """Read a part of a tensor; the rest stays on the disk.
 
         Args:
-            name: of the tensor.
             part: a slice per dimension.
 
         Raises:

@@ -58,14 +58,11 @@ class StageModel:
         model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are taken
             out of it and freed.
         plan: of pipelines; a rank that is idle in it keeps nothing.
-        rank: this process's.
         tile_tokens: tokens of a sequence of which MLPs and logits are computed at once; None for all.
 
     Attributes:
-        plan: of the job.
         width: H.
         dtype: of the parameters and of the activations between stages.
-        is_last: it computes the loss.
         measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
         is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
     """
@@ -100,7 +97,6 @@ class StageModel:
         """Switch a ``"sequence"`` stage to the attention of its schedule.
 
         Args:
-            replica: the stage's ranks.
             kernel: see `ShardedModel`.
         """
         self._sharded = ShardedModel(self.model, replica, kernel)
@@ -141,7 +137,6 @@ class StageModel:
         Parameters of layers that are new here have memory but no values; those of layers that went are freed.
 
         Args:
-            plan: the new one.
             device: where the parameters shall be.
         """
         self.plan, stage = plan, plan.stage_of(self._rank)
@@ -330,7 +325,6 @@ class _Written(NamedTuple):
     """Files that a stage has written.
 
     Args:
-        file: its name.
         sizes: bytes of every tensor in it, by name.
     """
 

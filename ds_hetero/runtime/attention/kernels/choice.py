@@ -20,7 +20,6 @@ class KernelEntry:
 
     Args:
         name: as in `ds_hetero.values.kernel_names`.
-        make: builds the kernel.
         refusal: why the kernel cannot run such a block, or None if it can.
         is_slow: whether it can, but another kernel that works is to be preferred.
     """
@@ -44,8 +43,6 @@ def select(
     """Return the kernel that ``requested`` names, or the first of `KERNELS` that works here and is not slow.
 
     Args:
-        device: of the tensors.
-        dtype: of the tensors.
         head_dim: D.
         softcap: of the model, or None.
         requested: the "attention" key of the configuration.

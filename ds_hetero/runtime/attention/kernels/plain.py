@@ -142,7 +142,6 @@ def backward_by_tiles(
     Args:
         attend_backward: (dout, saved, band) -> (dq, dk, dv), for the bands that occur in ``tiles``.
         dout: gradient of the output, like ``saved.out``.
-        saved: of the forward.
         tiles: from `decompose`.
     """
     if len(tiles) == 1 and tiles[0].copies == 1:
