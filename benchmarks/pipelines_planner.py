@@ -33,7 +33,7 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model

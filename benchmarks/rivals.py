@@ -38,7 +38,7 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.random_clusters import random_case
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.pipelines_planner import WORK, draw
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner import make_problem, plan, strategy

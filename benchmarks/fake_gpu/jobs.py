@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.fake_gpu.step import Job
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.reading import config_dir
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Buffers, Workload
 from ds_hetero.errors import PlanError

@@ -18,7 +18,7 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.models import config_of
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
-from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.models import load_model

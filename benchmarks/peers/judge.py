@@ -8,7 +8,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError

@@ -9,7 +9,7 @@ from benchmarks.lab.planning import model_of
 from benchmarks.measure.contenders import Shape
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipelines.finish import finish, to_plan

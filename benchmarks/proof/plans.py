@@ -12,8 +12,14 @@ from ds_hetero.sharding.gradient_chunks import Box, Chunk, Cut, ParameterLayout,
 from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
 from ds_hetero.sharding.zero_partition import FlatGroup, moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
-from ds_hetero.values.plans.activations import ActivationTransfer, held_intervals, transfers
-from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b
+from ds_hetero.values.plans.timetable import (
+    BACKWARD,
+    FORWARD,
+    ActivationTransfer,
+    held_intervals,
+    one_f_one_b,
+    transfers,
+)
 
 Element = tuple[int, ...]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.real_cards.host_memory import HOST_SHARE, host_bytes_of_nodes
 from benchmarks.real_cards.points import (
     CannotExpressError,
     Constants,
@@ -20,14 +21,13 @@ from benchmarks.real_cards.points import (
     refuse_unclear,
     workload_of,
 )
-from ds_hetero.cluster.attention_rates import with_attention
 from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.catalogue_rows import with_attention
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.common.units import GIB, TERA
+from ds_hetero.common.text import GIB, TERA
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.terms.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
-from ds_hetero.cost.terms.host_memory import HOST_SHARE, host_bytes_of_nodes
 from ds_hetero.cost.terms.ring_time import ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError

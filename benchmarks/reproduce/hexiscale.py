@@ -28,7 +28,7 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.hexiscale import GRADIENT_SCALE, HexiScaleStageCosts
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline
 from ds_hetero.models import load_model

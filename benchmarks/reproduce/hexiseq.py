@@ -36,7 +36,7 @@ from benchmarks.reproduce.hexiseq_plot import draw
 from benchmarks.reproduce.hexiseq_show import show, summary
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.reading import config_dir
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec

@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload

@@ -5,7 +5,7 @@ without bf16 have their fp16 rate. Bandwidth of the device's own link (NVLink, I
 direction: half of the bidirectional figure that vendors print. It is the default for the link inside a node.
 
 Shares of these peaks that training reaches are of kinds of cards (`ds_hetero.cluster.catalogue_rows`), those of
-attention of kinds and kernels (`ds_hetero.cluster.attention_rates`), each with its source. `python -m
+attention of kinds and kernels (`ds_hetero.cluster.catalogue_rows`), each with its source. `python -m
 benchmarks.real_cards` holds what they predict against public measurements; `ds-hetero profile` measures one's own.
 """
 
@@ -15,11 +15,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ds_hetero.cluster.attention_rates import Rates, with_attention
-from ds_hetero.cluster.catalogue_rows import MEASURED_ERROR, ROWS, CardRow
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.units import GB, GIB, TERA
+from ds_hetero.cluster.catalogue_rows import MEASURED_ERROR, ROWS, CardRow, Rates, with_attention
+from ds_hetero.cluster.topology import Cluster, DeviceSpec
+from ds_hetero.common.text import GB, GIB, TERA
 
 THROUGH_HOST = 0.5
 """Share of PCIe's rate, one way with both in use, that cards without peer-to-peer get through the host's memory.

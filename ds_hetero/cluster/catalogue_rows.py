@@ -1,33 +1,108 @@
+# ruff: noqa: E501
 """The rows of the catalogue: one card each, with the vendor's document that its numbers are from.
 
 Peaks are dense bf16 with fp32 accumulation; where a vendor prints only a "with sparsity" figure, half of it. GeForce
 cards accumulate in fp32 at half the tensor rate that is advertised. Bandwidth of a card's own link is one direction.
-"""
 
-# ruff: noqa: E501  # a card is a line
+Rates of attention by kernel and kind of card, each with the measurement behind it.
+
+A rate is the share of the card's peak that a kernel reaches on heads of 128 and long sequences, forward and backward
+(10 operations, as FlashAttention-2 counts them, arXiv:2307.08691). ``narrow`` is the share of that on heads of 64.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from ds_hetero.cluster.attention_rates import (
-    ADA_SERVER,
-    AMPERE,
-    BLACKWELL,
-    CDNA2,
-    CDNA3,
-    CONSUMER,
-    EDGE_KEYS,
-    GA102,
-    HALF_KEYS,
-    HEAD_WIDTH,
-    HOPPER,
-    OTHER,
-    SMALL,
-    TURING,
-    Rates,
+from ds_hetero.cluster.topology import DeviceSpec, Efficiency
+from ds_hetero.common.reading import shortened
+from ds_hetero.errors import ClusterError
+
+HEAD_WIDTH = 128  # at which the rates hold
+HALF_KEYS = 147  # keys at which half of a rate is left, full attention; fitted to the charts of "flash_attn_2"
+EDGE_KEYS = 184  # keys per query that a causal square costs beyond its half; likewise
+
+
+class AttentionRate(NamedTuple):
+    """Rate of a kernel on a card: shares of the peak, the share on heads of 64, and where they were measured."""
+
+    forward: float
+    backward: float
+    narrow: float
+    source: str
+
+
+_CHARTS = "FlashAttention-2's charts (Dao-AILab/flash-attention, assets) and FlashAttention-3, figures 5 and 6"
+_FA3 = "FlashAttention-3 (arXiv:2407.08608), figures 5 and 6"
+_TORCH = "torch's flash kernel is FlashAttention-2's code; not measured on its own"
+_AS_AMPERE = "as on an A100: no measurement of this card"
+_GUESS = "assumed from FlashAttention-2's share on other cards: no measurement of this card"
+
+Rates = Mapping[str, AttentionRate]
+
+
+def _version_2(forward: float, backward: float, source: str, **others: AttentionRate) -> dict[str, AttentionRate]:
+    """Rates of FlashAttention-2, of torch's copy of it, and of a Triton kernel, which reaches about 0.8 of them."""
+    return {
+        "flash_attn_2": AttentionRate(forward, backward, 0.86, source),
+        "torch": AttentionRate(forward, backward, 0.86, f"{_TORCH}; {source}"),
+        "triton": AttentionRate(0.8 * forward, 0.7 * backward, 0.86, f"assumed, 0.8 and 0.7 of flash_attn_2: {source}"),
+        **others,
+    }
+
+
+AMPERE = _version_2(0.70, 0.645, f"{_CHARTS} (forward and backward together); forward alone USP (arXiv:2405.07719)")
+HOPPER = _version_2(
+    0.386,
+    0.336,
+    _CHARTS,
+    flash_attn_3=AttentionRate(0.69, 0.585, 0.72, _FA3),
+    cudnn=AttentionRate(0.634, 0.54, 0.67, _FA3),
 )
-from ds_hetero.cluster.device import Efficiency
+BLACKWELL = _version_2(
+    0.211,
+    0.17,
+    "Dao-AILab/flash-attention, issue 1589: B200, heads of 64",
+    flash_attn_4=AttentionRate(0.71, 0.55, 0.8, "FlashAttention-4 as announced (1,605 TFLOPS forward); not checked"),
+    cudnn=AttentionRate(0.60, 0.50, 0.8, "assumed, 0.85 of flash_attn_4: no measurement of this card"),
+)
+GA102 = _version_2(0.88, 0.78, "gpu-mode/ring-attention, issue 10: RTX A5000, heads of 64")
+CONSUMER = _version_2(0.70, 0.60, _GUESS)
+ADA_SERVER = _version_2(0.55, 0.45, _GUESS)
+SMALL = _version_2(0.60, 0.50, _GUESS)
+TURING = {"triton": AttentionRate(0.35, 0.30, 0.86, _GUESS), "torch": AttentionRate(0.35, 0.30, 0.86, _GUESS)}
+CDNA2 = _version_2(0.35, 0.25, _GUESS)
+CDNA3 = _version_2(0.40, 0.30, _GUESS)
+OTHER = {"torch": AttentionRate(0.35, 0.25, 0.86, _GUESS)}
+
+
+def with_attention(device: DeviceSpec, kernel: str, rates: Rates) -> DeviceSpec:
+    """Return the device with the rates of a kernel.
+
+    Args:
+        device: of the catalogue.
+        kernel: such as ``"flash_attn_2"``.
+        rates: of the device, by kernel.
+
+    Raises:
+        ClusterError: the kernel does not run there.
+    """
+    rate = rates.get(kernel)
+    if rate is None:
+        raise ClusterError(
+            f"attention {shortened(kernel)} has no rate on {device.name}; there are {', '.join(rates)}. "
+            "Take one of these, or give efficiency.attention_forward and attention_backward in the cluster file."
+        )
+    efficiency = replace(
+        device.efficiency,
+        attention_forward=rate.forward,
+        attention_backward=rate.backward,
+        attention_narrow=rate.narrow,
+    )
+    return replace(device, attention_kernel=kernel, efficiency=efficiency)
+
 
 NO_DATASHEET = "no public datasheet"
 """How the source of a row begins whose numbers are assumed."""
@@ -95,7 +170,7 @@ def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, 
 
 
 LAYER_HOST_S = 0.6e-3
-"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.host_time` for what comes on top."""
+"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.zero_host_time` for what comes on top."""
 
 _FIT = "fitted to steps of llm-foundry, xtuner, torchtune and others: python -m benchmarks.real_cards"
 _BEST = "large products as in stas00/ml-engineering (MAMF), less 0.15 as on the H100; memory as on the H100"

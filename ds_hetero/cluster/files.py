@@ -41,9 +41,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.cluster.attention_rates import with_attention
 from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, PROFILED_ERROR, UNMEASURED_ERROR, usual_reserve
-from ds_hetero.cluster.device import DeviceSpec, Efficiency
+from ds_hetero.cluster.catalogue_rows import with_attention
 from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
     DURATION_US,
@@ -58,12 +57,20 @@ from ds_hetero.cluster.file_values import (
     number,
     whole_number,
 )
-from ds_hetero.cluster.topology import Cluster, Link, Node
-from ds_hetero.common.limits import MAX_RANKS, MAX_SEQ_LEN
-from ds_hetero.common.paths import config_dir, is_file, is_pipe
-from ds_hetero.common.reading import JsonDict, JsonObject, check_content, read_file, shortened
-from ds_hetero.common.text import did_you_mean, listed
-from ds_hetero.common.units import GB, GIB, MICRO
+from ds_hetero.cluster.topology import Cluster, DeviceSpec, Efficiency, Link, Node
+from ds_hetero.common.reading import (
+    MAX_RANKS,
+    MAX_SEQ_LEN,
+    JsonDict,
+    JsonObject,
+    check_content,
+    config_dir,
+    is_file,
+    is_pipe,
+    read_file,
+    shortened,
+)
+from ds_hetero.common.text import GB, GIB, MICRO, did_you_mean, listed
 from ds_hetero.errors import ClusterError
 
 MAX_NAME = 200

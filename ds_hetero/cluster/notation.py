@@ -9,12 +9,15 @@ cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else ov
 and half as fast through the host's memory where it has a GeForce, whose driver has no peer-to-peer.
 
 The line becomes the content of a cluster file, so that what it means can be saved, read and changed.
+
+Prices of a cluster's devices in one line: ``5090=0.5,3090=0.2``, in money for one hour of one device.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import (
@@ -25,12 +28,11 @@ from ds_hetero.cluster.catalogue import (
     pcie_bytes_per_s,
 )
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.file_values import number, whole_number
+from ds_hetero.cluster.file_values import DEVICE_KEYS, number, whole_number
 from ds_hetero.cluster.names import Named, card_named
-from ds_hetero.common.limits import MAX_RANKS
-from ds_hetero.common.reading import JsonDict, shortened
-from ds_hetero.common.units import GB, TERA
+from ds_hetero.cluster.topology import Cluster, DeviceSpec
+from ds_hetero.common.reading import MAX_RANKS, JsonDict, shortened
+from ds_hetero.common.text import GB, TERA, listed
 from ds_hetero.errors import ClusterError
 
 NETWORK_LATENCY_US = 10.0
@@ -233,3 +235,50 @@ def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
             yield f"taken for {name}, not for {' or '.join(cards.named.others)}; say which one if it is another"
         if entry.ranks > 1:
             yield f"a card {name} is {entry.ranks} devices, and so {entry.ranks} ranks"
+
+
+def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
+    """Read the line; prices by the names of the cluster's devices.
+
+    Raises:
+        ClusterError: a part of the line that is no price, is for no device of the cluster, or comes twice.
+    """
+    names = tuple(dict.fromkeys(device.name for device in cluster.devices))
+    prices: dict[str, float] = {}
+    for part in text.split(","):
+        card, equals, value = (piece.strip() for piece in part.partition("="))
+        try:
+            price = float(value)
+        except ValueError:
+            price = None
+        if not equals or price is None:
+            raise ClusterError(
+                "--price is cards with the money for one hour of one, such as 5090=0.5,3090=0.2; got "
+                f"{shortened(part)}."
+            )
+        name = _device_named(card, names)
+        if name in prices:
+            raise ClusterError(f"--price names {name} twice. Give one price for a card.")
+        prices[name] = number(f"--price {name}", price, DEVICE_KEYS["price_per_hour"][2])
+    return prices
+
+
+def _device_named(card: str, names: tuple[str, ...]) -> str:
+    """The one of the cluster's devices that ``card`` names."""
+    if card in names:
+        return card
+    meant = card_named(card)
+    matches = [name for name in (meant.name, *meant.others) if name in names]
+    if len(matches) != 1 and meant.name not in names:
+        raise ClusterError(f"--price: {shortened(card)} is none of the cluster's devices: {listed(names)}.")
+    return matches[0]
+
+
+def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
+    """Return the cluster with these prices, by name of device."""
+
+    def priced(device: DeviceSpec) -> DeviceSpec:
+        return replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))
+
+    nodes = tuple(replace(node, devices=tuple(map(priced, node.devices))) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)

@@ -6,7 +6,8 @@ What it lets through is plain data: objects with text keys that occur once, list
 that are finite and fit into 64 bits. Everything else is refused by name before it can do harm further down: files that
 are too large, nesting that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
 
-Nothing here imports torch.
+Bounds of numbers (`MAX_RANKS` and its like) are far above anything that exists, and low enough that nothing overflows
+further down: sums of what they bound fit into 64 bits, and their products into a float. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,31 @@ from pathlib import Path
 from typing import Any
 
 from ds_hetero.errors import HeteroError
+
+MAX_RANKS = 1_000_000
+MAX_HEADS = 4096  # they are searched over one by one
+MAX_LAYERS = 100_000
+MAX_SEQ_LEN = 2**40  # tokens
+MAX_BATCH = 2**20  # sequences of a micro-batch, and micro-batches of a step
+MAX_STEPS = 10**9
+MAX_WEIGHT = 1e18  # of tokens or of ZeRO shares, of which only ratios matter
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether a value is a whole number, and neither true nor false, within ``[least, most]``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is a number, and neither true nor false, within ``[0, MAX_WEIGHT]``; NaN is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
+
+
+def whole_rule(value: Any, least: int, most: int) -> str:
+    """The rule of `is_whole`, as far as ``value`` breaks it: ``a whole number >= 1``."""
+    is_too_large = isinstance(value, int) and value > most
+    return f"a whole number <= {most:,}" if is_too_large else f"a whole number >= {least}"
+
 
 JsonObject = Mapping[str, Any]
 """An object of a JSON or YAML file."""
@@ -251,3 +277,35 @@ def _first_repeated(keys: Iterable[str]) -> str:
 
 def _one_line(cause: Exception) -> str:
     return " ".join(str(cause).split())[:300].rstrip(".")
+
+
+def config_dir() -> Path:
+    """The folder of ready ds_config.json files, ``clusters/`` and ``models/``: ds_configs/ of the repository.
+
+    A clone has it as the link ds_hetero/configs, an installed wheel as a folder in the same place.
+    """
+    return Path(__file__).parents[1] / "configs"
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; no for a name that no file can have, too long or with a NUL."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is such a folder; see `is_file`."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_pipe(path: str | Path) -> bool:
+    """Whether there is such a pipe, as a shell's ``<(command)`` makes it; see `is_file`."""
+    try:
+        return Path(path).is_fifo()
+    except (OSError, ValueError):
+        return False

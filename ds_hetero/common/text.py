@@ -1,4 +1,10 @@
-"""Numbers and words for people, as the command line, log lines and error messages write them."""
+"""Numbers and words for people, as the command line, log lines and error messages write them.
+
+Factors from the units that people write to SI base units: a value in GB times `GB` is in bytes.
+
+Inside the program every number is in SI base units with the unit in its name. Only what reads or writes for people
+uses these factors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
 
-from ds_hetero.common.units import GIB
+GB = 1e9  # bytes, as in bandwidths
+GIB = 2**30  # bytes, as in sizes of memory
+TERA = 1e12  # as in TFLOPS
+MICRO = 1e-6  # as in microseconds
 
 
 def time_text(seconds: float) -> str:

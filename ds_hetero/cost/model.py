@@ -15,7 +15,7 @@ import numpy as np
 from ds_hetero.cluster.catalogue import confidence
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.common.units import GIB
+from ds_hetero.common.text import GIB
 from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.memory import MemoryParts, Moments, peak_bytes, peak_parts

@@ -15,14 +15,11 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.exchange_time import exchange_s
-from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.heads import kv_heads_of_ranks
-from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D, host_share
-from ds_hetero.cost.terms.rates import AchievedRates
-from ds_hetero.cost.terms.ring_time import RingCoefficients
-from ds_hetero.cost.terms.trained import restored_bytes
-from ds_hetero.cost.terms.transfer_time import ring_transfers_s
+from ds_hetero.cost.terms.flops import AchievedRates
+from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
+from ds_hetero.cost.terms.layer_memory import restored_bytes
+from ds_hetero.cost.terms.ring_time import RingCoefficients, exchange_s, ring_transfers_s
+from ds_hetero.cost.terms.zero_host_time import checkpoint_copy_s_D, host_share
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 

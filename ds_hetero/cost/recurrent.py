@@ -27,10 +27,10 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.prediction import Bottleneck, Span
 from ds_hetero.cost.terms import flops
-from ds_hetero.cost.terms.exchange_time import exchange_s
+from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.host_time import checkpoint_copy_s_D
-from ds_hetero.cost.terms.rates import AchievedRates
+from ds_hetero.cost.terms.ring_time import exchange_s
+from ds_hetero.cost.terms.zero_host_time import checkpoint_copy_s_D
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight, is_whole, whole_rule
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight, is_whole, shortened, whole_rule
 from ds_hetero.errors import PlanError
-from ds_hetero.models.adapters import MAX_RANK, QUANTIZATIONS
+from ds_hetero.models.configs import MAX_RANK, QUANTIZATIONS
 
 OPTIMIZER_BYTES = {
     "adamw": 12.0,  # a master weight and two moments in fp32
@@ -66,7 +65,7 @@ class Workload:
         optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
         adapter_rank: of adapters that are trained beside frozen weights; 0 where all weights are trained.
         trains_embedding: embedding and head are trained beside the adapters.
-        quantization: of frozen weights, one of `ds_hetero.models.adapters.QUANTIZATIONS`.
+        quantization: of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`.
         logit_bytes: of memory that the loss needs for a logit; None for what today's transformers do.
         fused_kernels: Liger's: the loss in tiles, and MLPs that keep gate and up alone.
         selective_checkpointing: in the place of whole layers, norms and activations are computed again.

@@ -15,14 +15,13 @@ from pydantic import BaseModel
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.calibrated import INNERS
-from ds_hetero.decision.facts import JobFacts, TrainingFacts
-from ds_hetero.decision.workload import FP32_BYTES, workload_of
+from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts, workload_of
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.planned import PlannedPipelines
 from ds_hetero.values.plans import INNER, Plan
-from ds_hetero.values.plans.section_keys import SECTION_KEYS, SectionKey
+from ds_hetero.values.plans.checks import SECTION_KEYS, SectionKey
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import bytes_text, time_text
-from ds_hetero.common.units import GIB
+from ds_hetero.common.text import GIB, bytes_text, time_text
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.decision.decide import Forecast
 from ds_hetero.decision.decide_pipelines import SearchedPipelines
-from ds_hetero.decision.forecast import Forecast
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.explain import describe
 from ds_hetero.planner.pipelines.explain import reasons_of

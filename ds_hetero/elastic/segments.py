@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ds_hetero.common.limits import MAX_RANKS, MAX_STEPS, is_whole
+from ds_hetero.common.reading import MAX_RANKS, MAX_STEPS, is_whole
 
 HEADER_BYTES = 4096
 SUFFIX = ".seg"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hetero.common.limits import is_weight
+from ds_hetero.common.reading import is_weight
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.decision.facts import TrainingFacts
 from ds_hetero.decision.resolve import expect_planners

@@ -24,8 +24,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.checks import agree, replicas_of, token_weights
-from ds_hetero.gradient_sync.transfers import BucketDtypes, BucketTransfer, Shard, local_tensor
+from ds_hetero.gradient_sync.transfers import (
+    BucketDtypes,
+    BucketTransfer,
+    Shard,
+    agree,
+    local_tensor,
+    replicas_of,
+    token_weights,
+)
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups

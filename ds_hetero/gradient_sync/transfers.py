@@ -2,11 +2,20 @@
 
 The same flat buffer serves both directions: chunks in the order of their owners, so that what goes to one owner, or
 comes from it, is one contiguous piece.
+
+Moves from one layout to another: parameters and optimizer state travel from old owners to new ones.
+
+Which elements of a parameter a rank owns is a list of boxes; its values are a flat tensor, box after box. Old owners
+and new owners cut a parameter differently, and every element travels from the one to the other, or stays: no element is
+computed with, so it has the bits that it had.
+
+Checks that the ranks of an asymmetric gradient synchronization make together, before anything depends on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -14,13 +23,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from ds_hetero.errors import SyncError
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
-from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, Cut, ParameterLayout, box_size
+from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, Cut, ParameterLayout, box_size, overlaps
 
 
 class BucketDtypes(NamedTuple):
@@ -213,3 +224,189 @@ def _by_box(chunk: Chunk, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
 def whole_parameter(tensor: Tensor) -> Tensor:
     """Return all of a parameter on the CPU; every rank of its mesh, if it has one, takes part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+Owned = Sequence[Sequence[Box]]
+"""Boxes of one parameter, by the rank that owns them."""
+
+
+def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give this rank what it owns of one parameter from now on.
+
+    Args:
+        values: of what this rank owned, flat, by what they are: the parameter itself, moments of its optimizer.
+        old: who owned what.
+        new: who owns what.
+        like: an empty tensor of the dtype and on the device of each of ``values``; the same names in the same order on
+            every rank.
+
+    Returns:
+        The values of what this rank owns now, flat.
+
+    Caller: every rank of the world, for the same parameters in the same order.
+    Collectives: messages between old and new owners.
+    """
+    rank = dist.get_rank()
+    size = sum(map(box_size, new[rank]))
+    moved = {name: empty.new_empty(size) for name, empty in like.items()}
+    receives: list[tuple[Tensor, list[Box], Tensor]] = []  # target, parts of it, message
+    ops = []
+    for other in range(len(old)):
+        pieces = list(overlaps(old[other], new[rank]))
+        if not pieces:
+            continue
+        for name, target in moved.items():
+            message = target.new_empty(sum(map(box_size, pieces)))
+            receives.append((target, pieces, message))
+            if other != rank:
+                ops.append(dist.P2POp(dist.irecv, message, other))
+            else:
+                message.copy_(_taken(values[name], old[rank], pieces))
+    for other in range(len(new)):
+        pieces = list(overlaps(old[rank], new[other]))
+        if pieces and other != rank:
+            ops += [dist.P2POp(dist.isend, _taken(values[name], old[rank], pieces), other) for name in moved]
+    with waiting_for_peers("moving layers between stages"):
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+    for target, pieces, message in receives:
+        for part, piece in zip(pieces, message.split_with_sizes(list(map(box_size, pieces))), strict=True):
+            view = _view(target, new[rank], part)
+            view.copy_(piece.view(view.shape))
+    return moved
+
+
+def _taken(values: Tensor, boxes: Sequence[Box], pieces: Sequence[Box]) -> Tensor:
+    return torch.cat([_view(values, boxes, part).reshape(-1) for part in pieces])
+
+
+def _view(values: Tensor, boxes: Sequence[Box], part: Box) -> Tensor:
+    """The elements of ``part`` among the flat values of ``boxes``, one of which contains it."""
+    offset = 0
+    for box in boxes:
+        size = box_size(box)
+        if all(start <= a and b <= stop for (start, stop), (a, b) in zip(box, part, strict=True)):
+            shaped = values[offset : offset + size].view([stop - start for start, stop in box])
+            slices = tuple(slice(a - start, b - start) for (start, _), (a, b) in zip(box, part, strict=True))
+            return shaped[slices]
+        offset += size
+    raise AssertionError("a part lies in one of the boxes that it was cut from")
+
+
+def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of every replica, ascending.
+
+    Raises:
+        SyncError: there are no layouts, they do not have the same number of replicas, or they place a rank in two.
+    """
+    counts = {len(layout.cuts) for layout in layouts.values()}
+    if len(counts) != 1:
+        raise SyncError(f"layouts have one cut for every replica, the same number in each; got {sorted(counts)}.")
+    replica_of: dict[int, int] = {}
+    for name, layout in layouts.items():
+        for replica, cut in enumerate(layout.cuts):
+            for rank in cut.ranks:
+                if replica_of.setdefault(rank, replica) != replica:
+                    raise SyncError(
+                        f"rank {rank} is in replica {replica_of[rank]}, but the layout of {name} has it in {replica}."
+                    )
+    return tuple(tuple(sorted(r for r in replica_of if replica_of[r] == replica)) for replica in range(counts.pop()))
+
+
+def agree(
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Shard],
+    layouts: Mapping[str, ParameterLayout],
+    settings: object,
+    group: ProcessGroup,
+    *,
+    has_replicas: bool = False,
+) -> dict[str, torch.dtype]:
+    """Check this rank's parameters and compare what must be the same on every rank.
+
+    Args:
+        parameters: this rank's, by name.
+        shards: what this rank holds by its layouts, by name.
+        layouts: of all parameters.
+        settings: whatever else must be the same, compared by its ``repr``.
+        group: all ranks.
+        has_replicas: the replicas are given, so that layouts need not have one cut for each.
+
+    Returns:
+        The dtype of every parameter, by name.
+
+    Caller: every rank of ``group``.
+    Collectives: one `on_all_ranks`.
+
+    Raises:
+        SyncError: on every rank, the same.
+    """
+    arguments = repr((list(layouts.items()), settings))
+    fingerprint = hashlib.sha256(arguments.encode()).hexdigest()[:8]
+
+    def examine() -> tuple[str, dict[str, torch.dtype]]:
+        if not has_replicas:
+            replicas_of(layouts)
+        _expect_valid(parameters, shards, layouts, dist.get_rank(), dist.get_world_size(group))
+        return fingerprint, {name: parameters[name].dtype for name in shards}
+
+    by_rank = on_all_ranks(examine, group)
+    fingerprints = [fingerprint for fingerprint, _ in by_rank]
+    if len(set(fingerprints)) > 1:
+        raise SyncError(
+            "layouts, their order or other arguments of AsymmetricGradientSync differ between ranks: fingerprints by "
+            f"rank are {fingerprints}. Make them from the same data on every rank."
+        )
+    dtypes: dict[str, torch.dtype] = {}
+    for rank, (_, dtypes_of_rank) in enumerate(by_rank):
+        for name, dtype in dtypes_of_rank.items():
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise SyncError(f"{name} is {dtype} on rank {rank}, but {dtypes[name]} on a rank before it.")
+    return dtypes
+
+
+def _expect_valid(
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Shard],
+    layouts: Mapping[str, ParameterLayout],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Check what this rank can know alone.
+
+    Raises:
+        SyncError: layouts contradict one another, or this rank's parameters are not those of its shards.
+    """
+    for name, layout in layouts.items():
+        owners = [] if layout.owners is None else [layout.owners]
+        outside = [r for cut in (*layout.cuts, *owners) for r in cut.ranks if not 0 <= r < world_size]
+        if outside:
+            raise SyncError(f"the layout of {name} has ranks {outside}, but the job has ranks 0 to {world_size - 1}.")
+    for name, shard in shards.items():
+        by_layout = f"by its layout rank {rank} holds {list(shard.shape)} of {name}, but "
+        if name not in parameters:
+            raise SyncError(f"{by_layout}it was given no such parameter.")
+        held = local_tensor(parameters[name])
+        if tuple(held.shape) != shard.shape:
+            raise SyncError(f"{by_layout}its parameter is {list(held.shape)}.")
+        if not parameters[name].requires_grad:
+            raise SyncError(f"{name} takes no gradient on rank {rank}. Leave frozen parameters out of the layouts.")
+        if shard.is_flat and not held.is_contiguous():
+            raise SyncError(f"{by_layout}these elements do not lie end to end.")
+
+
+def token_weights(by_rank: Sequence[int], replicas: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Each rank's share of all tokens, given those of its replica; zero for everybody if there are none.
+
+    Raises:
+        SyncError: ranks of one replica were given different tokens, or fewer than none.
+    """
+    for replica, ranks in enumerate(replicas):
+        tokens = {rank: by_rank[rank] for rank in ranks}
+        if len(set(tokens.values())) > 1 or min(tokens.values(), default=0) < 0:
+            raise SyncError(
+                f"ranks of replica {replica} started a step with tokens {tokens} by rank. Give each the tokens of the "
+                "whole replica."
+            )
+    total = max(sum(by_rank[ranks[0]] for ranks in replicas if ranks), 1)
+    return {rank: by_rank[rank] / total for ranks in replicas for rank in ranks}

@@ -33,8 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_hetero.common.limits import is_whole
-from ds_hetero.common.reading import JsonObject, read_file
+from ds_hetero.common.reading import JsonObject, is_whole, read_file
 from ds_hetero.errors import CheckpointError
 
 DRAFT = ".saving"  # what the name of a folder ends in while its parts are written

@@ -15,8 +15,7 @@ from dataclasses import replace
 import torch
 
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.decision.decide import JobStart
-from ds_hetero.decision.forecast import Forecast
+from ds_hetero.decision.decide import Forecast, JobStart
 from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.start import World

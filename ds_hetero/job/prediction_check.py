@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from ds_hetero.common.text import time_text
-from ds_hetero.decision.forecast import Forecast
+from ds_hetero.decision.decide import Forecast
 from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
 from ds_hetero.runtime.attention.batch_layout import BatchLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, inners_of
 from ds_hetero.decision.facts import TrainingFacts
-from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
+from ds_hetero.decision.resolve import given_plan, is_of_pipelines
 from ds_hetero.job.start import World, expect_same_sections
 from ds_hetero.runtime.devices import device_memory_bytes
 from ds_hetero.runtime.peers.waiting import waiting_for_peers

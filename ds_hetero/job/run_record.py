@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from ds_hetero.cluster import load_cluster
-from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide import COST_MODEL, JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
-from ds_hetero.decision.forecast import COST_MODEL
 from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.replanning import PlanChange

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ds_hetero.common.limits import MAX_STEPS
-from ds_hetero.common.reading import JsonDict
+from ds_hetero.common.reading import MAX_STEPS, JsonDict
 from ds_hetero.decision.batches import balanced_batches
 from ds_hetero.job.times import JobTimes, MeasuredPipeline
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers

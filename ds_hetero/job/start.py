@@ -28,8 +28,7 @@ from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
 from ds_hetero.decision.decide_pipelines import idle_keys
 from ds_hetero.decision.facts import JobFacts
-from ds_hetero.decision.plan_files import is_of_pipelines
-from ds_hetero.decision.resolve import check_plan_fits, needs_planner, replica_size, sp_size_of
+from ds_hetero.decision.resolve import check_plan_fits, is_of_pipelines, needs_planner, replica_size, sp_size_of
 from ds_hetero.decision.start_text import announce, forecast_text, pipelines_text, plan_text, searched_text
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.capabilities import (

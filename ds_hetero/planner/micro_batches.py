@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import MAX_BATCH, is_whole, shortened, whole_rule
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.prediction import Prediction
-from ds_hetero.cost.price import Price, price_of
+from ds_hetero.cost.price import Objective, Price, price_of
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hetero.cluster.device import Efficiency
+from ds_hetero.cluster.topology import Efficiency
 from ds_hetero.common.arrays import Floats
 
 

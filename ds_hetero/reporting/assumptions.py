@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.topology import Node
-from ds_hetero.common.units import GB
+from ds_hetero.common.text import GB
 from ds_hetero.reporting.described_plan import PlanScenario
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
-from ds_hetero.cluster.writing import cluster_to_dict
-from ds_hetero.common.limits import MAX_SEQ_LEN, is_whole
-from ds_hetero.common.reading import JsonDict, read_file, shortened
+from ds_hetero.cluster.file_values import cluster_to_dict
+from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_whole, read_file, shortened
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError

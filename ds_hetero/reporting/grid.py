@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hetero.cluster import Cluster
-from ds_hetero.common.limits import MAX_SEQ_LEN
-from ds_hetero.common.reading import JsonDict
+from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict
 from ds_hetero.common.text import bytes_text
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.errors import HeteroError

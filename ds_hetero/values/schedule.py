@@ -19,8 +19,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ds_hetero.common.limits import MAX_HEADS, MAX_RANKS, is_weight, is_whole, whole_rule
-from ds_hetero.common.reading import JsonDict, JsonObject, shortened
+from ds_hetero.common.reading import (
+    MAX_HEADS,
+    MAX_RANKS,
+    JsonDict,
+    JsonObject,
+    is_weight,
+    is_whole,
+    shortened,
+    whole_rule,
+)
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Piece, Split, refine, share
 

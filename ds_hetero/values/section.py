@@ -3,22 +3,43 @@
     section = read_section(content)        # None with "enabled": false
 
 What a section stands for is the part of `ds_hetero.decision.resolve`. Imports no torch.
+
+The attention kernels by name, best first; configuration, documents and the running half read this list.
+
+Imports no torch, so that a configuration can be checked without it. What stands behind a name, and where it works:
+`ds_hetero.runtime.attention.kernels.choice`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ds_hetero.common.limits import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, MAX_STEPS, is_weight
-from ds_hetero.common.reading import JsonDict, JsonObject, check_content, shortened
+from ds_hetero.common.reading import (
+    MAX_BATCH,
+    MAX_RANKS,
+    MAX_SEQ_LEN,
+    MAX_STEPS,
+    JsonDict,
+    JsonObject,
+    check_content,
+    is_weight,
+    shortened,
+)
 from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
-from ds_hetero.values.kernel_names import KERNEL_NAMES, KernelWish
+
+KernelName = Literal["flash_attn", "torch", "triton"]
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+
+# What a configuration may ask for: one kernel, one by rank, or one by a part of the device's name; None leaves the
+# choice to the device.
+KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None
+
 
 SECTION = "heterogeneity"
 

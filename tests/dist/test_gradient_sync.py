@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,7 +20,6 @@ from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.model_layouts import tensor_parallel_layouts
-from ds_hetero.gradient_sync.reference import summed_gradient
 from ds_hetero.gradient_sync.transfers import Shard
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
 from ds_hetero.sharding.gradient_traffic import ring_reduce_scatter_elements
@@ -353,3 +353,29 @@ def _message(error, pattern, fn, *args, **kwargs):
     with pytest.raises(error, match=pattern) as caught:
         fn(*args, **kwargs)
     return str(caught.value)
+
+
+def summed_gradient(layout: ParameterLayout, gradients: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor:
+    """Sum the gradients of one parameter over its replicas.
+
+    Args:
+        layout: which rank holds what of the parameter.
+        gradients: of its shard, by every rank that holds one.
+        weights: one per replica.
+
+    Returns:
+        ``[*layout.shape]``, in float64.
+    """
+    replicas = [_assemble(layout.shape, cut, gradients) for cut in layout.cuts]
+    return torch.stack([weight * whole for weight, whole in zip(weights, replicas, strict=True)]).sum(dim=0)
+
+
+def _assemble(shape: tuple[int, ...], cut: Cut, gradients: Mapping[int, Tensor]) -> Tensor:
+    """Put the gradient of one replica together: copies of a part are equal, or partial sums that add up."""
+    parts = []
+    for holders in cut.holders:
+        copies = torch.stack([gradients[rank].double() for rank in holders])
+        parts.append(copies.sum(dim=0) if cut.partial else copies[0])
+    if cut.dim is None:
+        return torch.cat([part.reshape(-1) for part in parts]).view(shape)
+    return torch.cat(parts, dim=cut.dim)

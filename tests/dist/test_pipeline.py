@@ -15,7 +15,7 @@ from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.activations import held_intervals
+from ds_hetero.values.plans.timetable import held_intervals
 from ds_hetero.values.schedule import Group, Schedule
 from tests.support import run_ranks
 

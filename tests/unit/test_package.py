@@ -14,7 +14,7 @@ import pytest
 
 import ds_hetero
 from ds_hetero import errors
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.reading import config_dir
 from tests.support import ROOT
 from tests.unit.without import run_without
 

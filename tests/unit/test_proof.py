@@ -23,7 +23,7 @@ from ds_hetero.planner.published.zeppelin.remap import remap
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Stage
-from ds_hetero.values.plans.activations import transfers
+from ds_hetero.values.plans.timetable import transfers
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 

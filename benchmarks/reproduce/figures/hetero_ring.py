@@ -8,8 +8,7 @@ from typing import Any
 
 from benchmarks.reproduce.figures.figure import Figure, Paper
 from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import strategy

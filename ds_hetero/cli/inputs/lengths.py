@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from ds_hetero.common.limits import MAX_SEQ_LEN, is_whole, whole_rule
-from ds_hetero.common.paths import is_file, is_pipe
-from ds_hetero.common.reading import read_file, shortened
+from ds_hetero.common.reading import MAX_SEQ_LEN, is_file, is_pipe, is_whole, read_file, shortened, whole_rule
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.documents.distributions import DISTRIBUTIONS, LengthDistribution

@@ -15,17 +15,15 @@ from ds_hetero.cli.inputs.options import FILE, TOKENS
 from ds_hetero.cli.outputs.printing import check_out
 from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cluster.notation import device_remarks, read_notation
-from ds_hetero.cluster.prices import read_prices, with_prices
+from ds_hetero.cluster.notation import device_remarks, read_notation, read_prices, with_prices
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.paths import is_file, is_pipe
-from ds_hetero.common.reading import JsonDict, read_file, shortened
+from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
-from ds_hetero.models.adapters import read_training
+from ds_hetero.models.configs import read_training
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.reporting.described_plan import PlanScenario
@@ -137,7 +135,7 @@ class Scenario(PlanScenario):
         Raises:
             PlanError: the cost model is unknown.
         """
-        from ds_hetero.cost.stages.models import make_stage_costs
+        from ds_hetero.cost.stages.hexiscale import make_stage_costs
         from ds_hetero.planner.pipelines.uneven import ScheduleFinder
 
         find = ScheduleFinder()
@@ -237,7 +235,7 @@ def _read_clusters(
         gpus: line of cards, see `ds_hetero.cluster.notation`.
         network: port of a node to the others.
         nics: such ports of a node.
-        price: line of prices, see `ds_hetero.cluster.prices`.
+        price: line of prices, see `ds_hetero.cluster.notation`.
         save_cluster: cluster file to write.
         attention: kernel whose rates of the catalogue count; None for what each device has.
 
@@ -261,7 +259,7 @@ def _read_clusters(
         loaded = with_prices(loaded, prices)
         notation.content["devices"] = {name: {"price_per_hour": value} for name, value in prices.items()}
     if save_cluster is not None:
-        from ds_hetero.cluster.writing import check_cluster_file, write_cluster
+        from ds_hetero.cluster.file_values import check_cluster_file, write_cluster
 
         check_cluster_file("--save-cluster", save_cluster)
         check_out(save_cluster, "--save-cluster")

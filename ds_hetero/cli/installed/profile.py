@@ -17,7 +17,7 @@ import click
 
 from ds_hetero.cli.inputs.options import AS_JSON, FILE
 from ds_hetero.cli.outputs.printing import check_out
-from ds_hetero.cluster.writing import check_cluster_file, write_cluster
+from ds_hetero.cluster.file_values import check_cluster_file, write_cluster
 from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened
 from ds_hetero.errors import ClusterError

@@ -18,8 +18,7 @@ from matplotlib.patches import Patch
 
 from ds_hetero.cli.inputs.scenario import Scenario
 from ds_hetero.cli.outputs.printing import terms_text
-from ds_hetero.common.text import time_text
-from ds_hetero.common.units import GIB
+from ds_hetero.common.text import GIB, time_text
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction, Span
 from ds_hetero.planner.explain import describe

@@ -11,7 +11,7 @@ from ds_hetero.cli.outputs.printing import print_json, print_table
 from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.names import card_named
-from ds_hetero.common.units import GB, GIB, TERA
+from ds_hetero.common.text import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
 
 _STUB = """\

@@ -20,8 +20,7 @@ from ds_hetero.cli.outputs.printing import (
     write_out,
 )
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import time_text
-from ds_hetero.common.units import GB
+from ds_hetero.common.text import GB, time_text
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:

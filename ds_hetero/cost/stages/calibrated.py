@@ -4,11 +4,17 @@
                  two all-reduces of b S H elements in the forward and two in the backward of a layer; embedding, head
                  and loss by every rank, whole unless the workload says otherwise
     sequence     see `ds_hetero.cost.stages.sequence`
-    hop          see `ds_hetero.cost.stages.hops`
+    hop          see `ds_hetero.cost.stages.calibrated`
     gradients    see `ds_hetero.cost.stages.gradients`
-    memory       see `ds_hetero.cost.stages.memory`
+    memory       see `ds_hetero.cost.stages.gradients`
 
 Dimension key: J parts of stages of all pipelines.
+
+Activations on their way from one stage to the next, and gradients on their way back.
+
+Every receiver takes its part of the activations once, and receivers take from the senders by turns: a device of a
+``tensor`` stage holds and wants all tokens of a micro-batch, one of a ``sequence`` stage its share of them. What that
+takes of the hosts' time, which no transfer hides, is part of their stages (`StageOption.side_s`).
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +32,12 @@ import numpy.typing as npt
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.passes import BlockPasses
-from ds_hetero.cost.stages.gradients import GradientTimes
-from ds_hetero.cost.stages.hops import HopTimes
-from ds_hetero.cost.stages.memory import CalibratedStageMemory, DeviceParameters
+from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
-from ds_hetero.cost.terms.zero_time import RingCollective
+from ds_hetero.cost.terms.zero_host_time import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -196,7 +201,7 @@ class CalibratedStageCosts(StageCosts):
     # --- hops and pipelines
 
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """See `ds_hetero.cost.stages.hops`."""
+        """See `ds_hetero.cost.stages.calibrated`."""
         return self._hops.seconds(link, source, target, micro_batch_size)
 
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
@@ -269,3 +274,64 @@ class CalibratedStageCosts(StageCosts):
 def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
     """Whether ``size`` of these ascending ranks follow one another, as those of a schedule must."""
     return any(last - first == size - 1 for first, last in zip(ranks, ranks[size - 1 :], strict=False))
+
+
+class HopTimes:
+    """Times of hops between blocks.
+
+    Args:
+        cluster: all devices.
+        token_bytes: activations of one token.
+        seq_len: tokens of a sequence.
+        pools: of the cluster.
+        sequence: says which shares of a sequence the devices of a block have.
+    """
+
+    def __init__(
+        self, cluster: Cluster, token_bytes: int, seq_len: int, pools: Pools, sequence: SequenceStages
+    ) -> None:
+        self._cluster, self._token_bytes, self._seq_len = cluster, token_bytes, seq_len
+        self._pools, self._sequence = pools, sequence
+        self._of_ends = cache(self._of_ends_uncached)
+
+    def seconds(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
+        """One direction: latency and the busiest port, of a sender, a receiver or the node.
+
+        Args:
+            link: its class.
+            source: sends.
+            target: receives.
+            micro_batch_size: samples.
+        """
+        ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
+        return self._of_ends(link, *ends, micro_batch_size)
+
+    def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
+        kinds = (block.kind, *(part.kind for part in block.others))
+        if block.inner != "sequence":
+            return _End(kinds, block.size, None)
+        if not block.others:
+            return _End(kinds, block.size, 1 / block.size)
+        shared = self._sequence.passes(block.parts, micro_batch_size)
+        assert shared is not None, "a stage that cannot run has no hops"
+        return _End(kinds, block.size, max(shared.tokens) / (micro_batch_size * self._seq_len))
+
+    def _of_ends_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
+        wire = self._cluster.link_classes[link]
+        volume = samples * self._seq_len * self._token_bytes
+        received = volume if target.share is None else volume * target.share
+        total = volume * target.size if target.share is None else volume
+        sent = -(-target.size // source.size) * received if source.share is None else total * source.share
+        busiest_s = max(received, sent) / (wire.bytes_per_s * wire.p2p_efficiency)
+        kinds = [self._pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
+        inside = any(wire == each.link for each in kinds)
+        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
+        return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
+
+
+class _End(NamedTuple):
+    """One side of a hop."""
+
+    kinds: tuple[int, ...]
+    size: int
+    share: float | None  # of the tokens that the device with most of them has; None if every device has all

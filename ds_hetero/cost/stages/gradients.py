@@ -1,4 +1,4 @@
-"""Gradients and parameters of pipelines between their holders, as `AsymmetricGradientSync` sends them.
+"""Gradients, parameters and memory of pipelines' stages, as `AsymmetricGradientSync` moves and holds them.
 
 An element of a layer is held, summed and wanted by C ranks: one of a ``tensor`` stage, every rank of a ``sequence``
 stage. Of the optimizer state a rank r owns the share s_r = w_r / sum of the holders' w, evenly 1 / C. When gradients
@@ -18,24 +18,38 @@ wire and 4 where sums are kept:
 
 Dimension key: N nodes, Q places of nodes in the network, J parts of stages of all pipelines, L layers with the
 embedding before and the head after them.
+
+**Memory** of a device is told moment by moment, from the same layers as a job without pipelines. Under 1F1B gradients of a micro-batch come while its activations go, and `AsymmetricGradientSync` takes them away
+during the last backward of a step. So these moments are told apart:
+
+    full     most micro-batches are in flight, and gradients of others have come if there are more of them
+    drained  there were no more: of those in flight the first has gone backward, and gradients of it have come
+    last     the last backward of a step begins, and with it the first bucket, made whole
+    sent     it has ended, and all buckets are on their way at once, as where links are slower than the backward
+    step     the optimizer's: sums of what the device owns, and what the optimizer makes beside them
+
+Of the first three, the parts of a backward in `ds_hetero.cost.terms.memory.backward_moments`. The gather after the step
+needs less than the last backward, whose gradients it comes in place of.
+
+Held to the peaks of `python -m benchmarks.pipelines --cases memory`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, SyncTimes
+from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageMemory, SyncTimes
+from ds_hetero.cost.terms.layer_memory import Bytes, LayerMemory
+from ds_hetero.cost.terms.memory import MemoryParts, backward_moments, peak_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
 BUCKET_BYTES = 25 * 2**20  # of `AsymmetricGradientSync`; the first is made while all gradients are still there
@@ -224,3 +238,88 @@ class _Shares(NamedTuple):
         np.multiply(self.share_L, per_parameter_KL, out=sums_KL[:, 1:])
         ends_K2J = sums_KL.cumsum(axis=1).take(self.held.places[_LAYERS], axis=1)
         return np.asarray(self.weights_J * (ends_K2J[:, 1] - ends_K2J[:, 0]) / self.held.numbers[_CUT])
+
+
+class DeviceParameters(NamedTuple):
+    """Parameters on a device, and those of which it owns the optimizer state."""
+
+    parameters: float
+    owned: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedStageMemory(StageMemory):
+    """Of what the runtime holds.
+
+    Args:
+        workload: bytes, recomputation and the optimizer's temporaries.
+        layer: of a layer, on the device of its part with the most.
+        logits: where the stage has the head.
+        of_layer: of the model, by layer.
+        of_end: of the model, in the embedding, and as many in the head.
+        largest: elements of the largest parameter.
+        holders: of a parameter, who add up its gradients.
+    """
+
+    workload: Workload
+    layer: LayerMemory
+    logits: float
+    of_layer: DeviceParameters
+    of_end: DeviceParameters
+    largest: float
+    holders: int
+
+    @property
+    def layer_bytes(self) -> float:
+        """Model states of a layer."""
+        held, work = self.of_layer, self.workload
+        return (work.element_bytes + GRADIENT_SUM_BYTES) * held.parameters + work.optimizer_bytes * held.owned
+
+    @property
+    def kept_bytes(self) -> float:
+        """Activations of a layer of one micro-batch in flight."""
+        return float(self.layer.given if self.workload.activation_checkpointing else self.layer.kept)
+
+    def peak_bytes(
+        self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
+    ) -> Floats:
+        """See `StageMemory.peak_bytes`."""
+        return peak_bytes(self.moments(layers, first, last, in_flight, micro_batches))
+
+    def moments(
+        self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
+    ) -> dict[str, MemoryParts]:
+        """Return the parts at every moment. The arguments are those of `peak_bytes`."""
+        work, layer, ends = self.workload, self.layer, first + last
+        parameters = layers * self.of_layer.parameters + ends * self.of_end.parameters
+        owned = layers * self.of_layer.owned + ends * self.of_end.owned
+        gradients, wire = GRADIENT_SUM_BYTES * parameters, work.element_bytes * parameters
+        bucket = np.minimum(BUCKET_BYTES, wire)
+        passing = layer.given * (0 if last else 1)  # the output of a micro-batch in flight, until it has gone backward
+        kept = layers * self.kept_bytes
+        resting = MemoryParts(
+            weights=wire,
+            optimizer_state=work.optimizer_bytes * owned,
+            exchange_buffers=2 * layer.given * (2 - ends),  # an input and an output of each neighbour
+        )
+
+        def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
+            on_device = layer.given if work.offload_activations else number * kept
+            always = replace(resting, activations=on_device + number * passing, gradients=gradients, bucket=bucket)
+            moments = backward_moments(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
+            return {f"{name}, {moment}": parts for moment, parts in moments.items()}
+
+        if micro_batches is None or np.all(micro_batches > in_flight):
+            moments = backward("full", in_flight, gradients)
+        else:
+            number = np.minimum(in_flight, micro_batches)
+            moments = backward("full", number, 0.0) | backward("drained", number - 1, np.sign(number - 1) * gradients)
+        last_one = backward("last", 1, gradients if micro_batches != 1 else 0.0, bucket)
+        del last_one["last, loss"]  # which is over before the bucket is made
+        moments |= last_one
+        if self.holders > 1:
+            of_bucket = GRADIENT_SUM_BYTES / work.element_bytes * bucket / self.holders
+            moments["sent"] = replace(resting, bucket=2 * wire, step=of_bucket)
+        temporary = work.buffers.optimizer_bytes * self.largest
+        moments["step"] = replace(resting, step=GRADIENT_SUM_BYTES * owned + temporary)
+        return moments

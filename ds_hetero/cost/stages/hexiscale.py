@@ -18,6 +18,8 @@ a vocabulary term in the layer; the input of a layer divided among the n devices
 workspace; 1.8 x the slowest pipeline + 1.65 x the gradients.
 
 Dimension key: C candidates, S stages, P pipelines, L layers, N nodes.
+
+Cost models of stages by name.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
+from ds_hetero.common.reading import shortened
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
+from ds_hetero.cost.stages.sequence import FindSchedule
 from ds_hetero.cost.stages.stage import (
     NO_SYNC,
     DeviceBlock,
@@ -40,6 +45,8 @@ from ds_hetero.cost.stages.stage import (
     SyncTimes,
 )
 from ds_hetero.cost.terms.layer_memory import Bytes
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
 
 CODE_PEAK_TFLOPS = {"RTX-3090": 80.0, "RTX-3080Ti": 56.9}  # where the code's table differs from the datasheet
@@ -245,3 +252,29 @@ def _steps(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> Floats:
 def _from_second(stages: int) -> int:
     """First index of the maximum of Eq. 9, which is over j = 2, ..., D_pp; over the only stage where there is one."""
     return min(1, stages - 1)
+
+
+STAGE_COSTS = ("calibrated", "hexiscale", "hexiscale-paper")
+
+
+def make_stage_costs(
+    name: str, cluster: Cluster, model: ModelSpec, workload: Workload, find: FindSchedule | None = None
+) -> StageCosts:
+    """Return the cost model ``name`` for one cluster, model and workload.
+
+    Args:
+        name: one of `STAGE_COSTS`; ``hexiscale`` is its public code, ``hexiscale-paper`` its equations as printed.
+        cluster: all devices.
+        model: what is trained.
+        workload: HexiScale's take its length and whether activations are computed again.
+        find: schedules for stages of unlike devices, for ``calibrated``.
+
+    Raises:
+        PlanError: the name is unknown.
+    """
+    if name == "calibrated":
+        return CalibratedStageCosts(cluster, model, workload, find=find)
+    if name in STAGE_COSTS:
+        code, recomputation = name == "hexiscale", workload.activation_checkpointing
+        return HexiScaleStageCosts(cluster, model, workload.seq_len, code_constants=code, recomputation=recomputation)
+    raise PlanError(f"cost model {shortened(name)} is unknown for pipelines; it is one of {', '.join(STAGE_COSTS)}.")

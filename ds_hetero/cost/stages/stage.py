@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.topology import Cluster, Link
+from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.terms.layer_memory import Bytes

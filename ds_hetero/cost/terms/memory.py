@@ -10,7 +10,7 @@ Of a job that shares sequences, behind DeepSpeed's engine with its buffers, thes
 Below ZeRO-2 gradients of a layer come as its activations go, so of the two sets the larger one counts. In ZeRO-2 a rank
 makes the buffer of all its gradients when the first of them comes, which is that of the last element that it owns:
 activations of the layers up to there are still held. With gradient accumulation gradients of earlier micro-batches are
-there from the start, and ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.memory`.
+there from the start, and ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.gradients`.
 
 Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer.
 
@@ -26,8 +26,16 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.layer_memory import WIDE, Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
-from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
+from ds_hetero.cost.terms.layer_memory import (
+    WIDE,
+    Bytes,
+    LayerMemory,
+    LayerShare,
+    layer_memory,
+    logit_bytes,
+    trained_parameters,
+    weight_bytes,
+)
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 

@@ -1,6 +1,6 @@
-"""When the last group of a ring is done: a max-plus recurrence without barriers.
+"""Times of the messages of a block: the all-to-all of a group, one step of the ring, and the last group's end.
 
-HexiSeq's Eq. 2 lets every ring step wait for the slowest device of all (arXiv:2605.07569). The runtime has no such
+**Ring**, a max-plus recurrence without barriers. HexiSeq's Eq. 2 lets every ring step wait for the slowest device of all (arXiv:2605.07569). The runtime has no such
 barrier: a group waits for its own KV only, which travels while it computes on the block before.
 
     S_p(t)      group p begins step t
@@ -13,7 +13,19 @@ the forward is still there, block p + 1 + t is worked on at step t, and while a 
 next KV block and the fp32 dK and dV that its neighbour has finished for the present one (the runtime sends them on
 right after its own part has been added). That makes K - 1 hops of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
 
-Dimension key: B assignments, K groups in ring order.
+**All-to-all** of uneven parts, whose bytes add up at the ports of a device. HexiSeq's Eq. 9 takes the slowest pair alone, so a group of many ranks exchanges almost for free (arXiv:2605.07569,
+section A.4). Here a rank sends everything for other nodes through one network port and everything for its own node
+through one inner port (NVLink, PCIe); the two work side by side. Nodes whose ranks share a NIC or a switch are bound by
+the sum of their bytes as well.
+
+The exchange moves s_d x w_j bytes from rank d to rank j, where w counts q, k and v on the way in. With tokens and
+weights trading places the same function gives the way back, because ports are equally fast both ways.
+
+**Ring step**: as in the all-to-all, what a rank receives (or sends) in one step adds up at its inner port and at its network port,
+and what the ranks of a node do adds up at its NIC and its switch. HexiSeq's Eq. 12 lets different sources run side by
+side (arXiv:2605.07569, section A.4).
+
+Dimension key: B assignments, D ranks, K groups in ring order, E edges, N node slices, S sites: see `grouping`.
 """
 
 from __future__ import annotations
@@ -26,6 +38,133 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hetero.common.arrays import Bools, Floats, Ints
+from ds_hetero.cost.terms.grouping import Edges, Grouping, ring_edges
+
+
+def ring_transfers_s(
+    grouping: Grouping, heads_BD: Ints, length_BK: Floats, queries_per_kv_head: int
+) -> tuple[Floats, Floats, Floats]:
+    """Transfers from the group one position back into every group, each ``[B, K]``.
+
+    Returns:
+        latency in seconds; seconds per token and byte of a KV head; and the least seconds per byte of a KV head that a
+        NIC or a switch allows which all transfers of the step share, for blocks of average length.
+    """
+    num_sets, num_groups = length_BK.shape
+    zeros = np.zeros((num_sets, num_groups))
+    if num_groups == 1:
+        return zeros, zeros, zeros
+    cluster = grouping.cluster
+    if not cluster.shares_ports:
+        return (*_of_heads_alone(grouping, heads_BD, queries_per_kv_head), zeros)
+    edges, set_E, latency_BK, transfer_BK = _own_ports(grouping, heads_BD, queries_per_kv_head)
+    shared_E = _shared_transfer_s(grouping, edges, set_E, length_BK.mean(axis=1))
+    return latency_BK, transfer_BK, _largest(edges, shared_E, num_groups)
+
+
+def _of_heads_alone(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Floats, Floats]:
+    """Latency and seconds per token where no port is shared: tokens do not matter, so heads seen before are known."""
+    known = grouping.transfers_of_heads
+    new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1)])
+    different_RD = heads_BD[new_B]
+    keys = [(queries_per_kv_head, row.tobytes()) for row in different_RD]
+    unknown = [r for r, key in enumerate(keys) if key not in known]
+    if unknown:
+        _, _, latency_RK, transfer_RK = _own_ports(grouping, different_RD[unknown], queries_per_kv_head)
+        known.update(zip((keys[r] for r in unknown), zip(latency_RK, transfer_RK, strict=True), strict=True))
+    run_B = np.cumsum(new_B) - 1
+    latency_RK, transfer_RK = (np.array(each) for each in zip(*(known[key] for key in keys), strict=True))
+    return latency_RK[run_B], transfer_RK[run_B]
+
+
+def _own_ports(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Edges, Ints, Floats, Floats]:
+    """Edges, the assignment of each, and latency and seconds per token by what a rank's own ports carry."""
+    cluster, (num_sets, num_groups) = grouping.cluster, (len(heads_BD), grouping.num_groups)
+    edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
+    set_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
+    pair = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
+    outside_E = pair[0] != pair[1]
+    port_s_E = edges.heads * cluster.node_p2p_s_per_byte[pair]
+    worst_E = np.zeros(len(port_s_E))
+    for rank_E in (edges.sender, edges.receiver):
+        port_E = (set_E * cluster.num_ranks + rank_E) * 2 + outside_E
+        np.maximum(worst_E, np.bincount(port_E, weights=port_s_E)[port_E], out=worst_E)
+    latency_BK = _largest(edges, cluster.node_latency_s[pair], num_groups)
+    return edges, set_E, latency_BK, _largest(edges, worst_E, num_groups)
+
+
+def _largest(edges: Edges, values_E: Floats, num_groups: int) -> Floats:
+    """The largest value of the edges into every group, ``[B, K]``."""
+    return np.asarray(np.maximum.reduceat(values_E, edges.starts).reshape(-1, num_groups))
+
+
+def _shared_transfer_s(grouping: Grouping, edges: Edges, set_E: Ints, length_B: Floats) -> Floats:
+    """The time that the busiest shared port of every edge needs for all its edges, ``[E]``."""
+    cluster = grouping.cluster
+    send, receive = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
+    outside_E = send != receive
+    amount_E = length_B[set_E] * edges.heads
+    shared_E = np.zeros(len(amount_E))
+    for node_E, capacity, users_E in (
+        (send, cluster.nic_bytes_per_s, outside_E),
+        (receive, cluster.nic_bytes_per_s, outside_E),
+        (receive, cluster.switch_bytes_per_s, ~outside_E),
+    ):
+        port_E = set_E * len(cluster.nodes) + node_E
+        load_E = np.bincount(port_E, weights=np.where(users_E, amount_E, 0.0))[port_E] / capacity[node_E]
+        np.maximum(shared_E, np.where(users_E, load_E, 0.0), out=shared_E)
+    return shared_E
+
+
+def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Floats:
+    """Transfer time of one all-to-all in every group, without latency, ``[B, K]``.
+
+    Args:
+        grouping: the groups.
+        tokens_BD: s, tokens of every rank.
+        bytes_BD: w, bytes per token that every rank receives for its heads.
+    """
+    part, values_2BD = grouping.node_slices.part_of, np.stack([tokens_BD, bytes_BD])
+    values_2BN = grouping.node_slices.reduce(np.add, values_2BD)
+    tokens_BN, bytes_BN = values_2BN
+    # What a rank sends is its tokens of others' bytes, and what it receives its bytes of others' tokens.
+    inside_2BD = values_2BD * (values_2BN[::-1, :, part] - values_2BD[::-1])
+    worst_BD = inside_2BD.max(axis=0) * grouping.inner_s_per_byte
+    if len(grouping.slice_node) > grouping.num_groups:  # some group spans several nodes
+        outside_2BD = values_2BD * _elsewhere(grouping, values_2BN[::-1])[..., part]
+        np.maximum(worst_BD, outside_2BD.max(axis=0), out=worst_BD)
+    time_BK = grouping.by_group(np.maximum, worst_BD)
+    if grouping.cluster.shares_ports:
+        same_BN = grouping.node_slices.reduce(np.add, tokens_BD * bytes_BD)
+        time_BK = np.maximum(time_BK, _shared_exchange_s(grouping, tokens_BN, bytes_BN, same_BN))
+    return time_BK
+
+
+def _elsewhere(grouping: Grouping, amount_N: Floats) -> Floats:
+    """Share of a node slice's group in its other slices, times the seconds per byte to get there, ``[..., N]``."""
+    source, destination, _, _ = grouping.site_pairs
+    s_per_byte, starts, own_s_N = grouping.site_s_per_byte
+    amount_S = grouping.sites.reduce(np.add, amount_N)
+    weighted_S = np.zeros_like(amount_S)
+    weighted_S[..., source[starts]] = np.add.reduceat(amount_S[..., destination] * s_per_byte, starts, axis=-1)
+    return np.asarray(weighted_S[..., grouping.sites.part_of] - own_s_N * amount_N)
+
+
+def _shared_exchange_s(grouping: Grouping, tokens_BN: Floats, bytes_BN: Floats, same_BN: Floats) -> Floats:
+    """The same for what a node's ranks share, ``[B, K]``: all groups exchange at once, so their bytes add up."""
+    cluster, group, node = grouping.cluster, grouping.slice_group, grouping.slice_node
+    all_tokens_BN = np.add.reduceat(tokens_BN, grouping.group_starts, axis=1)[:, group]
+    all_bytes_BN = np.add.reduceat(bytes_BN, grouping.group_starts, axis=1)[:, group]
+    out_BN = tokens_BN * (all_bytes_BN - bytes_BN)
+    into_BN = bytes_BN * (all_tokens_BN - tokens_BN)
+    inside_BN = tokens_BN * bytes_BN - same_BN
+    nic_bytes = np.maximum(grouping.by_node(np.add, out_BN), grouping.by_node(np.add, into_BN))
+    nic_s = nic_bytes / cluster.nic_bytes_per_s
+    switch_s = grouping.by_node(np.add, inside_BN) / cluster.switch_bytes_per_s
+    time_BN = np.where(out_BN + into_BN > 0, nic_s[:, node], 0.0)
+    np.maximum(time_BN, np.where(inside_BN > 0, switch_s[:, node], 0.0), out=time_BN)
+    return np.asarray(np.maximum.reduceat(time_BN, grouping.group_starts, axis=1))
+
 
 LARGE_RING = 256
 STEP_TABLE = 1 << 15  # entries of a table of steps that are worked on at once; they stay in the cache

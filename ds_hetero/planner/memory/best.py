@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction

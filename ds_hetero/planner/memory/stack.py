@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.model import CostModel
 from ds_hetero.values.schedule import Schedule

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.text import bytes_text
-from ds_hetero.cost.objective import Objective
-from ds_hetero.cost.stages.models import make_stage_costs
+from ds_hetero.cost.price import Objective
+from ds_hetero.cost.stages.hexiscale import make_stage_costs
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError

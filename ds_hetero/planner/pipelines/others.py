@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hetero.cost.objective import TOO_LONG, Objective
+from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
 from ds_hetero.planner.published.registry import PLANNERS

@@ -14,9 +14,8 @@ from math import inf
 from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.limits import MAX_BATCH, is_whole, whole_rule
-from ds_hetero.common.reading import shortened
-from ds_hetero.cost.objective import TOO_LONG, Objective
+from ds_hetero.common.reading import MAX_BATCH, is_whole, shortened, whole_rule
+from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
@@ -100,7 +99,7 @@ def plan_pipelines(
         workload: length, attention and loss. Batches and recomputation are chosen here.
         global_batch: samples per optimizer step.
         costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.
-        objective: one of `ds_hetero.cost.objective.OBJECTIVES`.
+        objective: one of `ds_hetero.cost.price.OBJECTIVES`.
         at_most_s: longest step that is acceptable.
         micro_batch_sizes: samples of a micro-batch that may be tried.
         inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipelines.blocks import cut_pool

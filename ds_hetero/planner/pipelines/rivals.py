@@ -8,7 +8,7 @@ from math import inf
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import CostModel, make_cost_model
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload

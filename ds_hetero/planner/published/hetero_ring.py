@@ -19,8 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_hetero.cluster.device import DeviceSpec
-from ds_hetero.cluster.topology import Cluster, Link, Node
+from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.arrays import Floats
 from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import make_cost_model

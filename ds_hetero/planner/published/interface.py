@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_hetero.cluster.topology import Cluster
     from ds_hetero.cost.model import CostModel
-    from ds_hetero.cost.objective import Objective
+    from ds_hetero.cost.price import Objective
     from ds_hetero.cost.stages.stage import StageCosts
     from ds_hetero.models.shapes import ModelSpec
     from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts

@@ -15,7 +15,7 @@ from math import exp, log
 from statistics import fmean
 
 from ds_hetero.cluster import Cluster
-from ds_hetero.cluster.device import DeviceSpec
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.errors import HeteroError

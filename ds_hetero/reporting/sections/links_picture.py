@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, Link
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.units import GB, MICRO
+from ds_hetero.common.text import GB, MICRO
 from ds_hetero.reporting.html import Markup, html_table
 from ds_hetero.values.schedule import Schedule
 

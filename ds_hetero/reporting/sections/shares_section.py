@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import bytes_text
-from ds_hetero.common.units import GIB
+from ds_hetero.common.text import GIB, bytes_text
 from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.reporting.run_file import MeasuredRank

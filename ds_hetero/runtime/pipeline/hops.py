@@ -23,7 +23,7 @@ from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.placement import Range
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.activations import ActivationTransfer, held_intervals, transfers
+from ds_hetero.values.plans.timetable import ActivationTransfer, held_intervals, transfers
 
 
 class BoundaryGroups(NamedTuple):

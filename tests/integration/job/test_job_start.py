@@ -82,7 +82,7 @@ def _train_planned(rank: int) -> Any:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.decision.workload import workload_of
+    from ds_hetero.decision.facts import workload_of
 
     handle = ds_hetero.register()
     whole = batches(3)

@@ -13,7 +13,7 @@ from ds_hetero.cli import main
 from ds_hetero.cli.app import COMMANDS, app
 from ds_hetero.cli.inputs.options import TOKENS
 from ds_hetero.cluster import CATALOGUE, load_cluster
-from ds_hetero.common.paths import config_dir
+from ds_hetero.common.reading import config_dir
 from ds_hetero.cost.price import price_of
 from ds_hetero.models import load_model
 from ds_hetero.values.plans import read_plan

@@ -12,7 +12,7 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.recurrent import heads_by_tokens, moved_states
-from ds_hetero.cost.stages.models import STAGE_COSTS, make_stage_costs
+from ds_hetero.cost.stages.hexiscale import STAGE_COSTS, make_stage_costs
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import model_from_config

@@ -8,10 +8,9 @@ import pytest
 
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.objective import TOO_LONG, Objective
+from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.gradients import BUCKET_BYTES
-from ds_hetero.cost.stages.memory import DeviceParameters
+from ds_hetero.cost.stages.gradients import BUCKET_BYTES, DeviceParameters
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -22,7 +21,7 @@ from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import INNER
-from ds_hetero.values.plans.section_keys import SECTION_KEYS
+from ds_hetero.values.plans.checks import SECTION_KEYS
 
 MODEL = load_model("llama-3.1-8b")
 CLUSTER = load_cluster("hexiscale-setting-2")

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from benchmarks.real_cards.__main__ import MEASUREMENTS, main
-from ds_hetero.cluster.attention_rates import with_attention
 from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence
+from ds_hetero.cluster.catalogue_rows import with_attention
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
-from ds_hetero.models.adapters import Training, adapter_parameters, adapter_widths, read_training
+from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
 from ds_hetero.values.baselines import ulysses
 
 LLAMA = load_model("llama-3.1-8b")

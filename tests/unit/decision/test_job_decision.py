@@ -13,8 +13,7 @@ import pytest
 
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.decision.decide import decide, depends_on_measuring
-from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
-from ds_hetero.decision.workload import workload_of
+from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
 from ds_hetero.engine.ds_config import enabled, read_training_facts, section_of
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, ModelError, PlanError

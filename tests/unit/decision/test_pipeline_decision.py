@@ -18,15 +18,14 @@ from ds_hetero.decision.decide_pipelines import (
     search_pipelines,
     wants_search,
 )
-from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
-from ds_hetero.decision.plan_files import given_plan, is_of_pipelines
+from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
+from ds_hetero.decision.resolve import given_plan, is_of_pipelines
 from ds_hetero.decision.start_text import pipelines_text
-from ds_hetero.decision.workload import workload_of
 from ds_hetero.errors import ConfigError
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans import INNER, Plan, read_plan
-from ds_hetero.values.plans.section_keys import SECTION_KEYS
+from ds_hetero.values.plans.checks import SECTION_KEYS
 from ds_hetero.values.section import HeterogeneitySection, read_section
 
 CLUSTER, MODEL = load_cluster("hexiscale-case-study"), load_model("llama-3.1-8b")

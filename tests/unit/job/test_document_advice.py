@@ -7,7 +7,7 @@ import torch
 
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
-from ds_hetero.decision.forecast import forecast
+from ds_hetero.decision.decide import forecast
 from ds_hetero.job.documents import DocumentAdvice
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.documents.summary import documents_of, report_documents

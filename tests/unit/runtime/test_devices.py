@@ -13,8 +13,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job import capabilities, start
 from ds_hetero.job.capabilities import capability_lines, expect_known_devices, own_capabilities, requested_kernel
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
-from ds_hetero.values.kernel_names import KernelWish
-from ds_hetero.values.section import read_section
+from ds_hetero.values.section import KernelWish, read_section
 
 
 @pytest.mark.parametrize("kind", ["xpu", "npu", "hpu", "mps"])

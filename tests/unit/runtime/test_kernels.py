@@ -19,7 +19,7 @@ from ds_hetero.runtime.attention.kernels import (
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.reference import merged_attention
-from ds_hetero.values.kernel_names import KERNEL_NAMES
+from ds_hetero.values.section import KERNEL_NAMES
 from tests.unit.runtime.kernel_checks import assert_close, blocks, check, in_parts, reference, strided, tensors
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ds_hetero.values.plans import Stage
-from ds_hetero.values.plans.activations import held_intervals, token_parts, transfers
+from ds_hetero.values.plans.timetable import held_intervals, token_parts, transfers
 from ds_hetero.values.schedule import Group, Schedule
 
 

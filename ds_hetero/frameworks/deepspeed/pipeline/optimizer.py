@@ -26,7 +26,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.gradient_sync.moving import move_owned
+from ds_hetero.gradient_sync.transfers import move_owned
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.waiting import waiting_for_peers

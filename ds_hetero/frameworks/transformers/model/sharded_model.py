@@ -62,7 +62,7 @@ class ShardedModel:
 
     Args:
         model: a PreTrainedModel, or a PEFT model or other module around one.
-        kernel: one of `ds_hetero.values.kernel_names.KERNEL_NAMES`; None for the best on the device.
+        kernel: one of `ds_hetero.values.section.KERNEL_NAMES`; None for the best on the device.
 
     Attributes:
         clock: times the phases of this model's steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.limits import MAX_SEQ_LEN
+from ds_hetero.common.reading import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.planner.documents.costs.crossing import routed_s_per_byte
 from ds_hetero.planner.documents.costs.units import TILE_ROWS, UnitCosts

@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import isfinite
 
-from ds_hetero.common.limits import MAX_SEQ_LEN
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import MAX_SEQ_LEN, shortened
 from ds_hetero.errors import PlanError
 from ds_hetero.values.schedule import Schedule
 

@@ -8,7 +8,7 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, StageCosts, SyncTimes
 from ds_hetero.planner.pipelines.search.batches import batch_bound_s, split_global_batch
 from ds_hetero.planner.pipelines.search.cuts import LayerCut, LayerCuts

@@ -16,7 +16,7 @@ from operator import itemgetter
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, Shape

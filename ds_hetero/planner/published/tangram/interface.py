@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Protocol
 
-from ds_hetero.common.limits import MAX_BATCH, is_whole
+from ds_hetero.common.reading import MAX_BATCH, is_whole
 from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools, StageCosts
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.blocks import block_of

@@ -19,7 +19,7 @@ class KernelEntry:
     """One kernel of the list. Its functions take (device, dtype, head size, soft cap or None) of a block.
 
     Args:
-        name: as in `ds_hetero.values.kernel_names`.
+        name: as in `ds_hetero.values.section`.
         refusal: why the kernel cannot run such a block, or None if it can.
         is_slow: whether it can, but another kernel that works is to be preferred.
     """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.workload import Workload

@@ -8,7 +8,7 @@ import pytest
 
 from ds_hetero.cli.installed.doctor_section import examine_section
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.gradients import GradientTimes
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline

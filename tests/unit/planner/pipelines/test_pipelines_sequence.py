@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ds_hetero.cluster.files import cluster_from_dict
-from ds_hetero.cost.objective import Objective
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart
 from ds_hetero.cost.workload import Workload

@@ -6,7 +6,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
-from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
+from ds_hetero.cost.terms.layer_memory import trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
