@@ -19,8 +19,9 @@ wire and 4 where sums are kept:
 Dimension key: N nodes, Q places of nodes in the network, J parts of stages of all pipelines, L layers with the
 embedding before and the head after them.
 
-**Memory** of a device is told moment by moment, from the same layers as a job without pipelines. Under 1F1B gradients of a micro-batch come while its activations go, and `AsymmetricGradientSync` takes them away
-during the last backward of a step. So these moments are told apart:
+**Memory** of a device is told moment by moment, from the same layers as a job without pipelines. Under 1F1B gradients
+of a micro-batch come while its activations go, and `AsymmetricGradientSync` takes them away during the last backward of
+a step. So these moments are told apart:
 
     full     most micro-batches are in flight, and gradients of others have come if there are more of them
     drained  there were no more: of those in flight the first has gone backward, and gradients of it have come

@@ -1,7 +1,8 @@
 """Times of the messages of a block: the all-to-all of a group, one step of the ring, and the last group's end.
 
-**Ring**, a max-plus recurrence without barriers. HexiSeq's Eq. 2 lets every ring step wait for the slowest device of all (arXiv:2605.07569). The runtime has no such
-barrier: a group waits for its own KV only, which travels while it computes on the block before.
+**Ring**, a max-plus recurrence without barriers. HexiSeq's Eq. 2 lets every ring step wait for the slowest device of
+all (arXiv:2605.07569). The runtime has no such barrier: a group waits for its own KV only, which travels while it
+computes on the block before.
 
     S_p(t)      group p begins step t
     E_p(t)      = S_p(t) + compute_p(block at t)
@@ -13,17 +14,17 @@ the forward is still there, block p + 1 + t is worked on at step t, and while a 
 next KV block and the fp32 dK and dV that its neighbour has finished for the present one (the runtime sends them on
 right after its own part has been added). That makes K - 1 hops of KV forward, K - 2 of KV and K - 1 of dK/dV backward.
 
-**All-to-all** of uneven parts, whose bytes add up at the ports of a device. HexiSeq's Eq. 9 takes the slowest pair alone, so a group of many ranks exchanges almost for free (arXiv:2605.07569,
-section A.4). Here a rank sends everything for other nodes through one network port and everything for its own node
-through one inner port (NVLink, PCIe); the two work side by side. Nodes whose ranks share a NIC or a switch are bound by
-the sum of their bytes as well.
+**All-to-all** of uneven parts, whose bytes add up at the ports of a device. HexiSeq's Eq. 9 takes the slowest pair
+alone, so a group of many ranks exchanges almost for free (arXiv:2605.07569, section A.4). Here a rank sends everything
+for other nodes through one network port and everything for its own node through one inner port (NVLink, PCIe); the two
+work side by side. Nodes whose ranks share a NIC or a switch are bound by the sum of their bytes as well.
 
 The exchange moves s_d x w_j bytes from rank d to rank j, where w counts q, k and v on the way in. With tokens and
 weights trading places the same function gives the way back, because ports are equally fast both ways.
 
-**Ring step**: as in the all-to-all, what a rank receives (or sends) in one step adds up at its inner port and at its network port,
-and what the ranks of a node do adds up at its NIC and its switch. HexiSeq's Eq. 12 lets different sources run side by
-side (arXiv:2605.07569, section A.4).
+**Ring step**: as in the all-to-all, what a rank receives (or sends) in one step adds up at its inner port and at its
+network port, and what the ranks of a node do adds up at its NIC and its switch. HexiSeq's Eq. 12 lets different sources
+run side by side (arXiv:2605.07569, section A.4).
 
 Dimension key: B assignments, D ranks, K groups in ring order, E edges, N node slices, S sites: see `grouping`.
 """
