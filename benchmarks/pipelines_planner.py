@@ -38,11 +38,11 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.replan import replan
-from ds_hetero.planner.pipelines.search.bound import balance_bound_s
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator
-from ds_hetero.planner.pipelines.search.search import Search, default_effort_s
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 

@@ -33,8 +33,8 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import COST_MODELS, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import make_problem, plan
-from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.exact import solve_exact
+from ds_hetero.planner.planned import Baselines
 from ds_hetero.planner.published.hexiseq import algorithm_1
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.search import search

@@ -42,13 +42,13 @@ from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner import make_problem, plan, strategy
-from ds_hetero.planner.documents.costs.score import loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.candidates import place_lengths
+from ds_hetero.planner.document_search.candidates import place_lengths
+from ds_hetero.planner.document_search.loads import loads_of
+from ds_hetero.planner.document_search.unit_costs import UnitCosts
 from ds_hetero.planner.exact import solve_exact
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator
-from ds_hetero.planner.pipelines.search.search import Search, default_effort_s
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.search import search
 

@@ -34,10 +34,10 @@ from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.models import load_model
 from ds_hetero.planner import strategy
+from ds_hetero.planner.document_search.candidates import place_lengths
+from ds_hetero.planner.document_search.loads import ideal_s
 from ds_hetero.planner.documents import UnitCosts, place_documents, unit_costs
-from ds_hetero.planner.documents.costs.score import ideal_s
-from ds_hetero.planner.documents.distributions import DISTRIBUTIONS, LengthDistribution
-from ds_hetero.planner.documents.search.candidates import place_lengths
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
 from ds_hetero.planner.documents.summary import documents_of
 from ds_hetero.values.schedule import Schedule
 

@@ -53,7 +53,7 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns, timed_run
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
 from ds_hetero.values.baselines import proportional
 
 SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}

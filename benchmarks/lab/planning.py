@@ -23,7 +23,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.published.hetero_ring import ProfileTable
+from ds_hetero.planner.published.interface import ProfileTable
 from ds_hetero.runtime.attention.kernels import Band, Scores, select
 
 _MOST_CORES = 1.2  # of all ranks together while they are profiled

@@ -16,9 +16,9 @@ from math import inf
 
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, Pool
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to
-from ds_hetero.planner.pipelines.search.batches import batch_bound_s
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, Shape
+from ds_hetero.planner.pipeline_search.batches import batch_bound_s
+from ds_hetero.planner.pipeline_search.blocks import block_of, sizes_up_to
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 
 MAX_DEVICES = 8
 

@@ -27,7 +27,7 @@ from benchmarks.peers.judge import Case, NoPlan, PeerStage, plan_of
 from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
-from ds_hetero.planner.pipelines.blocks import sizes_up_to
+from ds_hetero.planner.pipeline_search.blocks import sizes_up_to
 from ds_hetero.values.plans import Plan
 
 NAMES = ("A100", "V100", "P100", "T4")

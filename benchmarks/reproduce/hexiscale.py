@@ -32,9 +32,9 @@ from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.hexiscale import GRADIENT_SCALE, HexiScaleStageCosts
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.search.cuts import make_cut
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator
-from ds_hetero.planner.pipelines.search.search import Search
+from ds_hetero.planner.pipeline_search.cuts import make_cut
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.search import Search
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 

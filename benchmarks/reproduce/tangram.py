@@ -41,8 +41,7 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
-from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
-from ds_hetero.planner.published.tangram.pruning import Rules
+from ds_hetero.planner.published.tangram.planner import Rules, compose, compose_exactly, cycle_s
 
 GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
 WORK = Workload(seq_len=4096, cut_vocabulary=True)

@@ -15,9 +15,9 @@ from math import ceil
 from benchmarks.reproduce.zeppelin_events import block_s
 from benchmarks.reproduce.zeppelin_paper import MACHINES, TOKENS_PER_GPU
 from benchmarks.reproduce.zeppelin_setting import BACKWARD_COMPUTE, BACKWARD_WIRE, Setting
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.search.candidates import place_lengths
-from ds_hetero.planner.published.zeppelin.rings import CAPACITY_OVER_MEAN, zeppelin_rings
+from ds_hetero.planner.document_search.candidates import place_lengths
+from ds_hetero.planner.document_search.unit_costs import UnitCosts
+from ds_hetero.planner.published.zeppelin import CAPACITY_OVER_MEAN, zeppelin_rings
 
 OUR_ROOM = 3.0  # tokens that a rank has memory for, over the mean; Zeppelin's are CAPACITY_OVER_MEAN
 

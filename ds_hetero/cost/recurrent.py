@@ -21,10 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.prediction import Bottleneck, Span
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.flops import AchievedRates
@@ -143,7 +142,7 @@ class RecurrentLayer:
                 spans.append(Span.of(rank, "compute", "non_attention", arrived_s, scanned_s, phase=phase))
         return spans, begin_s + share * float(times.total_B[0])
 
-    def _passes_states(self, grouping: Grouping, tokens_BD: Floats) -> npt.NDArray[np.bool_]:
+    def _passes_states(self, grouping: Grouping, tokens_BD: Floats) -> Bools:
         """Whether states are passed on, by the runtime's rule (`ds_hetero.runtime.recurrent.scan`), ``[B]``."""
         layers, work = self._layers, self._workload
         per_head, per_key_head = layers.input_bytes(work.element_bytes)

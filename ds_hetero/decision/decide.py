@@ -31,7 +31,7 @@ from ds_hetero.decision.resolve import (
 from ds_hetero.errors import ModelError, PlanError, ScheduleError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule, planning, strategy
-from ds_hetero.planner.memory.owner_weights import weights_by_memory
+from ds_hetero.planner.memory.best import weights_by_memory
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import SECTION, HeterogeneitySection

@@ -17,8 +17,8 @@ from ds_hetero.decision.decide import Forecast
 from ds_hetero.decision.decide_pipelines import SearchedPipelines
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.explain import describe
+from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
-from ds_hetero.planner.pipelines.finish import Finished
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection

@@ -21,8 +21,8 @@ from ds_hetero.errors import HeteroError
 from ds_hetero.job.start import World
 from ds_hetero.job.times import RankTimes
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places, place_documents, unit_costs
-from ds_hetero.planner.documents.placement_loads import placement_loads
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection, PlacementSection

@@ -31,8 +31,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.replan.observation import Observation
-from ds_hetero.planner.replan.unit_cost import UnitCost
+from ds_hetero.planner.replan.policy import Observation, UnitCost
 from ds_hetero.runtime.step_clock import PassTimes, StepTimes
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD

@@ -11,8 +11,7 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.terms.memory import MemoryParts
-from ds_hetero.planner.candidates import ScheduleCandidate
-from ds_hetero.planner.planned import Rejected
+from ds_hetero.planner.planned import Rejected, ScheduleCandidate
 from ds_hetero.planner.search.memory_fit import longest_of_assignment
 from ds_hetero.values.schedule import Schedule
 

@@ -2,6 +2,8 @@
 
 The search proposes, the baselines are always candidates, and the fastest one that fits wins; at equal time the simplest
 one. So under the cost model a planned schedule is never slower than the best of Ulysses, Ring and all USP meshes.
+
+Every strategy by name: the planner's choice, the baselines, and published planners of schedules.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
@@ -17,15 +20,17 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import MemoryPlanError, PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.explain import AS_FAST, compared, describe, does_not_fit, idle_ranks
-from ds_hetero.planner.planned import PlannedSchedule, Rejected
+from ds_hetero.planner.planned import Baselines, PlannedSchedule, Rejected, ScheduleCandidate, fastest
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.values.baselines import COMPARED
+from ds_hetero.values.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.schedule import LAYOUTS
+from ds_hetero.values.schedule import LAYOUTS, Schedule
+
+if TYPE_CHECKING:
+    from ds_hetero.planner.published.interface import ProfileTable
 
 MAX_REJECTED = 4  # alternatives of the search that are explained
 
@@ -164,3 +169,41 @@ def _rejected(
         if (other.name, other.reason) not in shown:
             shown.add((other.name, other.reason))
             yield other
+
+
+def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
+    """The schedule that a strategy makes for the cluster, the model and the length of a cost model.
+
+    ``usp`` is the best legal mesh that fits.
+
+    Args:
+        name: one of `STRATEGIES`, or a published planner of schedules.
+        cost: the cost model, bound to the cluster, the model and the workload.
+        table: measured times for ``lut`` and ``formula``; left out, `profile_table` of the cost model.
+
+    Raises:
+        PlanError: the name is unknown, no legal schedule of that kind exists, or ``plan`` finds none that fits.
+    """
+    heads = (cost.model.num_heads, cost.model.num_kv_heads)
+    if name == "plan":
+        return plan(cost.cluster, cost.model, cost.workload, cost_model=cost.name).schedule
+    if name in COMPARED:
+        baselines = Baselines.under(cost)
+        if not baselines.of_kind(name):
+            raise PlanError(f"{name}: {baselines.missing[name]}.")
+        candidates = baselines.of_kind(name)
+        return min(candidates, key=lambda each: (not each.prediction.feasible, each.prediction.iteration_s)).schedule
+    if name == "even":
+        return even(cost.cluster.num_ranks, *heads)
+    if name == "proportional":
+        return proportional(cost.attention_speeds, *heads)
+    from ds_hetero.planner.published.registry import expect_describable, planners_of
+
+    published = {planner.name: planner for planner in planners_of("schedule")}
+    if name not in published:
+        names = dict.fromkeys((*STRATEGIES, *published))
+        raise PlanError(f"strategy {shortened(name)} is unknown; it is one of {', '.join(names)}.")
+    expect_describable(published[name], cost.cluster, cost.model)
+    make_schedule = published[name].schedule
+    assert make_schedule is not None
+    return make_schedule(cost, table)

@@ -19,7 +19,7 @@ from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Round, Routes
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.planner.published.zeppelin.remap import remap
+from ds_hetero.planner.published.zeppelin import remap
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Stage

@@ -12,7 +12,8 @@ from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import strategy
-from ds_hetero.planner.published.hetero_ring import ProfileTable, device_alone_s, fit_formula
+from ds_hetero.planner.published.hetero_ring import device_alone_s, fit_formula
+from ds_hetero.planner.published.interface import ProfileTable
 
 FRACTIONS = tuple(percent / 100 for percent in range(10, 101, 10))
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536)

@@ -17,9 +17,9 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.stages.stage import StageOption
 from ds_hetero.models import load_model
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate
+from ds_hetero.planner.pipeline_search.search import Search
 from ds_hetero.planner.pipelines.rivals import best_grid
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate
-from ds_hetero.planner.pipelines.search.search import Search
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 

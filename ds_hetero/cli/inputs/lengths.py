@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ds_hetero.common.reading import MAX_SEQ_LEN, is_file, is_pipe, is_whole, read_file, shortened, whole_rule
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.documents.distributions import DISTRIBUTIONS, LengthDistribution
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
 
 MAX_DOCUMENTS = 100_000
 

@@ -24,8 +24,7 @@ from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.models.configs import read_training
-from ds_hetero.planner.planning import check_workload
-from ds_hetero.planner.strategies import strategy
+from ds_hetero.planner.planning import check_workload, strategy
 from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import Plan, read_plan
@@ -34,7 +33,7 @@ from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts
-    from ds_hetero.planner.pipelines.finish import Finished
+    from ds_hetero.planner.pipeline_search.finish import Finished
 
 _CLUSTER_HELP = "Cluster file, YAML or JSON, or the name of a ready one"
 CLUSTER_FILE = click.option("--cluster", required=True, help=f"{_CLUSTER_HELP}.")
@@ -136,7 +135,7 @@ class Scenario(PlanScenario):
             PlanError: the cost model is unknown.
         """
         from ds_hetero.cost.stages.hexiscale import make_stage_costs
-        from ds_hetero.planner.pipelines.uneven import ScheduleFinder
+        from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder
 
         find = ScheduleFinder()
         return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload, find)

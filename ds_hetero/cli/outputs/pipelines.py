@@ -8,7 +8,7 @@ from typing import Any
 from ds_hetero.cli.outputs.printing import print_table
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.stages.stage import StageCosts
-from ds_hetero.planner.pipelines.finish import Finished, memory_bytes
+from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 
 _COLUMNS = ("pipelines", "micro-batches", "stage", "devices", "layers", "time", "memory GiB", "of")
 

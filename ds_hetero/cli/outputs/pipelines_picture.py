@@ -17,8 +17,8 @@ from ds_hetero.cli.outputs.pipelines import makeups
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
+from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
-from ds_hetero.planner.pipelines.finish import Finished
 
 MAX_ROWS = 16  # makeups that are drawn
 MAX_MICRO_BATCHES = 24  # drawn in the timeline

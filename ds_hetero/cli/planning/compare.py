@@ -17,11 +17,12 @@ from ds_hetero.cost.prediction import Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
-from ds_hetero.planner.published.hetero_ring import ProfileTable, fit_formula, read_table, table_of, table_text
+from ds_hetero.planner.planning import strategy
+from ds_hetero.planner.published.hetero_ring import fit_formula, read_table, table_of, table_text
+from ds_hetero.planner.published.interface import ProfileTable
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.planner.strategies import strategy
 from ds_hetero.reporting.assumptions import assumed_line
 from ds_hetero.values.baselines import STRATEGIES
 
@@ -146,8 +147,8 @@ def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
 
 def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
     """Compare planners of pipelines, judged by one cost model."""
+    from ds_hetero.planner.pipeline_search.batches import balance_bound_s
     from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
-    from ds_hetero.planner.pipelines.search.bound import balance_bound_s
 
     cluster, model, work = scenario.cluster, scenario.model, scenario.workload
     calibrated = scenario.cost_model == "calibrated"

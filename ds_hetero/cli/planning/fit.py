@@ -28,8 +28,8 @@ from ds_hetero.planner.memory import (
     read_what_if,
     stacks,
 )
+from ds_hetero.planner.memory.advice import PARTS
 from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
-from ds_hetero.planner.memory.stack import PARTS
 from ds_hetero.reporting.assumptions import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule

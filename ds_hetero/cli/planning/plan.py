@@ -46,7 +46,7 @@ from ds_hetero.values.plans.reading import SCENARIO
 
 if TYPE_CHECKING:
     from ds_hetero.planner.documents.for_lengths import PlannedForLengths
-    from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
+    from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 
 _LENGTHS_HELP = (
     "Plan for batches of documents: a JSON file of lengths, or arxiv, github or prolong64k; --seq-len is the length "

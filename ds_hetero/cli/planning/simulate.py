@@ -63,8 +63,8 @@ def _ranks(cost: CostModel, schedule: Schedule, prediction: Prediction) -> Itera
 
 def _pipelines(scenario: Scenario, path: Path, as_json: bool) -> None:
     from ds_hetero.cli.outputs.pipelines import print_pipelines
+    from ds_hetero.planner.pipeline_search.finish import memory_by_rank
     from ds_hetero.planner.pipelines.explain import reasons_of
-    from ds_hetero.planner.pipelines.finish import memory_by_rank
 
     plan, costs, finished = judge_plan_file(scenario, path)
     reasons = reasons_of(costs, finished)

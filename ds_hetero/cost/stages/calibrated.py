@@ -27,10 +27,9 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.arrays import Floats
+from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
@@ -260,7 +259,7 @@ class CalibratedStageCosts(StageCosts):
         fits = self._gradients.owned_parameters(pipelines, weights_J) <= most_J
         return weights_J if fits.all() else None
 
-    def _counts_owned(self, pipelines: Sequence[PlacedPipeline]) -> npt.NDArray[np.bool_]:
+    def _counts_owned(self, pipelines: Sequence[PlacedPipeline]) -> Bools:
         """Whether the memory of a stage counts its optimizer state: where nobody else can own it, by part."""
         alone = len(pipelines) == 1
         blocks = [block for pipeline in pipelines for block in pipeline.blocks]

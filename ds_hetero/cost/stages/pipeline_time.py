@@ -35,13 +35,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.timetable import default_in_flight
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class PipelineTimes(NamedTuple):

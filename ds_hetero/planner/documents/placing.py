@@ -1,4 +1,7 @@
-"""The planner of documents: from the documents of a batch to its placement, on every rank alike."""
+"""The planner of documents: from the documents of a batch to its placement, on every rank alike.
+
+Ways to place documents, by name: the planner's, published planners', and every document over all units.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.planner.documents.costs.score import loads_of
-from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
-from ds_hetero.planner.documents.placement_loads import stream_loads
-from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS
-from ds_hetero.planner.documents.search.by_heads import WORTH_EXCHANGING, place_by_heads
-from ds_hetero.planner.documents.search.candidates import place_everywhere, place_lengths, with_padding
-from ds_hetero.planner.documents.search.lanes import make_placement
+from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.document_search.candidates import place_everywhere, place_lengths, with_padding
+from ds_hetero.planner.document_search.lanes import WORTH_EXCHANGING, make_placement, place_by_heads
+from ds_hetero.planner.document_search.loads import loads_of
+from ds_hetero.planner.document_search.placement_loads import stream_loads
+from ds_hetero.planner.document_search.two_level import over_all_units
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
+from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -205,3 +209,13 @@ def check_memory(length: int, costs: UnitCosts) -> None:
             f"{sum(costs.most_tokens):,} tokens, by unit {limits}. Use shorter rows, more ranks, or activation "
             "checkpointing."
         )
+
+
+def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    return place_lengths(lengths, costs).pieces
+
+
+def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
+    """Return all of them; each takes the lengths of the documents and the costs of the units."""
+    published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
+    return {"plan": _plan, **published, "everywhere": over_all_units}

@@ -9,16 +9,21 @@ from functools import cached_property
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
-from ds_hetero.planner.documents.costs.from_model import kv_bytes, unit_costs
-from ds_hetero.planner.documents.costs.score import Loads, ideal_s, loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
-from ds_hetero.planner.documents.placing import place_documents
-from ds_hetero.planner.documents.search.by_heads import place_by_heads
-from ds_hetero.planner.documents.search.candidates import place_lengths
-from ds_hetero.planner.documents.search.strategies import placement_strategies
-from ds_hetero.planner.documents.traffic import exchange_bytes, ring_bytes
-from ds_hetero.planner.published.zeppelin.remap import remapped_s
+from ds_hetero.planner.document_search.candidates import place_lengths
+from ds_hetero.planner.document_search.lanes import place_by_heads
+from ds_hetero.planner.document_search.loads import (
+    Loads,
+    exchange_bytes,
+    ideal_s,
+    kv_bytes,
+    loads_of,
+    ring_bytes,
+    unit_costs,
+)
+from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
+from ds_hetero.planner.document_search.unit_costs import UnitCosts
+from ds_hetero.planner.documents.placing import place_documents, placement_strategies
+from ds_hetero.planner.published.zeppelin import remapped_s
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -35,7 +40,7 @@ class DocumentsReport:
         ideal_s: time of a block at perfect balance with free communication.
         others_s: predicted time of a block under other ways to place the row; None where one is not possible.
         bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
-            `ds_hetero.planner.documents.traffic.LINK_KINDS`.
+            `ds_hetero.planner.document_search.placement_loads.LINK_KINDS`.
     """
 
     placement: Placement

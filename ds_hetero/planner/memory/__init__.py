@@ -1,10 +1,8 @@
 """Does a training fit into memory, up to which length, and what would make it fit? Imports no torch."""
 
-from ds_hetero.planner.memory.advice import Advice, advise
+from ds_hetero.planner.memory.advice import Advice, Stack, advise, stacks
 from ds_hetero.planner.memory.best import Fitted, best_schedule, longest_sequence
-from ds_hetero.planner.memory.changes import Change
-from ds_hetero.planner.memory.stack import Stack, stacks
-from ds_hetero.planner.memory.what_if import WhatIf, read_what_if
+from ds_hetero.planner.memory.changes import Change, WhatIf, read_what_if
 
 __all__ = [
     "Advice",

@@ -1,15 +1,27 @@
-"""Changes of a training that save memory, and how they are made."""
+"""Changes of a training that save memory, and how they are made.
+
+The same cluster with a card more, a card less, or another network.
+
+add=3090      cards beside those of the last node, as in `ds_hetero.cluster.notation`
+remove=1      without rank 1
+network=10    10 GB/s between any two nodes, or 80Gbit/s
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.notation import network_gb_per_s, read_notation
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.text import GB
 from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import ClusterError
 from ds_hetero.models.configs import USUAL_RANK
-from ds_hetero.planner.memory.best import Fitted, best_schedule, with_workload
-from ds_hetero.planner.memory.owner_weights import weights_by_memory
+from ds_hetero.planner.memory.best import Fitted, best_schedule, weights_by_memory, with_workload
 from ds_hetero.values.schedule import Schedule
 
 PLANNED = "planned tokens and heads"  # a change of the schedule's source
@@ -159,3 +171,50 @@ def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -
         weights = weights_by_memory([(after.cost, after.schedule)])
         after = best_schedule(with_workload(fitted.cost, replace(work, zero_weights=weights)), after.schedule)
     return Changed(after)
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A change of the cluster, and the cluster after it."""
+
+    text: str
+    cluster: Cluster
+
+
+def read_what_if(text: str, cluster: Cluster) -> WhatIf:
+    """Apply a change to a cluster.
+
+    Raises:
+        ClusterError: no such change, card, rank or rate.
+    """
+    key, equals, value = text.partition("=")
+    makers = {"add": _added, "remove": _removed, "network": _networked}
+    if not equals or key.strip() not in makers:
+        raise ClusterError(f"--what-if is add=CARDS, remove=RANK or network=GB/s, got {shortened(text)}.")
+    return WhatIf(text, makers[key.strip()](cluster, value.strip()))
+
+
+def _added(cluster: Cluster, value: str) -> Cluster:
+    if "|" in value:
+        raise ClusterError("--what-if add=... adds cards to the last node. Give another node in --gpus.")
+    new = cluster_from_dict(read_notation(value).content).nodes[0]
+    last = cluster.nodes[-1]
+    slowest = min(last.link, new.link, key=lambda link: link.bytes_per_s)
+    link = replace(slowest, name=last.link.name, latency_s=max(last.link.latency_s, new.link.latency_s))
+    grown = replace(last, devices=(*last.devices, *new.devices), link=link)
+    return replace(cluster, nodes=(*cluster.nodes[:-1], grown))
+
+
+def _removed(cluster: Cluster, value: str) -> Cluster:
+    if not value.isdecimal() or int(value) >= cluster.num_ranks:
+        raise ClusterError(f"--what-if remove=RANK: ranks are 0 to {cluster.num_ranks - 1}, got {shortened(value)}.")
+    if cluster.num_ranks == 1:
+        raise ClusterError("--what-if remove=0 would leave no card.")
+    return cluster.without([int(value)])
+
+
+def _networked(cluster: Cluster, value: str) -> Cluster:
+    if len(cluster.nodes) == 1:
+        raise ClusterError("--what-if network=... changes what joins nodes, and the cluster has one.")
+    network = replace(cluster.network, bytes_per_s=network_gb_per_s("--what-if network", value) * GB)
+    return replace(cluster, network=network, links=())

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ds_hetero.common.text import GIB, bytes_text, time_text
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, StageCosts, StageOption
-from ds_hetero.planner.pipelines.blocks import block_of, links_between, stage_options
-from ds_hetero.planner.pipelines.finish import Finished, memory_bytes
-from ds_hetero.planner.pipelines.search.cuts import LayerCut
-from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
+from ds_hetero.planner.pipeline_search.blocks import block_of, links_between, stage_options
+from ds_hetero.planner.pipeline_search.cuts import LayerCut
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
+from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 
 CLOSE = 0.02  # of the period: what is this near to it decides it
 

@@ -21,14 +21,12 @@ from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipelines.blocks import can_be_placed
+from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder, can_be_placed
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, value_of
+from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
+from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
-from ds_hetero.planner.pipelines.finish import Finished, finish, to_plan
-from ds_hetero.planner.pipelines.others import other_plans
-from ds_hetero.planner.pipelines.rivals import best_grid, best_sequence, predicted_step_s
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, value_of
-from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult, default_effort_s
-from ds_hetero.planner.pipelines.uneven import ScheduleFinder
+from ds_hetero.planner.pipelines.rivals import best_grid, best_sequence, other_plans, predicted_step_s
 from ds_hetero.planner.planned import PlannedPipelines, Rival
 from ds_hetero.planner.published.registry import expect_describable, find_planner
 from ds_hetero.values.plans import Plan

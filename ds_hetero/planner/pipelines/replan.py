@@ -21,14 +21,14 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.pipelines.blocks import cut_pool
+from ds_hetero.planner.pipeline_search.blocks import cut_pool
+from ds_hetero.planner.pipeline_search.cuts import LayerCuts
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, Shape, value_of
+from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
+from ds_hetero.planner.pipeline_search.moves import Shapes
+from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult
 from ds_hetero.planner.pipelines.explain import nothing_fits
-from ds_hetero.planner.pipelines.finish import Finished, finish, to_plan
 from ds_hetero.planner.pipelines.given import check_given_plan
-from ds_hetero.planner.pipelines.search.cuts import LayerCuts
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, Shape, value_of
-from ds_hetero.planner.pipelines.search.moves import Shapes
-from ds_hetero.planner.pipelines.search.search import Progress, Search, SearchResult
 from ds_hetero.values.plans import Plan
 
 EFFORT_S = 0.25

@@ -1,4 +1,7 @@
-"""Rivals of a plan: uniform grids as for Megatron-LM, sequence parallelism, and published planners."""
+"""Rivals of a plan: uniform grids as for Megatron-LM, sequence parallelism, and published planners.
+
+Plans of published planners, at which our search begins wherever theirs are cheap, so that it is never worse.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ from math import inf
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import CostModel, make_cost_model
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.candidates import Baselines, ScheduleCandidate
 from ds_hetero.planner.explain import describe
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
+from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
-from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
-from ds_hetero.planner.pipelines.search.given_layers import judge_layers
-from ds_hetero.planner.pipelines.search.starts import uniform_grids
-from ds_hetero.planner.planned import Rival
+from ds_hetero.planner.planned import Baselines, Rival, ScheduleCandidate
 from ds_hetero.planner.published.interface import PublishedPlanner
+from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
@@ -164,3 +166,20 @@ def predicted_step_s(plan: Plan) -> float:
     """Return the step that the plan says of itself."""
     assert plan.predicted is not None
     return float(plan.predicted["step_s"])
+
+
+def other_plans(
+    costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]
+) -> tuple[PlanCandidate, ...]:
+    """Return the plans of other searches that are cheap on this cluster, best first.
+
+    Args:
+        costs: the cost model.
+        objective: what is made small.
+        samples: the global batch.
+        sizes: of micro-batches that may be tried.
+    """
+    searches = [planner.first_pipelines for planner in reversed(PLANNERS)]
+    plans = [search(costs, objective, samples, sizes) for search in searches if search is not None]
+    fitting = [plan for plan in plans if plan is not None and plan.value < TOO_LONG]
+    return tuple(sorted(fitting, key=lambda plan: plan.value))

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.model import CostModel
+from ds_hetero.errors import PlanError
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
     from ds_hetero.cluster.topology import Cluster
@@ -12,14 +22,53 @@ if TYPE_CHECKING:
     from ds_hetero.cost.price import Objective
     from ds_hetero.cost.stages.stage import StageCosts
     from ds_hetero.models.shapes import ModelSpec
-    from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
-    from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate
-    from ds_hetero.planner.published.hetero_ring import ProfileTable
+    from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
+    from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
     from ds_hetero.values.schedule import Schedule
 
     PlanPipelines = Callable[[StageCosts, Objective, int, Sequence[int]], PlanCandidate | None]
     """Plan of pipelines under a cost model for an objective, a global batch and sizes of micro-batches, judged by the
     last word of the cost model; None if nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileTable:
+    """Time of self-attention by length and speed setting.
+
+    Args:
+        lengths: tokens, ascending.
+        speeds: relative to the fastest, ascending; the last is 1.
+        seconds: ``seconds[i][j]`` for ``lengths[i]`` at ``speeds[j]``.
+    """
+
+    lengths: tuple[int, ...]
+    speeds: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, values in (("lengths", self.lengths), ("speeds", self.speeds)):
+            if not values or any(a >= b for a, b in pairwise(values)) or values[0] <= 0:
+                raise PlanError(f"{name} of a profile table must be positive and ascending, got {values}.")
+        shape = {len(row) for row in self.seconds}
+        if len(self.seconds) != len(self.lengths) or shape != {len(self.speeds)}:
+            raise PlanError("seconds of a profile table needs a row per length and a column per speed.")
+        if any(not 0 < value < float("inf") for row in self.seconds for value in row):
+            raise PlanError("seconds of a profile table must be positive and finite.")
+
+    def seconds_at(self, length: Floats, speed: float) -> Floats:
+        """Interpolated between the measured points, both axes and the time on a logarithmic scale.
+
+        Beyond the table the last slope goes on; between two speeds the time of the slower one is never undercut.
+        """
+        lengths, speeds = np.log(self.lengths), np.log(self.speeds)
+        column = np.array([np.interp(np.log(speed), speeds, row) for row in np.log(self.seconds)])
+        x = np.log(length)
+        out = np.interp(x, lengths, column)
+        if len(lengths) > 1:
+            slopes = np.diff(column) / np.diff(lengths)
+            out = np.where(x < lengths[0], column[0] + slopes[0] * (x - lengths[0]), out)
+            out = np.where(x > lengths[-1], column[-1] + slopes[-1] * (x - lengths[-1]), out)
+        return np.asarray(np.exp(out))
 
 
 KINDS = {

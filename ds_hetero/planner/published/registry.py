@@ -11,7 +11,7 @@ from ds_hetero.planner.published.hexiscale.planner import HEXISCALE
 from ds_hetero.planner.published.hexiseq import HEXISEQ
 from ds_hetero.planner.published.interface import KINDS, PublishedPlanner
 from ds_hetero.planner.published.tangram.planner import TANGRAM
-from ds_hetero.planner.published.zeppelin.rings import ZEPPELIN
+from ds_hetero.planner.published.zeppelin import ZEPPELIN
 
 PLANNERS: list[PublishedPlanner] = [HEXISEQ, HEXISCALE, TANGRAM, ZEPPELIN, LUT, FORMULA]
 

@@ -11,19 +11,116 @@ Three rules keep noise from moving work:
 2. It is taken once its mean gain exceeds ``min_gain`` by three standard errors of that mean. Small gains therefore
    need more observations than large ones.
 3. Every recent change doubles the gain that the next one must promise, so even a wrong model stops changing.
+
+Costs of some optimizer steps under one schedule on every rank: the evidence that re-planning decides on.
+
+Cost of a unit of work on one rank, from step to step: the median over some steps, and how far to trust it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import log, sqrt
-from statistics import fmean
-from typing import Protocol
+from statistics import fmean, median
+from typing import Any, Protocol
 
-from ds_hetero.planner.replan.observation import Observation, mean_observation
 from ds_hetero.values.schedule import Schedule
+
+LEAST_ERROR = 0.003  # relative; few steps can agree by chance
+_KEPT_CHANGES = 64
+_SPREAD_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
+_ERROR_OF_MEDIAN = 1.2533  # its standard error over that of the mean
+
+
+class UnitCost:
+    """Seconds per unit of one kind of work on one rank.
+
+    The spread is taken from the differences of successive steps, over many of them. Hence a change of speed, however
+    large, is one difference among many, and does not pass for noise.
+    """
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._last: float | None = None
+        self._changes: deque[float] = deque(maxlen=_KEPT_CHANGES)
+
+    def add(self, seconds: float, units: float) -> None:
+        """One step; a step without work, or too short to be measured, says nothing."""
+        if seconds <= 0 or units <= 0:
+            return
+        cost = seconds / units
+        if self._last is not None:
+            self._changes.append(abs(log(cost / self._last)))
+        self._last = cost
+        self._costs.append(cost)
+
+    def take(self) -> tuple[float | None, float]:
+        """Median cost of the steps since the last call, and its relative standard error; None, 0 without any."""
+        costs, self._costs = self._costs, []
+        if not costs:
+            return None, 0.0
+        spread = _SPREAD_OF_MEDIAN / sqrt(2) * median(self._changes) if self._changes else 0.0
+        return median(costs), max(_ERROR_OF_MEDIAN * spread / sqrt(len(costs)), LEAST_ERROR)
+
+    def restart(self) -> None:
+        """Forget the steps since the last `take`; what is known of the spread stays."""
+        self._costs, self._last = [], None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """Means and medians over the steps since the last observation; tuples are by rank in ascending order.
+
+    Args:
+        attention_flops: attention work of the rank in a step.
+        tokens: tokens of the rank in a step.
+        attention_s_per_flop: measured cost of attention; None where the rank had none.
+        model_s_per_token: measured cost of the rest of forward and backward; None where the rank had no tokens.
+        error: relative standard error of `own_s`.
+        growth: factor by which the work of the rank may grow before its memory is full.
+        step_s: duration of a step.
+        length: tokens of a typical sequence.
+    """
+
+    attention_flops: tuple[float, ...]
+    tokens: tuple[float, ...]
+    attention_s_per_flop: tuple[float | None, ...]
+    model_s_per_token: tuple[float | None, ...]
+    error: tuple[float, ...]
+    growth: tuple[float, ...]
+    step_s: float
+    length: int
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """Seconds that every rank computes in a step."""
+        return tuple(
+            flops * (per_flop or 0.0) + tokens * (per_token or 0.0)
+            for flops, per_flop, tokens, per_token in zip(
+                self.attention_flops, self.attention_s_per_flop, self.tokens, self.model_s_per_token, strict=True
+            )
+        )
+
+
+def mean_observation(observations: Sequence[Observation]) -> Observation:
+    """The mean of several observations of one schedule."""
+    last = observations[-1]
+
+    def mean(name: str) -> Any:
+        rows = zip(*(getattr(observation, name) for observation in observations), strict=True)
+        return tuple(None if None in row else fmean(row) for row in rows)
+
+    names = ("attention_flops", "tokens", "attention_s_per_flop", "model_s_per_token")
+    return replace(
+        last,
+        **{name: mean(name) for name in names},
+        error=tuple(error / sqrt(len(observations)) for error in last.error),
+        step_s=fmean(observation.step_s for observation in observations),
+        length=round(median(observation.length for observation in observations)),
+    )
+
 
 RECENT_OBSERVATIONS = 20  # in which a change counts against the next one
 LEAST_GAIN = 0.01  # what counts as min_gain for that where the user gave less

@@ -1,6 +1,16 @@
 """The moves that a descent tries from an assignment: sets of ranks together, pairs of ranks, heads with tokens.
 
 Dimension key: D ranks, K groups, S sets of ranks, X proposals.
+
+Stage III: descent over heads and tokens of one partition.
+
+HexiSeq moves a little between two devices and accepts what strictly lowers the block time. With equal
+devices every bottleneck is a tie of many, and no move of a pair lowers a maximum; so sets of equal ranks move
+together, heads and tokens move in one step, and single ranks move where there are few (`proposals`).
+
+One round proposes all moves of one step size, evaluates them in one call and takes the best.
+
+Dimension key: D ranks, X proposals.
 """
 
 from __future__ import annotations
@@ -13,6 +23,7 @@ import numpy as np
 
 from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import Assignment, Problem, Tried
 
 Masks = Bools
@@ -351,3 +362,73 @@ def _one_unit(num_ranks: int) -> Floats:
     """One unit from every rank to every other one, ``[X, D]``."""
     eye = np.eye(num_ranks)
     return np.asarray((eye[None] - eye[:, None])[~eye.astype(bool)])
+
+
+IMAX = 100  # rounds, HexiSeq's value
+MIN_GAIN = 1e-6  # relative; less is rounding
+ONE_ROUND = 0.25  # share of the remaining budget that one batch of proposals may take
+
+
+def descend(problem: Problem, start: Assignment, steps: tuple[float, ...], budget: EvaluationBudget) -> Assignment:
+    """The local optimum reached from ``start`` in at most `IMAX` rounds with moves of ever smaller size."""
+    grouping = problem.grouping(start.groups)
+    best = start
+    step = 0
+    for _ in range(IMAX):
+        moved = _best_move(problem, grouping, best, steps[step], budget)
+        if moved is not None:
+            best = moved
+        elif step + 1 < len(steps):
+            step += 1
+        else:
+            break
+    return best
+
+
+def _best_move(
+    problem: Problem, grouping: Grouping, at: Assignment, step: float, budget: EvaluationBudget
+) -> Assignment | None:
+    place = (grouping.order.tobytes(), grouping.offsets.tobytes(), at.tokens.tobytes(), at.heads.tobytes())
+    tried = problem.tried.setdefault(place, Tried())
+    if step in tried.rows_of_step:  # in vain again; it counts as if it were evaluated
+        budget.rows(grouping, tried.rows_of_step[step], ONE_ROUND)
+        return None
+    moves = proposals(problem, grouping, at, step, tried)
+    allowed = budget.rows(grouping, moves.count, ONE_ROUND)
+    tokens_XD, heads_XD = moves.first(allowed)
+    size = max(1, MAX_TABLE // max(grouping.num_groups**2, problem.num_ranks))
+    best = at
+    for first in range(0, len(tokens_XD), size):
+        rows = slice(first, first + size)
+        below_s = best.time_s * (1 - MIN_GAIN)
+        best = problem.best_row(grouping, tokens_XD[rows], heads_XD[rows], below_s) or best
+    if best is not at:
+        return _further(problem, grouping, at, best, budget)
+    if allowed == moves.count:
+        tried.rows_of_step[step] = allowed
+        if not is_paired(problem, step):
+            tried.rows_of_heads = moves.rows_of_heads
+    return None
+
+
+def _further(
+    problem: Problem, grouping: Grouping, at: Assignment, moved: Assignment, budget: EvaluationBudget
+) -> Assignment:
+    """Go on in the direction of a move of tokens alone, as far as that pays."""
+    if (moved.heads != at.heads).any():
+        return moved
+    ratio = np.divide(moved.tokens, at.tokens, out=np.ones_like(at.tokens), where=at.tokens > 0)
+    tokens_XD = moved.tokens * ratio ** np.array([[1], [2], [4], [8]])
+    tokens_XD = problem.round(filled(tokens_XD, moved.tokens, problem.seq_len))
+    tokens_XD = tokens_XD[: budget.rows(grouping, len(tokens_XD))]
+    heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
+    return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
+
+
+def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:
+    """The best whole units near an assignment in single tokens, up to two units from the nearest, if any fits."""
+    nearest = problem.round(start.tokens)
+    around_XD = nearest + problem.token_unit * np.concatenate([np.zeros((1, len(nearest))), two_units(problem)])
+    around_XD = around_XD[(around_XD >= 0).all(axis=1)]
+    heads_XD = np.broadcast_to(start.heads, around_XD.shape)
+    return problem.best_row(problem.grouping(start.groups), around_XD, heads_XD, np.inf)

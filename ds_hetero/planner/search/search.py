@@ -16,15 +16,21 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, FEW_RANKS, THOROUGH_RANKS, EvaluationBudget
+from ds_hetero.planner.search.budget import (
+    EXHAUSTIVE_RANKS,
+    FEW_RANKS,
+    THOROUGH_RANKS,
+    EvaluationBudget,
+    Shortlist,
+    best_of,
+    working,
+)
 from ds_hetero.planner.search.closed_forms import M1_IDLE, ONE_PARTITION, best_assignment, best_order, starts
-from ds_hetero.planner.search.descent import descend, round_to_units
 from ds_hetero.planner.search.memory_fit import has_room
 from ds_hetero.planner.search.partitions import active_sets, groupings, neighbours, with_idle
 from ds_hetero.planner.search.problem import Assignment, Problem
-from ds_hetero.planner.search.proposals import STEPS
+from ds_hetero.planner.search.proposals import STEPS, descend, round_to_units
 from ds_hetero.planner.search.shares import cap_shares
-from ds_hetero.planner.search.shortlist import Shortlist, best_of, working
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
 # Stage III: how many plans go on, how much slower than the best they may be, and the steps they descend with. Of a node

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
-from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.explain import compared
+from ds_hetero.planner.planned import Baselines
 from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.values.schedule import Schedule
 

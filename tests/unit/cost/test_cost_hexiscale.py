@@ -9,9 +9,9 @@ from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts, make_stage_cost
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.search.cuts import make_cut
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator
-from ds_hetero.planner.pipelines.search.search import Search
+from ds_hetero.planner.pipeline_search.cuts import make_cut
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.search import Search
 
 CASE, MODEL = load_cluster("hexiscale-case-study"), load_model("llama-2-13b")
 A800, R4090, R3090 = (DeviceBlock(i, i, 1, "one") for i in range(3))

@@ -13,8 +13,8 @@ from ds_hetero.job.times import SHARES, JobTimes, RankTimes, RankUnitCosts, obse
 from ds_hetero.job.times_text import events, times_table, utilizations
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
-from ds_hetero.planner.replan.observation import Observation
 from ds_hetero.planner.replan.planned import PlannedEstimates
+from ds_hetero.planner.replan.policy import Observation
 from ds_hetero.runtime.step_clock import StepTimes
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.plans import Plan

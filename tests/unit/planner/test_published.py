@@ -15,10 +15,9 @@ from ds_hetero.decision.resolve import expect_planners, needs_measuring, resolve
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan, strategy
-from ds_hetero.planner.candidates import Baselines
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.planned import PlannedPipelines
+from ds_hetero.planner.planned import Baselines, PlannedPipelines
 from ds_hetero.planner.published import registry
 from ds_hetero.planner.published.hexiscale import planner as hexiscale
 from ds_hetero.planner.published.interface import PublishedPlanner

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hetero.planner.replan.measured_shares import ProportionalEstimate, attention_shares
-from ds_hetero.planner.replan.observation import Observation, mean_observation
-from ds_hetero.planner.replan.policy import Policy, ProposedChange
-from ds_hetero.planner.replan.unit_cost import UnitCost
+from ds_hetero.planner.replan.planned import ProportionalEstimate, attention_shares
+from ds_hetero.planner.replan.policy import Observation, Policy, ProposedChange, UnitCost, mean_observation
 from ds_hetero.values.baselines import ring, ulysses, usp
 from ds_hetero.values.schedule import Group, Schedule
 

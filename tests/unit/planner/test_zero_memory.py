@@ -14,7 +14,7 @@ from ds_hetero.cost.terms.memory import partitioned_bytes, partitioned_parts, st
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.memory.owner_weights import GIB, weights_by_memory, weights_by_room
+from ds_hetero.planner.memory.best import GIB, weights_by_memory, weights_by_room
 from ds_hetero.values.baselines import proportional
 
 MODEL = load_model("gpt-7b")

@@ -12,17 +12,29 @@ maximize it instead, all edges change their sign. The paper leaves the size of t
 balance and the seeds open; those below are ours. Everything is deterministic, with ties to the lower index.
 
 Dimension key: V vertices.
+
+One group of devices turned into a pipeline: HexiScale's second phase (arXiv:2409.01143, section 4.3).
+
+    (i)    the group's devices are cut into k smaller groups by the same graph partition
+    (ii)   the devices that a small group has on one machine become stages by the strategy that is best for them alone
+    (iii)  the order of the small groups is the best of the paths that always go on over one of the tau fastest links
+
+What the text leaves open is filled in so that it helps the search: layers and micro-batches are those that the cost
+model finds best for the stages, and a strategy is judged with the machine's share of the layers by compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from ds_hetero.common.arrays import Bools, Floats, Ints
+from ds_hetero.cost.stages.stage import DeviceBlock, Pool
+from ds_hetero.planner.pipeline_search.blocks import cut_pool, sizes_up_to
+from ds_hetero.planner.pipeline_search.cuts import LayerCuts
+from ds_hetero.planner.pipeline_search.evaluate import Shape
 
 BALANCE = 1.1  # heaviest group over the average, where the vertices allow it
 COARSEST = 8  # vertices per group at which coarsening ends
@@ -210,9 +222,7 @@ class _Exchange:
         """By how much the heavier side is above its limit."""
         return max(0.0, first - self._limits[0], second - self._limits[1])
 
-    def _allowed(
-        self, heavy: tuple[float, float], count: tuple[int, int], free: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.bool_], Floats, Ints]:
+    def _allowed(self, heavy: tuple[float, float], count: tuple[int, int], free: Bools) -> tuple[Bools, Floats, Ints]:
         """Exchanges that may be made, and by how much weight and how many vertices the first side grows in each."""
         a, b = slice(0, self._places), slice(self._places, None)
         shift = self._weight[b] - self._weight[a][:, None]
@@ -223,3 +233,123 @@ class _Exchange:
         excess = self._excess(*heavy)
         lighter = allowed & (over < excess)
         return lighter if excess > 0 and lighter.any() else allowed & (over <= excess), shift, moved
+
+
+TAU = 3  # fastest neighbours that a path may go on to
+MAX_PATHS = 128  # that are simulated
+
+
+class PipelineMaker:
+    """Makes pipelines of groups of devices.
+
+    Args:
+        cuts: layers of pipelines under the cost model.
+        speed_V: compute of every rank.
+        bandwidth_VV: between ranks.
+        micro_batch_size: samples of a micro-batch.
+    """
+
+    def __init__(self, cuts: LayerCuts, speed_V: Floats, bandwidth_VV: Floats, micro_batch_size: int) -> None:
+        self._cuts, self._costs = cuts, cuts.costs
+        self._speed_V, self._bandwidth_VV = speed_V, bandwidth_VV
+        self._size = micro_batch_size
+        self._pool_of = {rank: pool for pool in self._costs.pools.pools for rank in pool.ranks}
+        self._strategy = cache(self._strategy_uncached)
+        self._made: dict[tuple[tuple[int, ...], int, int, float], tuple[float, Shape] | None] = {}
+
+    def __call__(
+        self, ranks: Sequence[int], groups: int, pipelines: int, micro_batches: float
+    ) -> tuple[float, Shape] | None:
+        """Return the fastest pipeline over these ranks with its time; None if no order of its stages fits into memory.
+
+        Args:
+            ranks: of the pipeline.
+            groups: into which they are cut, k_i of the paper.
+            pipelines: of the plan.
+            micro_batches: that the pipeline trains about.
+        """
+        key = tuple(ranks), min(groups, len(ranks)), pipelines, micro_batches
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(
+        self, ranks: tuple[int, ...], groups: int, pipelines: int, micro_batches: float
+    ) -> tuple[float, Shape] | None:
+        chosen = np.array(ranks)
+        bandwidth_VV = self._bandwidth_VV[np.ix_(chosen, chosen)]
+        members = partition(self._speed_V[chosen], bandwidth_VV, groups)
+        whole = float(self._speed_V[chosen].sum())
+        stages = [self._stages(chosen[group].tolist(), whole, pipelines, micro_batches) for group in members]
+        best: tuple[float, tuple[DeviceBlock, ...]] | None = None
+        for path in paths(bandwidth_between(members, bandwidth_VV)):
+            blocks = tuple(block for group in path for block in stages[group])
+            cut = self._cuts.best(blocks, self._size, pipelines, micro_batches)
+            if cut is not None:
+                time_s = cut.time_s(micro_batches)
+                if best is None or time_s < best[0]:
+                    best = time_s, blocks
+        return None if best is None else (best[0], Shape(best[1], self._size))
+
+    def _stages(self, ranks: list[int], whole: float, pipelines: int, micro_batches: float) -> tuple[DeviceBlock, ...]:
+        """Stages of one small group, machine by machine."""
+        by_pool: dict[Pool, int] = {}
+        for rank in ranks:
+            by_pool[self._pool_of[rank]] = by_pool.get(self._pool_of[rank], 0) + 1
+        blocks: list[DeviceBlock] = []
+        for pool, devices in by_pool.items():
+            share = devices * self._speed_V[pool.ranks[0]] / whole
+            layers = max(1, round(self._costs.model.num_layers * share))
+            sizes = self._strategy(pool.kind, devices, layers, pipelines, max(1, round(micro_batches)))
+            blocks += cut_pool(pool, devices, sizes)
+        return tuple(blocks)
+
+    def _strategy_uncached(self, kind: int, devices: int, layers: int, pipelines: int, micro_batches: int) -> int:
+        """The tensor-parallel degree that is fastest for some layers on the devices of one machine.
+
+        A strategy that cannot hold them counts after all that can, by how many it holds.
+        """
+        pool = self._costs.pools.largest[kind]
+        best: tuple[tuple[int, float], int] | None = None
+        for size in sizes_up_to(devices):
+            blocks = cut_pool(pool, devices, size)
+            options = [self._costs.stage(b.kind, b.size, b.inner, self._size, pipelines) for b in blocks]
+            fitting = [option for option in options if option is not None]
+            if len(fitting) < len(blocks):
+                continue
+            room = sum(option.max_layers(False, False, 1) for option in fitting)
+            link = int(self._costs.cluster.link_class[pool.node, pool.node])
+            hop_s = self._costs.hop_s(link, blocks[0], blocks[0], self._size) if len(blocks) > 1 else 0.0
+            period_s = layers / sum(1 / option.layer_s for option in fitting) + hop_s
+            judged = (max(0, layers - room), (micro_batches - 1 + len(blocks)) * period_s)
+            if best is None or judged < best[0]:
+                best = judged, size
+        return 1 if best is None else best[1]
+
+
+def paths(bandwidth_GG: Floats, tau: int = TAU, most: int = MAX_PATHS) -> Iterator[tuple[int, ...]]:
+    """Yield orders of the groups: from every group on, always to one of the ``tau`` with most bandwidth to the last.
+
+    Args:
+        bandwidth_GG: between groups.
+        tau: neighbours that are tried.
+        most: paths that are yielded, as many from every first group.
+    """
+    count = len(bandwidth_GG)
+
+    def onward(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(path) == count:
+            yield path
+            return
+        free = [group for group in range(count) if group not in path]
+        free.sort(key=lambda group: (-bandwidth_GG[path[-1], group], group))
+        for group in free[:tau]:
+            yield from onward((*path, group))
+
+    for start in range(count):
+        from_start = onward((start,))
+        for _ in range(max(1, most // count)):
+            path = next(from_start, None)
+            if path is None:
+                break
+            yield path

@@ -19,10 +19,9 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator, PlanCandidate, Shape
-from ds_hetero.planner.pipelines.search.search import FEW_RANKS
-from ds_hetero.planner.published.hexiscale.partition import partition
-from ds_hetero.planner.published.hexiscale.pipelines import PipelineMaker
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
+from ds_hetero.planner.pipeline_search.search import FEW_RANKS
+from ds_hetero.planner.published.hexiscale.partition import PipelineMaker, partition
 from ds_hetero.planner.published.interface import PublishedPlanner
 
 ROUNDS = 50  # the paper's, at which its search has usually converged

@@ -5,20 +5,104 @@
 A parallelizer sees equal devices and a part of the model. Since all stages of a composed pipeline share one degree of
 data parallelism, one call answers for every degree and micro-batch at once. Here it is a homogeneous one, as for
 Megatron-LM: data x pipeline x tensor parallelism of equal stages over the island, chosen by trying all.
+
+Islands: nodes that are alike enough for a parallelizer that knows equal devices only (Tangram, Algorithm 1).
+
+    clustering  nodes are connected whose compute, memory and memory bandwidth differ by at most tau of the largest;
+                islands are the connected components
+    merging     two islands become one as long as the estimated bottleneck of the pipeline over all islands grows by
+                at most a factor; the cheapest pair first
+
+An island is planned as if all its devices were its slowest and had its smallest memory, so merging costs what its
+faster devices could have done more. The bottleneck is estimated at perfect balance: layers over the sum of speeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Protocol
 
 from ds_hetero.common.reading import MAX_BATCH, is_whole
-from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts
+from ds_hetero.cost.stages.stage import DeviceBlock, Pool, Pools, StageCosts
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.pipelines.blocks import block_of, sizes_up_to
-from ds_hetero.planner.published.tangram.islands import Island
+from ds_hetero.planner.pipeline_search.blocks import block_of, sizes_up_to
+
+TAU = 0.2  # of the largest value of a metric
+MERGE = 1.0  # growth of the bottleneck up to which islands are merged
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Devices that are planned as equal ones.
+
+    Args:
+        pools: its nodes, as pools of devices of one kind.
+        weakest: kind of its slowest device with the least memory, which stands for all of them.
+        flops_per_s: of all its devices, at the speed of the slowest.
+    """
+
+    pools: tuple[Pool, ...]
+    weakest: int
+    flops_per_s: float
+
+    @classmethod
+    def of(cls, pools: Pools, members: Iterable[Pool]) -> Island:
+        """Return the island of some pools."""
+        chosen = tuple(sorted(members, key=lambda pool: (pool.node, pool.kind)))
+        devices = {pool.kind: pools.kinds[pool.kind].device for pool in chosen}
+        weakest = min(devices, key=lambda kind: (devices[kind].memory_bytes, devices[kind].peak_flops_per_s, kind))
+        slowest = min(device.peak_flops_per_s for device in devices.values())
+        return cls(chosen, weakest, slowest * sum(len(pool.ranks) for pool in chosen))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all its nodes."""
+        return sum(len(pool.ranks) for pool in self.pools)
+
+
+def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[Island]:
+    """Return the islands of a cluster, fastest first.
+
+    Args:
+        pools: its devices.
+        tau: largest difference of two connected nodes in any metric, relative to the metric's largest value.
+        merge: factor by which the bottleneck may grow when two islands become one.
+    """
+    islands = [Island.of(pools, members) for members in _components(pools, tau)]
+    while len(islands) > 1:
+        pairs = itertools.combinations(range(len(islands)), 2)
+        merged = [(Island.of(pools, islands[a].pools + islands[b].pools), a, b) for a, b in pairs]
+        speed = sum(island.flops_per_s for island in islands)
+        costs = [
+            speed / (speed - islands[a].flops_per_s - islands[b].flops_per_s + new.flops_per_s) for new, a, b in merged
+        ]
+        cheapest = min(range(len(merged)), key=costs.__getitem__)
+        if costs[cheapest] > merge:
+            break
+        new, a, b = merged[cheapest]
+        islands = [island for i, island in enumerate(islands) if i not in (a, b)] + [new]
+    return sorted(islands, key=lambda island: (-island.flops_per_s, island.pools[0].node))
+
+
+def _components(pools: Pools, tau: float) -> list[list[Pool]]:
+    """Connected components of the nodes whose metrics differ by at most ``tau``."""
+    devices = [kind.device for kind in pools.kinds]
+    metrics = [(each.peak_flops_per_s, each.memory_bytes, each.memory_bytes_per_s) for each in devices]
+    largest = [max(column) for column in zip(*metrics, strict=True)]
+
+    def alike(a: int, b: int) -> bool:
+        pairs = zip(metrics[a], metrics[b], largest, strict=True)
+        return all(abs(x - y) <= tau * most for x, y, most in pairs)
+
+    components: list[set[int]] = []
+    for kind in range(len(devices)):
+        near = [component for component in components if any(alike(kind, other) for other in component)]
+        components = [component for component in components if component not in near]
+        components.append({kind}.union(*near))
+    return [[pool for pool in pools.pools if pool.kind in component] for component in components]
 
 
 @dataclass(frozen=True, slots=True)

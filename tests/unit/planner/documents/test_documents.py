@@ -15,14 +15,13 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.errors import BatchError, PlanError
 from ds_hetero.models import load_model
+from ds_hetero.planner.document_search.bins import Bins
+from ds_hetero.planner.document_search.candidates import place_lengths
+from ds_hetero.planner.document_search.loads import ideal_s, loads_of
+from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
+from ds_hetero.planner.document_search.two_level import node_bins, over_all_units_s, over_one_node_s
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
-from ds_hetero.planner.documents.costs.score import ideal_s, loads_of
-from ds_hetero.planner.documents.distributions import DISTRIBUTIONS
-from ds_hetero.planner.documents.placement_loads import placement_loads, stream_loads
-from ds_hetero.planner.documents.search.baselines import over_all_units_s, over_one_node_s
-from ds_hetero.planner.documents.search.bins import Bins
-from ds_hetero.planner.documents.search.candidates import place_lengths
-from ds_hetero.planner.documents.search.two_level import node_bins
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.schedule import Group, Schedule

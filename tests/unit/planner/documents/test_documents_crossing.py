@@ -11,9 +11,9 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import strategy
+from ds_hetero.planner.document_search import unit_costs as module
+from ds_hetero.planner.document_search.unit_costs import crossing_of, routed_s_per_byte
 from ds_hetero.planner.documents import UnitCosts, unit_costs
-from ds_hetero.planner.documents.costs import crossing
-from ds_hetero.planner.documents.costs.crossing import crossing_of, routed_s_per_byte
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Lane, Placement, Rows
 
@@ -61,7 +61,7 @@ def test_what_enters_over_every_link_is_what_the_engines_table_sends(nodes, prox
             if node[transfer.sender] != node[unit]:
                 entered[unit] += table.num_columns(transfer)
     by_node = [[(unit, tokens[unit]) for unit in units if node[unit] == k] for k in sorted(set(node))]
-    planned = (crossing._proxied if proxies else crossing._direct)(by_node)
+    planned = (module._proxied if proxies else module._direct)(by_node)
     assert planned == pytest.approx(entered, abs=len(set(node)) if proxies else 0)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from ds_hetero.planner.documents.costs.score import loads_of
-from ds_hetero.planner.documents.costs.units import UnitCosts
-from ds_hetero.planner.published.zeppelin.remap import even_tokens, least_remap_s, remap, remapped_s
+from ds_hetero.planner.document_search.loads import loads_of
+from ds_hetero.planner.document_search.unit_costs import UnitCosts
+from ds_hetero.planner.published.zeppelin import even_tokens, least_remap_s, remap, remapped_s
 
 
 def costs_of(node, inside_s=1.0, between_s=8.0):

@@ -11,9 +11,9 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.blocks import block_of
-from ds_hetero.planner.pipelines.search.batches import batch_bound_s, split_global_batch
-from ds_hetero.planner.pipelines.search.cuts import LayerCuts, make_cut
+from ds_hetero.planner.pipeline_search.batches import batch_bound_s, split_global_batch
+from ds_hetero.planner.pipeline_search.blocks import block_of
+from ds_hetero.planner.pipeline_search.cuts import LayerCuts, make_cut
 
 MODEL = replace(load_model("llama-2-7b"), num_layers=20)
 

@@ -17,15 +17,15 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSlice
+from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.search import Search
+from ds_hetero.planner.pipeline_search.starts import GivenLayers
 from ds_hetero.planner.pipelines import planning, rivals
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.planner.pipelines.replan import replan
 from ds_hetero.planner.pipelines.rivals import best_published, best_sequence
-from ds_hetero.planner.pipelines.search.bound import balance_bound_s
-from ds_hetero.planner.pipelines.search.evaluate import Evaluator
-from ds_hetero.planner.pipelines.search.given_layers import GivenLayers
-from ds_hetero.planner.pipelines.search.search import Search
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 from ds_hetero.planner.published.tangram.planner import TANGRAM

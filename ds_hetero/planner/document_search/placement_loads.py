@@ -2,6 +2,8 @@
 
 In the stream an interval needs the keys of its first document from that document's start, and of all others only its
 own; so loads follow from the ends of the intervals, however many documents there are.
+
+Traffic of one layer for a placement, by kind of link, counted by the table that the engine sends by.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ds_hetero.planner.documents.costs.crossing import crossing_of
-from ds_hetero.planner.documents.costs.score import Loads, crossing_s, loads_of
-from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
-from ds_hetero.planner.documents.search.by_heads import loads_by_heads
+from ds_hetero.planner.document_search.lanes import loads_by_heads
+from ds_hetero.planner.document_search.loads import Loads, crossing_s, loads_of
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of
 from ds_hetero.values.placement import Lane, Placement, Range
 
 

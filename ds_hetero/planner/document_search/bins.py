@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from ds_hetero.planner.documents.costs.units import Pieces
+from ds_hetero.planner.document_search.unit_costs import Pieces
 
 Queue = list[tuple[float, int]]  # (load, bin), ascending
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, StageCosts, SyncTimes
-from ds_hetero.planner.pipelines.search.batches import batch_bound_s, split_global_batch
-from ds_hetero.planner.pipelines.search.cuts import LayerCut, LayerCuts
+from ds_hetero.planner.pipeline_search.batches import batch_bound_s, split_global_batch
+from ds_hetero.planner.pipeline_search.cuts import LayerCut, LayerCuts
 
 BOUND_S = 2e-5  # what a look at the bound of a candidate takes
 BOUND_PIPELINE_S = 2e-6

@@ -14,14 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts, StageOption
-from ds_hetero.planner.pipelines.blocks import hops_s, links_between, stage_options
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from ds_hetero.planner.pipeline_search.blocks import hops_s, links_between, stage_options
 
 HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
 TOLERANCE = 1e-9  # of a period, for layers that just fit

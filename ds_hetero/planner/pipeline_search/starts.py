@@ -4,6 +4,8 @@ grid     tensor x pipeline x data of equal sizes over consecutive ranks, as Mega
 with equal layers and equal micro-batches
 lanes    every node gives 1 / d of its devices to each of d pipelines, which are alike
 groups   whole nodes shared by d pipelines, longest processing time first, so that pipelines are equally fast
+
+Plans of whatever origin, judged with the layers and micro-batches that they bring along.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
+from math import inf
+from typing import NamedTuple
 
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pool, Pools, StageCosts
-from ds_hetero.planner.pipelines.blocks import block_of, cut_pool, sizes_up_to
+from ds_hetero.cost.price import Objective
+from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, Pool, Pools, StageCosts
+from ds_hetero.planner.pipeline_search.blocks import block_of, cut_pool, sizes_up_to
+from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, judge
 
 MAX_SIZES = 256  # combinations of block sizes by kind
 ALL_COUNTS = 16  # pipelines up to which every number is tried; powers of two above
@@ -139,3 +146,68 @@ def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iter
                     name = f"tp{tensor} pp{stages} dp{data} b{size}"
                     number = samples // (data * size)
                     yield name, [PlacedPipeline(blocks, layers, size, number) for blocks in pipelines]
+
+
+class GivenLayers(NamedTuple):
+    """A plan that fits, before its last word.
+
+    Args:
+        pipelines: with their layers and batches.
+        cuts: the times that follow, by pipeline.
+        least_value: what no judgement undercuts.
+    """
+
+    pipelines: tuple[PlacedPipeline, ...]
+    cuts: tuple[LayerCut, ...]
+    least_value: float
+
+    @classmethod
+    def of(cls, costs: StageCosts, objective: Objective, pipelines: Sequence[PlacedPipeline]) -> GivenLayers | None:
+        """Return the plan; None if it does not fit into memory."""
+        cuts: dict[tuple[object, ...], LayerCut] = {}
+        for pipeline in pipelines:
+            key = pipeline.blocks, pipeline.layers, pipeline.micro_batch_size
+            if key not in cuts:
+                cut = make_cut(costs, *key, len(pipelines))
+                if cut is None:
+                    return None
+                cuts[key] = cut
+        chosen = tuple(cuts[pipeline.blocks, pipeline.layers, pipeline.micro_batch_size] for pipeline in pipelines)
+        least_s = max(_least_s(cut, pipeline.micro_batches) for cut, pipeline in zip(chosen, pipelines, strict=True))
+        rate = sum(block.total(objective.per_s) for pipeline in pipelines for block in pipeline.blocks)
+        least_value = objective.value(costs.step_s(least_s, NO_SYNC, 0.0), rate, 0.0)
+        return cls(tuple(pipelines), chosen, least_value)
+
+    @property
+    def num_actions(self) -> int:
+        """Pairs of a forward and a backward that its last word looks at: pipelines of equal cuts are one."""
+        most: dict[LayerCut, int] = {}
+        for cut, pipeline in zip(self.cuts, self.pipelines, strict=True):
+            most[cut] = max(pipeline.micro_batches, most.get(cut, 0))
+        return sum(len(cut.layers) * number for cut, number in most.items())
+
+    def judged(self, costs: StageCosts, objective: Objective) -> PlanCandidate | None:
+        """Return the plan by the last word of the cost model; None where it takes longer than is acceptable."""
+        shapes = [Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in self.pipelines]
+        numbers = [pipeline.micro_batches for pipeline in self.pipelines]
+        candidate = judge(costs, objective, shapes, self.cuts, numbers)
+        return candidate if candidate.value < inf else None
+
+
+def _least_s(cut: LayerCut, micro_batches: int) -> float:
+    """A pipeline's time with free hops, where some stage never waits.
+
+    It begins after the forwards of the stages before it, and ends before their backwards.
+    """
+    before, least = 0.0, 0.0
+    for forward_s, backward_s in zip(cut.forward_s, cut.backward_s, strict=True):
+        own = forward_s + backward_s
+        least = max(least, before + micro_batches * own)
+        before += own
+    return least
+
+
+def judge_layers(costs: StageCosts, objective: Objective, pipelines: Sequence[PlacedPipeline]) -> PlanCandidate | None:
+    """Judge a plan with its own layers and micro-batches; None if it does not fit."""
+    given = GivenLayers.of(costs, objective, pipelines)
+    return None if given is None else given.judged(costs, objective)

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
-from ds_hetero.planner.pipelines.blocks import ranks_of_blocks, stage_options
-from ds_hetero.planner.pipelines.search.cuts import LayerCut
-from ds_hetero.planner.pipelines.search.evaluate import PlanCandidate, Shape
+from ds_hetero.planner.pipeline_search.blocks import ranks_of_blocks, stage_options
+from ds_hetero.planner.pipeline_search.cuts import LayerCut
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.values.plans.timetable import default_in_flight
 from ds_hetero.values.schedule import Schedule

@@ -2,6 +2,11 @@
 
 A few candidates are judged by their predicted time. They differ in how much more than the ideal time a unit or a node
 may take before a document is cut: slow networks get unequal nodes rather than crossings, fast ones the reverse.
+
+Moving shares of documents off the slowest bin, as long as that makes it faster and nobody as slow.
+
+A fragment of x tokens of a document of n tokens makes its bin receive the other n - x, however small x is. Dealing does
+not look at that, so a bin may wait for keys and values longer than it computes while another has time left.
 """
 
 from __future__ import annotations
@@ -10,17 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.errors import BatchError
-from ds_hetero.planner.documents.costs.score import Loads, ideal_s, loads_of
-from ds_hetero.planner.documents.costs.units import Pieces, UnitCosts
-from ds_hetero.planner.documents.search.baselines import (
+from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS, Bins, water_fill
+from ds_hetero.planner.document_search.loads import Loads, ideal_s, loads_of
+from ds_hetero.planner.document_search.two_level import (
+    GOOD,
+    Effort,
+    node_bins,
     over_all_units,
     over_all_units_s,
     over_one_node,
     over_one_node_at_least_s,
     over_one_node_s,
+    two_level,
 )
-from ds_hetero.planner.documents.search.bins import LEAST_FRAGMENT_TOKENS, Bins, water_fill
-from ds_hetero.planner.documents.search.two_level import GOOD, Effort, node_bins, two_level
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 
 EFFORTS = (
     Effort(0.0, 0.0),

@@ -1,4 +1,7 @@
-"""Blocks of devices: their sizes, what they take, the links between them, idle devices, and the ranks that they get."""
+"""Blocks of devices: their sizes, what they take, the links between them, idle devices, and the ranks that they get.
+
+Schedules of stages on unlike devices: tokens and heads by speed, from the search of schedules.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import DeviceBlock, Pool, Pools, StageCosts, StageOption
-
-Floats = npt.NDArray[np.float64]
+from ds_hetero.planner.search.budget import EvaluationBudget
+from ds_hetero.planner.search.canonical import make_problem, schedule_of
+from ds_hetero.planner.search.search import search
+from ds_hetero.values.schedule import Schedule
 
 MAX_SIZE = 8  # devices of a block
 
@@ -106,3 +113,25 @@ def hops_s(costs: StageCosts, blocks: tuple[DeviceBlock, ...], links: tuple[int,
     """Hops between neighbouring stages, ``[S - 1]``."""
     neighbours = zip(links, blocks, blocks[1:], strict=False)
     return np.array([costs.hop_s(link, a, b, micro_batch_size) for link, a, b in neighbours], dtype=np.float64)
+
+
+SHARE = 4  # of the budget that a search of schedules has; a stage is one of many
+
+
+class ScheduleFinder:
+    """Finds schedules for the layers of one model and one length of sequences, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Cluster, Schedule | None] = {}
+
+    def __call__(self, cost: CalibratedCostModel) -> Schedule | None:
+        """Return the fastest schedule of a few devices; None if nothing fits.
+
+        Args:
+            cost: of one layer on them.
+        """
+        if cost.cluster not in self._found:
+            problem, rank_of = make_problem(cost)
+            found = search(problem, EvaluationBudget.for_ranks(problem.num_ranks).split(SHARE))
+            self._found[cost.cluster] = schedule_of(problem, found[0], rank_of) if found else None
+        return self._found[cost.cluster]
