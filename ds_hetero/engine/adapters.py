@@ -139,8 +139,8 @@ class SplitModel(Protocol):
     def place_documents(self, placer: Placer | None) -> None:
         """Place the batches that are drawn from now on by their documents; None: by their length."""
 
-    def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
-        """Call ``record`` with the layout of every batch from now on."""
+    def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
+        """Call ``observers`` with the layout of every batch from now on."""
 
     def change_replica(self, replica: Replica) -> None:
         """Go on under another schedule of the same ranks."""

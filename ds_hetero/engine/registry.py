@@ -27,17 +27,16 @@ from ds_hetero.job.monitor import (
     DocumentObserver,
     EventWriter,
     Observers,
+    PredictionCheck,
     StepMonitor,
     steps_between,
 )
-from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
 from ds_hetero.job.request import Request, agree_on_request
 from ds_hetero.job.run_record import RunRecord
 from ds_hetero.job.searches import BatchSearch, LayerSearch
 from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, announce_start, start_job
 from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
-from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
@@ -76,7 +75,6 @@ class PreparedModel:
         monitor: observes its steps; None until its DeepSpeed engine has been built.
         is_destroyed: its DeepSpeed engine is gone.
         zones: where the tokens of its documents lie; None where batches are cut by their length.
-        advice: looks at batches that are cut by their length; None where they could not be cut otherwise.
         steps: batches and losses of the Trainer where ranks take different ones.
         elastic: keeps the engine's state in memory; None in a job that is not elastic.
     """
@@ -87,17 +85,8 @@ class PreparedModel:
     monitor: StepMonitor | None = None
     is_destroyed: bool = False
     zones: DocumentZones | None = None
-    advice: DocumentAdvice | None = None
     steps: object = None
     elastic: ElasticState | None = None
-
-    def record_batch(self, batch: BatchLayout) -> None:
-        """Take note that a sharded forward begins."""
-        self.prediction_check.record_batch(batch)
-        if self.zones is not None:
-            self.zones.record_batch(batch)
-        if self.advice is not None:
-            self.advice.record_batch(batch)
 
 
 class _Living(Generic[T]):
@@ -268,7 +257,6 @@ class Registry:
             switched.keep_alive(known)
             self._prepared.add(known)
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
-        known.model.record_batches(known.record_batch)
         known.model.declare_loss(start.section.loss)
         known.model.verify(start.section.verify)
         if isinstance(known.model, WholeModel):
@@ -279,7 +267,9 @@ class Registry:
         known.model.place_documents(placer)
         known.zones = None if placer is None else DocumentZones(placer.costs.node)
         takes_advice = placer is None and not isinstance(known.model, WholeModel) and not known.model.cuts_inputs
-        known.advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
+        advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
+        observers = [one for one in (known.prediction_check, known.zones, advice) if one is not None]
+        known.model.record_batches([one.record_batch for one in observers])
         if world.rank == 0:
             announce_start(start)
         return known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class WholeModel:
         for hook in self._hooks:
             hook.remove()
 
-    def record_batches(self, record: Callable[..., None]) -> None:
+    def record_batches(self, observers: Sequence[Callable[..., None]]) -> None:
         """Batches are not known here."""
 
     def verify(self, when: str) -> None:

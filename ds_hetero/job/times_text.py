@@ -89,7 +89,7 @@ def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None],
 
 
 def _prediction_lines(seen: JobTimes, plan: Plan) -> list[str]:
-    """Prediction beside measurement, of pipelines; see `ds_hetero.job.prediction_check` for replicas."""
+    """Prediction beside measurement, of pipelines; see `ds_hetero.job.monitor` for replicas."""
     lines = [
         f"passes of pipeline {number}: predicted {time_text(pipeline.predicted_s)} from the measured speeds of its "
         f"stages, measured {time_text(pipeline.passes_s)} "

@@ -235,8 +235,7 @@ def refuse_other_engines(what: str) -> None:
 
 def save_after_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the engine's step: wait for copies before it; commit and save after an optimizer step."""
-    if hooked.elastic is None:
-        return step(*args, **kwargs)
+    assert hooked.elastic is not None
     hooked.elastic.before_step()
     before = hooked.engine.global_steps
     result = step(*args, **kwargs)

@@ -303,7 +303,7 @@ HOOKS = (
     HookRow("backward", split.scale_loss, SplitEngine),
     HookRow("_backward_prologue", split.begin_backward, SplitEngine),
     HookRow("_backward_epilogue", split.end_backward, SplitEngine),
-    HookRow("step", save_after_step, SplitEngine),
+    HookRow("step", save_after_step, SplitEngine, "elastic"),
     HookRow("step", recording(STEP)),
     HookRow("step", time_step),
     HookRow("step", split.record_step, SplitEngine),
@@ -327,11 +327,13 @@ HOOKS = (
     HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
     HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
     HookRow("_load_checkpoint", split.of_engine_alone(raise_on_all_ranks), SplitEngine),
-    HookRow("_load_checkpoint", split.of_stage3_alone(Stage3Checkpoints.examine), SplitEngine),
+    HookRow("_load_checkpoint", split.of_stage3_alone(Stage3Checkpoints.examine), SplitEngine, "stage3"),
     HookRow("_load_zero_checkpoint", split.of_engine_alone(load_any_layout), SplitEngine),
-    HookRow("_load_zero_checkpoint", split.of_stage3_alone(Stage3Checkpoints.load_state), SplitEngine),
-    HookRow("load_module_state_dict", split.of_stage3_alone(Stage3Checkpoints.load_frozen_parameters), SplitEngine),
-    HookRow("_get_all_ckpt_names", split.of_stage3_alone(Stage3Checkpoints.list_model_files), SplitEngine),
-    HookRow("_get_param_fragment_func", split.of_stage3_alone(Stage3Checkpoints.equal_shard), SplitEngine),
+    HookRow("_load_zero_checkpoint", split.of_stage3_alone(Stage3Checkpoints.load_state), SplitEngine, "stage3"),
+    HookRow(
+        "load_module_state_dict", split.of_stage3_alone(Stage3Checkpoints.load_frozen_parameters), SplitEngine, "stage3"
+    ),
+    HookRow("_get_all_ckpt_names", split.of_stage3_alone(Stage3Checkpoints.list_model_files), SplitEngine, "stage3"),
+    HookRow("_get_param_fragment_func", split.of_stage3_alone(Stage3Checkpoints.equal_shard), SplitEngine, "stage3"),
 )
 """Of one method outermost first."""

@@ -31,8 +31,7 @@ from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
-from ds_hetero.job.monitor import StepMonitor
-from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.job.monitor import PredictionCheck, StepMonitor
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, StepClock
@@ -64,11 +63,13 @@ class HookRow(NamedTuple):
 
     Args:
         of: the engines that have it.
+        part: of `HookedEngine`, without which (None) an engine does not have it.
     """
 
     method: str
     hook: Hook
     of: type[HookedEngine] = HookedEngine
+    part: str = "engine"
 
 
 class EngineHooks:
@@ -82,7 +83,7 @@ class EngineHooks:
     def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
         self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
         for row in reversed(table):
-            if isinstance(hooked, row.of):
+            if isinstance(hooked, row.of) and getattr(hooked, row.part) is not None:
                 setattr(hooked.engine, row.method, _around(row.hook, hooked, getattr(hooked.engine, row.method)))
 
     def take_off(self) -> None:
@@ -308,12 +309,10 @@ def of_engine_alone(hook: Function) -> Hook:
 
 
 def of_stage3_alone(hook: Function) -> Hook:
-    """Make a hook of a method of `Stage3Checkpoints`; engines of other stages run without it."""
+    """Make a hook of a method of `Stage3Checkpoints`."""
 
     @functools.wraps(hook)
     def of_stage3(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
-        if hooked.stage3 is None:
-            return method(*args, **kwargs)
         return hook(hooked.stage3, method, *args, **kwargs)
 
     return of_stage3

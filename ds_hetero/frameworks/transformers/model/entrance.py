@@ -27,9 +27,8 @@ from transformers.utils import ModelOutput
 from ds_hetero.engine.forward_mode import ShardedForward, Wanted, sharding_is_set, wanted_results
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import BatchError
-from ds_hetero.frameworks.transformers.model.forward_inputs import expect_arguments
-from ds_hetero.frameworks.transformers.model.router_losses import router_term
-from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall
+from ds_hetero.frameworks.transformers.model.forward_inputs import Called, expect_arguments
+from ds_hetero.frameworks.transformers.model.sharded_call import ShardedCall
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries
@@ -176,7 +175,7 @@ class Entrance:
         loss_sum: Callable[[], Any] | None = None
         if self.tiles is not None and run is not None:
             loss_sum = functools.partial(self.tiles.loss_sum, run, made, kwargs)
-        add_loss(output, kwargs, forward, router_term(self._pretrained, output), loss_sum)
+        add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
 
 
 def _wanted_of(arguments: Batch) -> Wanted | None:

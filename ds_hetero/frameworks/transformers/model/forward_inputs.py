@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.arguments import refusals
 from ds_hetero.engine.forward_mode import expecting_sharded_forward
 from ds_hetero.engine.patching import Patches
@@ -30,20 +31,12 @@ from ds_hetero.runtime.data.shards import Batch, Entries, forget_shards, is_shar
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
 
 
-class Taking(Protocol):
-    """A model that takes shards."""
+class Called(SplitModel, Protocol):
+    """A split model of transformers."""
 
     @property
     def pretrained(self) -> PretrainedModel:
         """The model that is called."""
-
-    @property
-    def cuts_inputs(self) -> bool:
-        """Whether forwards take whole sequences, of which the decoder is given this rank's part."""
-
-    @property
-    def moves_labels(self) -> bool:
-        """Whether a token predicts the label of the next one."""
 
 
 def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
@@ -66,7 +59,7 @@ def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
     )
 
 
-def expect_arguments(model: Taking, arguments: Batch, *, in_call: bool) -> None:
+def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
     """Refuse arguments with which a forward on shards would not compute what one process computes.
 
     Args:

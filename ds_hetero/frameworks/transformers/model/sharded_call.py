@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
-from ds_hetero.frameworks.transformers.model.forward_inputs import Taking
+from ds_hetero.frameworks.transformers.model.forward_inputs import Called
 from ds_hetero.frameworks.transformers.model.router_losses import adds_router_loss
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shard_exchange import gather_tokens
@@ -62,21 +62,6 @@ class TokenResults(ModelOutput):  # type: ignore[misc]
     log_probs: Tensor | None = None
     hidden_state: Tensor | None = None
     logits: Tensor | None = None
-
-
-class Called(Taking, Protocol):
-    """The model of a call."""
-
-    @property
-    def replica(self) -> Replica:
-        """This rank's replica."""
-
-    def complete(self, batch: Any) -> Any:
-        """A whole batch with the positions that the model would make of the whole of it."""
-
-    @property
-    def takes_shards(self) -> bool:
-        """Whether a forward would now take a shard."""
 
 
 class ShardedCall:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -33,7 +33,12 @@ from ds_hetero.frameworks.transformers.model.forward_inputs import (
 )
 from ds_hetero.frameworks.transformers.model.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
-from ds_hetero.frameworks.transformers.model.router_losses import mark_router_logits, open_router_loss, router_term
+from ds_hetero.frameworks.transformers.model.router_losses import (
+    has_router_loss,
+    mark_router_logits,
+    open_router_loss,
+    router_term,
+)
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.model.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
@@ -88,7 +93,7 @@ class ShardedModel:
         self.places_documents = False
         self.placer: Placer = stream_placement  # of the moment
         self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
-        self._record_batch: Callable[[BatchLayout], None] | None = None
+        self._observers: Sequence[Callable[[BatchLayout], None]] = ()
         self._earlier: list[Replica] = []  # with the schedules before this one, latest first
         self._forward: ShardedForward | None = None  # that runs
         self._end_forward: Callable[[], None] = lambda: None
@@ -105,6 +110,7 @@ class ShardedModel:
         layers = (module for module in self.model.modules() if hasattr(module, "adapter_layer_names"))
         self._adapted_layer: Any = next(layers, None)
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
+        self._has_router_loss = has_router_loss(self.pretrained)
         self._close_router_loss = open_router_loss(self.pretrained)
         self._rope_length = RopeLength(self._decoder)
         self._mode_was_set = False
@@ -184,7 +190,7 @@ class ShardedModel:
         """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
         return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
-    @property
+    @functools.cached_property
     def pools(self) -> bool:
         """Whether its head pools over the sequence, so that only sharded calls can split it."""
         return pools(self.pretrained)
@@ -239,7 +245,7 @@ class ShardedModel:
 
     def router_term(self, outputs: Any) -> Tensor | float:
         """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
-        return router_term(self.pretrained, outputs)
+        return router_term(self.pretrained, outputs) if self._has_router_loss else 0.0
 
     def change_replica(self, replica: Replica) -> None:
         """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
@@ -310,18 +316,18 @@ class ShardedModel:
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
-        kept = self.clock, self._record_batch, self.latest_positions
+        kept = self.clock, self._observers, self.latest_positions
         tiles, self._entrance.tiles = self._entrance.tiles, None
-        self.clock, self._record_batch = StepClock(default_device()), None
+        self.clock, self._observers = StepClock(default_device()), ()
         try:
             yield
         finally:
-            self.clock, self._record_batch, self.latest_positions = kept
+            self.clock, self._observers, self.latest_positions = kept
             self._entrance.tiles = tiles
 
-    def record_batches(self, record: Callable[[BatchLayout], None]) -> None:
-        """Call ``record`` with the layout of every batch from now on, except those that fill up a step."""
-        self._record_batch = record
+    def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
+        """Call ``observers`` with the layout of every batch from now on, except those that fill up a step."""
+        self._observers = observers
 
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`.
@@ -419,7 +425,8 @@ class ShardedModel:
             forward, self._forward = self._forward, None
             self._end_forward()
             self._rope_length.end()
-            mark_router_logits(output, forward)
+            if self._has_router_loss:
+                mark_router_logits(output, forward)
             self._restore_noise()
             if self._has_doors and output is not None:
                 expect_doors_used(decoder, forward)
@@ -437,8 +444,9 @@ class ShardedModel:
             batch = agree_on_batch(self.replica, local, earlier, self._recent)
         if torch.is_grad_enabled():
             self.latest_positions = positions
-        if self._record_batch is not None and (info is None or not info.is_filler):
-            self._record_batch(batch)
+        if info is None or not info.is_filler:
+            for observe in self._observers:
+                observe(batch)
         placement = batch.placement
         replica = next(known for known in (self.replica, *self._earlier) if known.schedule == placement.schedule)
         self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
