@@ -9,6 +9,7 @@ Dimension key: D ranks, K groups, B assignments of one grouping.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class CostModel(ABC):
         return 0.0
 
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
-        """Parts of an iteration that lie outside the blocks, by name; HexiSeq has none."""
+        """Parts of an iteration outside the blocks, by name: the loss of a micro-batch, others once; HexiSeq has none."""
         return {}
 
     def block_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
@@ -155,8 +156,7 @@ class CostModel(ABC):
         terms = self.terms(*flat)
         outside = self.outside_blocks_s(flat[1])
         per_micro_batch = terms.block_s * self.model.num_layers + outside.get("loss_s", 0.0)
-        per_iteration = outside.get("zero_s", 0.0) + outside.get("optimizer_s", 0.0)
-        iteration_s = per_micro_batch * work.micro_batches + per_iteration
+        iteration_s = per_micro_batch * work.micro_batches + once_s(outside)
         parts = self.memory_parts(*flat)
         memory_D = parts.total
         reason = self._too_much(memory_D, parts)
@@ -188,3 +188,8 @@ class CostModel(ABC):
         need, has, excess = memory_D[rank] / GIB, self.capacity_bytes_D[rank] / GIB, excess_D[rank] / GIB
         text = f"{self.cluster.rank_name(rank)} needs {need:.1f} GiB of {has:.1f}: {excess:.1f} GiB too much ({shares})"
         return text + (f"; {others} more ranks do not fit" if others else "")
+
+
+def once_s(outside: Mapping[str, float]) -> float:
+    """Sum of the parts of `CostModel.outside_blocks_s` that come once in an iteration."""
+    return sum(seconds for part, seconds in outside.items() if part != "loss_s")

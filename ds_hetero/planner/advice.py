@@ -15,7 +15,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import distinct
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.model import CostModel, once_s
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import PlannedSchedule
 from ds_hetero.planner.planning import plan
@@ -146,8 +146,7 @@ def _least_s(cost: CostModel) -> float:
     work, loss_s_D = cost.workload, cost.loss_s_per_token_D
     outside = cost.outside_blocks_s(np.zeros(cost.cluster.num_ranks))
     loss_s = max(outside.get("loss_s", 0.0), work.seq_len / np.sum(1 / loss_s_D) if loss_s_D.all() else 0.0)
-    once_s = outside.get("zero_s", 0.0) + outside.get("optimizer_s", 0.0)
-    return float(work.micro_batches * (cost.model.num_layers * cost.least_block_s + loss_s) + once_s)
+    return float(work.micro_batches * (cost.model.num_layers * cost.least_block_s + loss_s) + once_s(outside))
 
 
 def _first_look_s(cost: CostModel, layout: str | None) -> float:
