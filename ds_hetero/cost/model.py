@@ -107,7 +107,7 @@ class CostModel(ABC):
         return 0.0
 
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
-        """Parts of an iteration outside the blocks, by name: the loss of a micro-batch, others once; HexiSeq has none."""
+        """Parts of an iteration outside the blocks: ``loss_s`` per micro-batch, others once; HexiSeq has none."""
         return {}
 
     def block_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
